@@ -1,0 +1,74 @@
+"""Exceptions for people: each says what is wrong and what to do, and knows its exit code."""
+
+from __future__ import annotations
+
+
+class AutockptError(Exception):
+    """Base of every error that autockpt raises on purpose.
+
+    ``message`` says what is wrong and where, ``remedy`` what to do about it; the command line prints both and exits
+    with ``exit_code``.
+    """
+
+    exit_code = 4
+    default_remedy = ""
+
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = self.default_remedy if remedy is None else remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.remedy}" if self.remedy else self.message
+
+
+class UsageError(AutockptError):
+    """The question itself is wrong: a malformed budget, an unknown model, contradictory options. Exit code 2."""
+
+    exit_code = 2
+
+
+class PlanError(UsageError):
+    """A plan file is malformed, or does not belong to this model. Exit code 2."""
+
+
+class WorkloadError(UsageError):
+    """The user's model, batch or step could not be built or run. Exit code 2."""
+
+
+class RunDirectoryError(UsageError):
+    """A run directory belongs to another question, is corrupt or cannot be written. Exit code 2."""
+
+
+class InfeasibleError(AutockptError):
+    """No plan fits the budget. Exit code 3. ``smallest_peak`` is the least reachable peak in bytes, where known."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, remedy: str | None = None, smallest_peak: int | None = None) -> None:
+        super().__init__(message, remedy=remedy)
+        self.smallest_peak = smallest_peak
+
+
+class ConflictError(UsageError):
+    """A plan cannot be attached here: something else already owns the layer, or it cannot be made safe. Exit code 2."""
+
+
+class TracingError(AutockptError):
+    """The model could not be traced. Exit code 4."""
+
+
+class GhostError(TracingError):
+    """The ghost run failed or took its process down; the caller may record a real step instead. Exit code 4."""
+
+
+class MeasurementError(AutockptError):
+    """The device failed, or a measurement could not be completed. Exit code 4."""
+
+
+class DeviceOutOfMemory(MeasurementError):
+    """A step ran out of device memory. ``needed`` is the allocation in bytes that failed, where known. Exit code 4."""
+
+    def __init__(self, message: str, *, remedy: str | None = None, needed: int | None = None) -> None:
+        super().__init__(message, remedy=remedy)
+        self.needed = needed

@@ -1,0 +1,26 @@
+"""The device and the software a number was measured on."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from autockpt.schema.base import Data
+
+
+class DeviceInfo(Data):
+    """What identifies a device. ``capacity_bytes`` is all its memory, ``overhead_bytes`` what its context takes."""
+
+    kind: str = Field(description="cpu, cuda")
+    name: str
+    capacity_bytes: int
+    overhead_bytes: int = 0
+    copy_queues: bool = Field(default=False, description="copies run beside compute")
+    threads: int | None = Field(default=None, description="intra-op threads, where the device is the CPU")
+
+
+class Environment(Data):
+    """Versions and machine: enough to judge whether two numbers may be compared."""
+
+    device: DeviceInfo
+    versions: dict[str, str] = Field(description="autockpt, python, torch, transformers, optuna")
+    platform: str = ""

@@ -1,0 +1,118 @@
+"""One training step as data: every op, every storage's life, every copy, and the units that choices are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Literal
+
+from pydantic import Field
+
+from autockpt.schema.base import Data
+
+Phase = Literal["forward", "recompute", "backward", "optimizer"]
+PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward", "optimizer")
+UnitRole = Literal["block", "attention", "mlp"]
+StorageKind = Literal["activation", "gradient", "optimizer", "other"]
+
+
+class Unit(Data):
+    """A module that one choice is made for."""
+
+    name: str = Field(description="qualified module name, wrapper prefixes stripped")
+    cls: str = Field(description="class name of the module")
+    kind: int = Field(description="units of equal kind have equal structure and inputs, and share one cost")
+    role: UnitRole = "block"
+    parent: str | None = Field(default=None, description="the enclosing unit's name, for attention and MLP sub-units")
+
+
+class TensorMeta(Data):
+    """A tensor as an op returned it. ``storage`` is a Storage id; sizes in elements, ``offset`` too."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    storage: int
+    offset: int = 0
+
+
+class Op(Data):
+    """One call into PyTorch's dispatcher below autograd."""
+
+    index: int
+    target: str = Field(description="overload name, e.g. aten.mm.default")
+    phase: Phase
+    module: str = Field(description="qualified name of the innermost module; '' for the root")
+    unit: str | None = Field(default=None, description="the block this op belongs to; None for the remainder")
+    signature: int = Field(description="index into Graph.signatures")
+    flops: int = 0
+    inputs: tuple[int, ...] = Field(default=(), description="ids of the storages read")
+    outputs: tuple[TensorMeta, ...] = ()
+    saves: tuple[int, ...] = Field(default=(), description="ids of storages that this op saved for backward")
+
+
+class Storage(Data):
+    """A block of device memory. Alive from op ``birth`` up to and including op ``death`` (None: past the end).
+
+    ``birth`` -1 means: alive before the recorded cycle began, and then its bytes are part of ``Graph.resident_bytes``.
+    """
+
+    id: int
+    bytes: int
+    birth: int
+    death: int | None
+    kind: StorageKind = "activation"
+    unit: str | None = None
+
+
+class Copy(Data):
+    """Bytes moved off (``out``) or back onto (``in``) the device by an offload choice.
+
+    Issued just before op ``issued`` on the copy queue of its direction; the compute queue waits for its end just before
+    op ``awaited`` (None: never). On devices without copy queues a copy takes place where it is issued.
+    """
+
+    direction: Literal["out", "in"]
+    bytes: int
+    issued: int
+    awaited: int | None
+    unit: str | None = None
+
+
+class Graph(Data):
+    """One whole accumulation cycle (forward, backward, optimizer), from the second cycle on.
+
+    ``resident_bytes`` is what is on the device when the cycle begins: parameters, buffers, optimizer states, batch.
+    """
+
+    source: Literal["ghost", "recorded"] = "ghost"
+    resident_bytes: int
+    resident: dict[str, int] = Field(default_factory=dict, description="its bytes by what they are: weights, …")
+    signatures: tuple[str, ...]
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    copies: tuple[Copy, ...] = ()
+    units: tuple[Unit, ...] = Field(default=(), description="blocks in order of their first call, then sub-units")
+    notes: tuple[str, ...] = Field(default=(), description="what could not be exact, for people")
+
+    def timeline(self) -> Iterator[int]:
+        """Device bytes while each op runs, in op order: resident bytes plus every storage alive at that op."""
+        change = [0] * (len(self.ops) + 1)
+        for s in self.storages:
+            if s.birth >= 0:
+                change[s.birth] += s.bytes
+            if s.death is not None and s.death + 1 < len(change):
+                change[s.death + 1] -= s.bytes
+        current = self.resident_bytes
+        for i in range(len(self.ops)):
+            current += change[i]
+            yield current
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Most device bytes at any op of the cycle."""
+        return max(self.timeline(), default=self.resident_bytes)
+
+    def blocks(self) -> tuple[Unit, ...]:
+        """The units that partition the model: no sub-units."""
+        return tuple(u for u in self.units if u.role == "block")

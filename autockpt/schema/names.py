@@ -1,0 +1,285 @@
+"""Names of units, and the patterns that stand for many of them in a plan.
+
+A pattern is a dotted name whose components may be a literal (``mlp``), a range of indices (``0-11``), ``*`` (any one
+component) or ``**`` (any number of components, none included). ``model.layers.0-11`` names twelve units. A pattern that
+is itself the name of a unit means that unit alone; one with ``**`` means the outermost units that it matches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from autockpt.errors import PlanError
+from autockpt.schema.choices import Choice
+from autockpt.schema.suggest import closest
+
+T = TypeVar("T")
+_RANGE = re.compile(r"([0-9]+)-([0-9]+)")
+_INDEX = re.compile(r"0|[1-9][0-9]*")
+_MOST_NAMES = 100_000
+# torch.compile, FSDP1 and torch's own activation-checkpoint wrapper put a component of their own at any depth
+_WRAPPED_ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# DDP, PEFT and Lightning's strategies stand in front
+_WRAPPED_IN_FRONT = (("module",), ("base_model", "model"), ("_forward_module",))
+
+
+class Entry(NamedTuple, Generic[T]):
+    """One line of a plan: a pattern, what it says, and where it stands (``plan.yaml:14``) for error messages."""
+
+    pattern: str
+    value: T
+    where: str = ""
+
+    def located(self, message: str) -> str:
+        return f"{self.where}: {message}" if self.where else message
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of indices in a pattern, both ends included."""
+
+    first: int
+    last: int
+
+    def __contains__(self, component: str) -> bool:
+        return _INDEX.fullmatch(component) is not None and self.first <= int(component) <= self.last
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A parsed pattern. ``parts`` are literals, ``*``, ``**`` or spans."""
+
+    text: str
+    parts: tuple[str | Span, ...]
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern stands for this name."""
+        return name == self.text or _match(self.parts, tuple(name.split(".")))
+
+    def enumerate(self) -> list[str]:
+        """All names that a pattern without wildcards stands for. Raises PlanError for wildcards and endless ranges."""
+        names = [""]
+        for part in self.parts:
+            if part in ("*", "**"):
+                raise PlanError(f"{self.text!r} stands for no definite names", remedy="Write names and ranges only.")
+            options = [str(i) for i in range(part.first, part.last + 1)] if isinstance(part, Span) else [part]
+            if len(names) * len(options) > _MOST_NAMES:
+                raise PlanError(f"{self.text!r} names too many units", remedy=f"At most {_MOST_NAMES} can be named.")
+            names = [f"{name}.{option}" for name in names for option in options]
+        return [name[1:] for name in names]
+
+    def select(self, names: Collection[str]) -> list[str]:
+        """The names that the pattern stands for, in their order; an exact name stands for itself alone."""
+        if self.text in names:
+            return [self.text]
+        found = [n for n in names if _match(self.parts, tuple(n.split(".")))]
+        return outermost(found) if "**" in self.parts else found
+
+
+def parse_pattern(text: str) -> Pattern:
+    """Parse one pattern. Raises PlanError for empty components, reversed ranges and partial wildcards."""
+    parts: list[str | Span] = []
+    for component in text.split("."):
+        span = _RANGE.fullmatch(component)
+        if not component or component != component.strip():
+            raise PlanError(f"{text!r} is not a unit name", remedy="Write dotted names such as model.layers.0-11.")
+        if span is not None:
+            if not (_INDEX.fullmatch(span[1]) and _INDEX.fullmatch(span[2]) and int(span[1]) <= int(span[2])):
+                raise PlanError(
+                    f"{component!r} in {text!r} is not a range", remedy="Write the smaller index first, as in 0-11."
+                )
+            parts.append(Span(int(span[1]), int(span[2])))
+        elif "*" in component and component not in ("*", "**"):
+            raise PlanError(
+                f"{component!r} in {text!r} mixes a wildcard with letters",
+                remedy="* stands for one whole component, ** for any number of them, 0-11 for a range of indices.",
+            )
+        else:
+            parts.append(component)
+    return Pattern(text, tuple(parts))
+
+
+def _match(parts: Sequence[str | Span], components: tuple[str, ...]) -> bool:
+    """Match by dynamic programming over components: linear in parts × components, whatever the wildcards."""
+    reach = [True] + [False] * len(components)
+    for part in parts:
+        if part == "**":
+            for i in range(1, len(reach)):
+                reach[i] = reach[i] or reach[i - 1]
+            continue
+        fits = [part == "*" or (c in part if isinstance(part, Span) else c == part) for c in components]
+        reach = [False] + [reach[i] and fits[i] for i in range(len(components))]
+    return reach[-1]
+
+
+def expand(entries: Iterable[Entry[T]], names: Iterable[str]) -> dict[str, Entry[T]]:
+    """Which entry speaks for which name, in the order of ``names``; names that no entry speaks for are left out.
+
+    Raises PlanError where a pattern is malformed or matches nothing, a range reaches past what exists, or two entries
+    name one unit.
+    """
+    known = dict.fromkeys(names)
+    owner: dict[str, Entry[T]] = {}
+    for entry in entries:
+        for name in _selected(entry, known):
+            if name in owner:
+                raise PlanError(
+                    entry.located(f"{name} is named twice: by {_source(owner[name])} and by {_source(entry)}"),
+                    remedy="Leave one of the two, or narrow a pattern.",
+                )
+            owner[name] = entry
+    return {name: owner[name] for name in known if name in owner}
+
+
+def _selected(entry: Entry[Any], names: Collection[str]) -> list[str]:
+    try:
+        pattern = parse_pattern(entry.pattern) if entry.pattern not in names else Pattern(entry.pattern, ())
+    except PlanError as error:
+        raise PlanError(entry.located(error.message), remedy=error.remedy) from None
+    found = pattern.select(names)
+    if not found:
+        near = closest(entry.pattern, fold(dict.fromkeys(names, "")))
+        raise PlanError(
+            entry.located(f"{entry.pattern!r} matches no unit of this model"),
+            remedy=f"Did you mean {near}?" if near else f"Units here: {listing(names)}.",
+        )
+    for position, part in enumerate(pattern.parts):
+        if isinstance(part, Span):
+            # behind ** a position is not known, so an index counts wherever it stands
+            behind = slice(None) if "**" in pattern.parts[:position] else slice(position, position + 1)
+            seen = {int(c) for n in found for c in n.split(".")[behind] if c in part}
+            if len(seen) <= part.last - part.first:
+                missing = next(i for i in range(part.first, part.last + 1) if i not in seen)
+                raise PlanError(
+                    entry.located(f"{entry.pattern!r} names index {missing}, which this model does not have"),
+                    remedy=f"Units here: {listing(names)}.",
+                )
+    return found
+
+
+def _source(entry: Entry[Any]) -> str:
+    return f"{entry.pattern!r} ({entry.where})" if entry.where else repr(entry.pattern)
+
+
+def fold(assignment: Mapping[str, T]) -> dict[str, T]:
+    """The shortest list of exact names and ranges that says the same: ``model.layers.0-11: save``.
+
+    ``expand`` over the same names gives the assignment back. Values are compared by equality.
+    """
+    items = [(tuple(name.split(".")), value, i) for i, (name, value) in enumerate(assignment.items())]
+    depth = max((len(parts) for parts, _, _ in items), default=0)
+    for position in reversed(range(depth)):
+        items = _fold_at(items, position)
+    folded = {".".join(parts): value for parts, value, _ in sorted(items, key=lambda item: item[2])}
+    return folded if _says_the_same(folded, assignment) else dict(assignment)
+
+
+def _fold_at(items: list[tuple[tuple[str, ...], T, int]], position: int) -> list[tuple[tuple[str, ...], T, int]]:
+    """Join items that differ in one index and follow one another there."""
+    result: list[tuple[tuple[str, ...], T, int]] = []
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[tuple[int, T, int]]] = {}
+    for parts, value, order in items:
+        if position < len(parts) and _INDEX.fullmatch(parts[position]):
+            key = (parts[:position], parts[position + 1 :])
+            groups.setdefault(key, []).append((int(parts[position]), value, order))
+        else:
+            result.append((parts, value, order))
+    for (before, after), members in groups.items():
+        members.sort(key=lambda member: member[0])
+        start = 0
+        for i in range(1, len(members) + 1):
+            first, value, _ = members[start]
+            if i < len(members) and members[i][0] == members[i - 1][0] + 1 and members[i][1] == value:
+                continue
+            last = members[i - 1][0]
+            index = str(first) if first == last else f"{first}-{last}"
+            result.append(((*before, index, *after), value, min(m[2] for m in members[start:i])))
+            start = i
+    return result
+
+
+def _says_the_same(folded: Mapping[str, T], assignment: Mapping[str, T]) -> bool:
+    """Names that look like ranges or wildcards cannot be folded; they are few, so check rather than forbid."""
+    try:
+        owner = expand([Entry(p, v) for p, v in folded.items()], assignment)
+    except PlanError:
+        return False
+    return {n: e.value for n, e in owner.items()} == dict(assignment)
+
+
+def outermost(names: Iterable[str]) -> list[str]:
+    """The names that lie inside no other of them, in their order."""
+    names = list(names)
+    present = set(names)
+    return [n for n in names if not any(a in present for a in ancestors(n))]
+
+
+def ancestors(name: str) -> list[str]:
+    """The names of the modules around a module, innermost first: ``a.b.c`` lies in ``a.b`` and ``a``."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
+
+
+def check_nesting(owner: Mapping[str, Entry[Choice]] | Mapping[str, Choice]) -> None:
+    """Refuse a choice on a unit together with one on its sub-unit, unless the outer one is ``save``.
+
+    Takes what ``expand`` returned, or choices by exact name. Raises PlanError naming both lines.
+    """
+    for name, inner in owner.items():
+        for outer_name in ancestors(name):
+            outer = owner.get(outer_name)
+            choice = outer.value if isinstance(outer, Entry) else outer
+            if outer is None or getattr(choice, "kind", "") == "save":
+                continue
+            here = _source(inner) if isinstance(inner, Entry) else repr(name)
+            there = _source(outer) if isinstance(outer, Entry) else repr(outer_name)
+            message = f"{here} makes a choice inside {outer_name}, which {there} already sets to {choice}"
+            raise PlanError(
+                inner.located(message) if isinstance(inner, Entry) else message,
+                remedy=f"Set {outer_name} to save, or leave the choice on {name} out.",
+            )
+
+
+def strip_prefixes(name: str) -> str:
+    """A module's name without what known wrappers put into it: compile, DDP, FSDP, PEFT.
+
+    ``base_model.model.model.layers.0`` and ``module._orig_mod.model.layers.0`` are both ``model.layers.0``; a wrapped
+    root itself is the empty name.
+    """
+    parts = tuple(p for p in name.split(".") if p not in _WRAPPED_ANYWHERE)
+    while front := next((f for f in _WRAPPED_IN_FRONT if parts[: len(f)] == f), None):
+        parts = parts[len(front) :]
+    return ".".join(parts)
+
+
+def views(names: Iterable[str]) -> list[dict[str, str]]:
+    """The ways in which a model's unit names may be meant, best first; each maps the meant name to the real one.
+
+    First with wrapper prefixes stripped; then, for a model held as ``self.model`` (Lightning), with that component
+    taken off or put in front.
+    """
+    real = list(names)
+    stripped = {strip_prefixes(n): n for n in real}
+    result = [stripped]
+    if stripped and all(n.startswith("model.") for n in stripped):
+        result.append({n.removeprefix("model."): r for n, r in stripped.items()})
+    result.append({f"model.{n}": r for n, r in stripped.items()})
+    return result
+
+
+def align(wanted: Collection[str], names: Iterable[str]) -> dict[str, str]:
+    """The first view of a model's names in which every wanted pattern matches something, else the plain one."""
+    options = views(names)
+    for view in options:
+        if all(p in view or parse_pattern(p).select(view) for p in wanted):
+            return view
+    return options[0]
+
+
+def listing(names: Iterable[str], limit: int = 6) -> str:
+    """Unit names folded and shortened for one line of an error message."""
+    folded = list(fold(dict.fromkeys(names, "")))
+    return ", ".join(folded[:limit]) + (f", … ({len(folded) - limit} more)" if len(folded) > limit else "")

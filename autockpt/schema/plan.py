@@ -1,0 +1,219 @@
+"""The plan: what each unit does with its activations, where that was found out, and whether it was proven.
+
+``Plan.load`` and ``Plan.save`` are the only doors to the file format, which ``planfile`` writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PrivateAttr, field_validator
+
+from autockpt.errors import PlanError
+from autockpt.schema.base import Data
+from autockpt.schema.choices import SAVE, Choice, dump_choice, parse_choice
+from autockpt.schema.device import Environment
+from autockpt.schema.graph import Unit
+from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern
+from autockpt.schema.sizes import ResolvedBudget
+from autockpt.schema.trial import Measurement, Prediction
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.schema.yaml import Document
+
+SCHEMA_VERSION = 1
+PlanStatus = Literal["measured", "simulated", "unmeasured"]
+Verdict = Literal["fits", "over_budget", "out_of_memory", "not_measured"]
+
+
+class Comparison(Data):
+    """One row of the answer: a plan everybody knows, or the one that was found, beside what it was predicted to do."""
+
+    name: str = Field(description="none, recompute all, every-2, offload all, ours")
+    verdict: Verdict
+    predicted: Prediction | None = None
+    measured: Measurement | None = None
+    plan_hash: str = ""
+    note: str = ""
+
+
+class Structure(Data):
+    """The model that a plan was made for: its name, and the names and classes of its units, folded into ranges."""
+
+    name: str = ""
+    fingerprint: str = ""
+    units: dict[str, str] = Field(default_factory=dict, description="pattern of unit names -> class name")
+
+    @classmethod
+    def of(cls, name: str, fingerprint: str, units: Iterable[Unit]) -> Structure:
+        return cls(name=name, fingerprint=fingerprint, units=fold({u.name: u.cls for u in units}))
+
+    @cached_property
+    def classes(self) -> dict[str, str]:
+        """Class by exact unit name."""
+        return {name: cls for pattern, cls in self.units.items() for name in parse_pattern(pattern).enumerate()}
+
+
+class Plan(Data):
+    """A choice for every unit, with its provenance.
+
+    ``hash`` is that of the choices which ``predicted`` and ``measured`` speak of. Where the choices no longer match it
+    (the file was edited), ``status`` is "unmeasured", whatever ``source`` says. Bytes and seconds throughout.
+    """
+
+    autockpt: int = SCHEMA_VERSION
+    source: PlanStatus = "unmeasured"
+    hash: str = ""
+    model: Structure = Structure()
+    workload: WorkloadSpec | None = None
+    settings: dict[str, str | int | float | bool | None] = Field(
+        default_factory=dict, description="resolved facts of the step: dtype, batch_size, seq_len, parameters, …"
+    )
+    environment: Environment | None = None
+    budget: ResolvedBudget | None = None
+    predicted: Prediction | None = None
+    measured: Measurement | None = None
+    baselines: tuple[Comparison, ...] = ()
+    notes: tuple[str, ...] = ()
+    choices: dict[str, Choice] = Field(description="pattern of unit names -> choice")
+    _document: Document | None = PrivateAttr(default=None)
+
+    def __eq__(self, other: object) -> bool:
+        """Plans are equal by what they say, wherever they were read from."""
+        return isinstance(other, Plan) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @field_validator("choices", mode="before")
+    @classmethod
+    def _read_choices(cls, value: Any) -> Any:
+        return {k: parse_choice(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+    @classmethod
+    def create(
+        cls,
+        choices: Mapping[str, Choice],
+        units: Sequence[Unit],
+        *,
+        model: str = "",
+        fingerprint: str = "",
+        **rest: Any,
+    ) -> Plan:
+        """A plan from choices by exact unit name. ``rest`` are the other fields, ``source`` among them.
+
+        The seconds of single cycles are left to the history; the plan keeps median, noise and count.
+        """
+        rest["measured"] = _without_times(rest.get("measured"))
+        rest["baselines"] = tuple(
+            row.model_copy(update={"measured": _without_times(row.measured)}) for row in rest.get("baselines", ())
+        )
+        structure = Structure.of(model, fingerprint, units)
+        return cls(hash=plan_hash(choices), model=structure, choices=fold(choices), **rest)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read and validate a plan file. Raises PlanError naming file, line and remedy."""
+        from autockpt.schema.planfile import read_plan
+
+        return read_plan(Path(path))
+
+    def save(self, path: str | Path, *, existing: Literal["refuse", "set_aside", "replace"] = "refuse") -> Path | None:
+        """Write the plan, whole or not at all. The same plan again is no conflict.
+
+        Where another file stands there: ``refuse`` raises PlanError, ``set_aside`` renames it to ``name.1`` and returns
+        that path, ``replace`` overwrites it. Raises PlanError where the path cannot be written.
+        """
+        from autockpt.schema.planfile import write_plan
+
+        return write_plan(self, Path(path), existing)
+
+    @cached_property
+    def entries(self) -> tuple[Entry[Choice], ...]:
+        """The lines under ``choices``, each with its place in the file where it came from one."""
+        document = self._document
+        return tuple(
+            Entry(pattern, choice, document.where("choices", pattern) if document else "")
+            for pattern, choice in self.choices.items()
+        )
+
+    def expand(self, unit_names: Iterable[str]) -> dict[str, Choice]:
+        """The choice of every unit by its exact name, as given.
+
+        Outermost units that the plan does not mention get ``save``; sub-units appear only where it mentions them.
+        Wrapper prefixes (PEFT, compile, DDP, Lightning) are seen through. Raises PlanError for patterns that match
+        nothing, a unit named twice, and a choice inside another.
+        """
+        names = list(unit_names)
+        view = align(self.choices, names)
+        owner = expand(self.entries, view)
+        check_nesting(owner)
+        meant_choices: dict[str, Choice] = dict.fromkeys(outermost(view), SAVE)
+        meant_choices |= {meant: entry.value for meant, entry in owner.items()}
+        by_real_name = {view[meant]: choice for meant, choice in meant_choices.items()}
+        return {name: by_real_name[name] for name in names if name in by_real_name}
+
+    def check_structure(self, units: Iterable[Unit]) -> None:
+        """Raise PlanError where the plan was made for other units than these: others missing, new, or of another class.
+
+        A plan written by hand without ``model.units`` fits any structure.
+        """
+        planned = self.model.classes
+        units = list(units)
+        if not planned:
+            return
+        view = align(self.model.units, [u.name for u in units])
+        real = {u.name: u.cls for u in units}
+        present = {meant: real[name] for meant, name in view.items()}
+        if difference := _difference(planned, present):
+            where = f"{self._document.where('model', 'units')}: " if self._document else ""
+            raise PlanError(
+                f"{where}this plan was made for another model: {difference}",
+                remedy="Search again for this model; or delete the section `model:` to use the choices unmeasured.",
+            )
+
+    @property
+    def status(self) -> PlanStatus:
+        """``source`` where it still holds: "unmeasured" as soon as the choices are not those that were measured."""
+        return "unmeasured" if self.status_reason else self.source
+
+    @cached_property
+    def status_reason(self) -> str:
+        """Why the plan is unmeasured; empty where it is measured or simulated."""
+        if self.source == "unmeasured":
+            return "the plan says so itself" if self.hash else "the plan was written by hand"
+        if self.source == "measured" and self.measured is None:
+            return "the plan holds no measurement"
+        if not self.model.units:
+            return "the plan no longer says which units it was measured with"
+        if self.hash != plan_hash(self.expand(self.model.classes)):
+            return f"the choices were edited after the plan was {self.source}"
+        return ""
+
+
+def plan_hash(choices: Mapping[str, Choice]) -> str:
+    """Twelve hex digits for what a plan attaches: equal for plans that do the same.
+
+    ``save`` attaches nothing, so units on ``save`` do not count, named or not.
+    """
+    attached = sorted((name, dump_choice(c)) for name, c in choices.items() if c.kind != "save")
+    return hashlib.sha256(json.dumps(attached, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _without_times(measured: Measurement | None) -> Measurement | None:
+    return None if measured is None else measured.model_copy(update={"times": ()})
+
+
+def _difference(planned: Mapping[str, str], present: Mapping[str, str]) -> str:
+    """The first way in which two structures differ, in words; empty where they do not."""
+    if missing := [n for n in planned if n not in present]:
+        return f"it has no {listing(missing, 3)}"
+    if new := [n for n in present if n not in planned]:
+        return f"the plan knows no {listing(new, 3)}"
+    for name, cls in planned.items():
+        if present[name] != cls:
+            return f"{name} is a {present[name]}, planned as a {cls}"
+    return ""

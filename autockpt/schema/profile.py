@@ -1,0 +1,54 @@
+"""What each choice costs on each kind of unit, on one device."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from autockpt.schema.base import Data
+from autockpt.schema.choices import Choice
+from autockpt.schema.device import Environment
+
+
+class MenuItem(Data):
+    """One choice on one kind of unit, read off a ghost run. Bytes; seconds per cycle (all micro-batches)."""
+
+    choice: Choice
+    kept_bytes: int = Field(description="alive from the end of the unit's forward to the start of its backward")
+    forward_peak_bytes: int = Field(description="most bytes of its own during the unit's forward")
+    backward_peak_bytes: int = Field(description="most bytes of its own during the unit's backward, recompute included")
+    forward_seconds: float
+    backward_seconds: float
+    recompute_seconds: float
+    copy_seconds: float = Field(default=0.0, description="copies that do not fit behind compute")
+
+
+class Menu(Data):
+    """All choices of one kind of unit."""
+
+    kind: int
+    representative: str = Field(description="the unit that was ghost-run")
+    items: tuple[MenuItem, ...]
+
+
+class OpTimes(Data):
+    """Seconds per op signature on one device, measured in real steps; cached by device and versions."""
+
+    environment: Environment
+    seconds: dict[str, float] = Field(description="by op signature; median")
+    optimizer_seconds: float = Field(default=0.0, description="the optimizer phase of one cycle, whole")
+    host_seconds: float = Field(default=0.0, description="what each op costs beside its kernel: Python, autograd")
+    copy_out_bandwidth: float = Field(default=0.0, description="bytes per second off the device")
+    copy_in_bandwidth: float = Field(default=0.0, description="bytes per second back onto it")
+    region_seconds: dict[str, float] = Field(
+        default_factory=dict, description="host time that attaching a choice adds to one call of a unit, by choice"
+    )
+
+
+class Profile(Data):
+    """The menus of every kind of unit, with the save-everything cycle they add to."""
+
+    op_times: OpTimes
+    menus: tuple[Menu, ...]
+    save_all_peak_bytes: int
+    save_all_seconds: float = Field(description="predicted cycle time with every unit on save")
+    leanest_peak_bytes: int

@@ -1,0 +1,132 @@
+"""The question that a search is asked, what it reports on the way, and the answer it gives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from autockpt.schema.base import Data
+from autockpt.schema.device import DeviceInfo, Environment
+from autockpt.schema.plan import Comparison, Plan
+from autockpt.schema.sizes import Budget, ResolvedBudget
+from autockpt.schema.space import SearchSpace
+from autockpt.schema.trial import Trial
+from autockpt.schema.workload import WorkloadSpec
+
+
+class SearchRequest(Data):
+    """One question to ``autockpt search``, with how long to work on it and where to write.
+
+    ``timeout`` is in seconds, the whole search included. ``out`` is the folder that gets the run's directory.
+    """
+
+    budget: Budget
+    workload: WorkloadSpec
+    space: SearchSpace
+    device: str | None = Field(default=None, description="cpu, cuda, cuda:1; None: the best there is")
+    trials: int = Field(default=40, gt=0, description="candidates measured at most, baselines included")
+    timeout: float | None = Field(default=None, gt=0)
+    seed: int = 0
+    storage: str | None = Field(default=None, description="URL of the Optuna storage; None: sqlite in the directory")
+    out: Path = Path("results")
+    plan_out: Path | None = Field(default=None, description="write the plan here as well")
+    dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
+    fresh: bool = Field(default=False, description="set an earlier run of this question aside")
+    command: tuple[str, ...] = Field(default=(), description="the exact command line")
+    notes: tuple[str, ...] = Field(
+        default=(), description="what was decided for the user, to be repeated with the answer"
+    )
+
+    def question(self, environment: Environment, **more: Any) -> dict[str, Any]:
+        """All that changes the answer, as JSON: runs of one question share a directory and continue one another.
+
+        How long to search, where to write and what was printed is not part of it. ``more`` adds facts found on the way,
+        such as the model's structure fingerprint.
+        """
+        versions = {
+            k: environment.versions[k] for k in ("autockpt", "torch", "transformers") if k in environment.versions
+        }
+        return {
+            "budget": self.budget.text,
+            "workload": self.workload.model_dump(mode="json"),
+            "space": self.space.model_dump(mode="json", exclude={"description"}),
+            "device": environment.device.model_dump(mode="json"),
+            "versions": versions,
+            "seed": self.seed,
+            **more,
+        }
+
+
+def question_hash(question: Mapping[str, Any]) -> str:
+    """Eight hex digits that name a question."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:8]
+
+
+class StageTime(Data):
+    """Wall seconds that a stage of the search took."""
+
+    name: str
+    seconds: float
+
+
+class SearchOutcome(Data):
+    """The answer of a search.
+
+    ``plan`` is None only where the search was interrupted before anything fitting was found. ``binding`` is False where
+    saving everything fits, so that there is nothing to gain. ``smallest_peak`` is the least reachable peak in bytes.
+    """
+
+    plan: Plan | None
+    budget: ResolvedBudget
+    device: DeviceInfo
+    rows: tuple[Comparison, ...] = Field(default=(), description="none, recompute all, …; ours last")
+    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    binding: bool = True
+    dry_run: bool = False
+    interrupted: bool = False
+    resumed: int = Field(default=0, description="trials taken over from earlier runs of this question")
+    measured_trials: int = 0
+    stopped: str = Field(default="", description="why the search ended, in words")
+    run_directory: Path | None = None
+    plan_path: Path | None = Field(default=None, description="where to load the plan from")
+    set_aside: Path | None = Field(default=None, description="where an earlier, different plan file was moved to")
+    smallest_peak: int | None = None
+    stages: tuple[StageTime, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Listener(Protocol):
+    """What a search tells whoever watches it. Calls come from one thread, in order; none may raise."""
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """A stage begins (and the one before it has ended): "trace", "profile", …; ``total`` steps where known."""
+        ...
+
+    def advance(self, steps: int = 1) -> None:
+        """The current stage came this much further."""
+        ...
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        """A trial ended; ``best`` is the best feasible one so far, perhaps this one. Advances the stage by one."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something the user should know now."""
+        ...
+
+
+class Silence:
+    """A listener that does not listen."""
+
+    def stage(self, name: str, total: int | None = None) -> None: ...
+
+    def advance(self, steps: int = 1) -> None: ...
+
+    def trial(self, trial: Trial, best: Trial | None) -> None: ...
+
+    def note(self, text: str) -> None: ...

@@ -1,0 +1,144 @@
+"""Search spaces: what the search may try and with which sampler, as data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from autockpt.errors import UsageError
+from autockpt.schema.base import Data
+from autockpt.schema.choices import choice_kinds
+from autockpt.schema.suggest import closest
+from autockpt.schema.yaml import Document, read
+
+SPACE_VERSION = 1
+Encoding = Literal["knobs", "layers"]
+
+
+class Knob(Data):
+    """The range of one number that steers the solver. ``neutral`` is the value that changes nothing."""
+
+    low: float
+    high: float
+    log: bool = Field(default=False, description="search the logarithm; low must be above zero")
+    neutral: float | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Knob:
+        if not self.low < self.high:
+            raise ValueError("low must be below high")
+        if self.log and self.low <= 0:
+            raise ValueError("a logarithmic range must begin above zero")
+        if self.neutral is not None and not self.low <= self.neutral <= self.high:
+            raise ValueError("neutral must lie between low and high")
+        return self
+
+
+class SearchSpace(Data):
+    """What a search may try.
+
+    ``knobs``: the solver makes every plan and a few numbers steer it: ``margin`` (share of the budget left free) and
+    ``<choice>_price`` (factor on the predicted extra seconds of a choice). ``layers``: one categorical per unit,
+    repaired to the budget. ``margins`` are those at which the solver's plans are enqueued as seeds in either encoding.
+    """
+
+    search_space: int = SPACE_VERSION
+    name: str = ""
+    description: str = ""
+    encoding: Encoding
+    sampler: Literal["gp", "tpe", "random"] = "gp"
+    choices: tuple[str, ...] = Field(default_factory=choice_kinds, description="kinds; always with save")
+    margins: tuple[float, ...] = (0.0, 0.02, 0.05)
+    knobs: dict[str, Knob] = Field(default_factory=dict)
+
+    @field_validator("search_space")
+    @classmethod
+    def _known_version(cls, value: int) -> int:
+        if value != SPACE_VERSION:
+            raise ValueError(f"this version of autockpt reads search spaces of version {SPACE_VERSION}")
+        return value
+
+    @field_validator("choices")
+    @classmethod
+    def _known_choices(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        known = choice_kinds()
+        if unknown := [c for c in value if c not in known]:
+            raise ValueError(f"unknown choice {unknown[0]!r}; known are {', '.join(known)}")
+        return tuple(c for c in known if c in value or c == "save")
+
+    @field_validator("margins")
+    @classmethod
+    def _sane_margins(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or not all(0 <= m < 1 for m in value):
+            raise ValueError("margins are shares of the budget, from 0 up to but not including 1")
+        return value
+
+    @model_validator(mode="after")
+    def _fitting_knobs(self) -> SearchSpace:
+        known = known_knobs()
+        if unknown := [k for k in self.knobs if k not in known]:
+            raise ValueError(f"unknown knob {unknown[0]!r}; known are {', '.join(known)}")
+        if (self.encoding == "knobs") != bool(self.knobs):
+            raise ValueError("the encoding `knobs` needs knobs, the encoding `layers` has none")
+        return self
+
+    def restricted(self, kinds: tuple[str, ...]) -> SearchSpace:
+        """The same space with fewer choices; knobs of choices that are left out go too. ``save`` always stays.
+
+        Raises UsageError for an unknown choice.
+        """
+        known = choice_kinds()
+        for kind in kinds:
+            if kind not in known:
+                near = closest(kind, known)
+                raise UsageError(
+                    f"unknown choice {kind!r}",
+                    remedy=(f"Did you mean {near}? " if near else "") + f"Known choices: {', '.join(known)}.",
+                )
+        kept = tuple(c for c in self.choices if c in kinds or c == "save")
+        if kept == ("save",):
+            raise UsageError("with `save` alone there is nothing to choose", remedy="Allow recompute or offload, too.")
+        knobs = {k: v for k, v in self.knobs.items() if not k.endswith("_price") or k.removesuffix("_price") in kept}
+        return self.model_copy(update={"choices": kept, "knobs": knobs})
+
+
+def known_knobs() -> tuple[str, ...]:
+    """Names of all knobs: one margin, and a price per choice that costs something."""
+    return ("margin", *(f"{kind}_price" for kind in choice_kinds() if kind != "save"))
+
+
+def load_space(name: str) -> SearchSpace:
+    """A search space shipped with autockpt by its name, or one's own by the path of a YAML file.
+
+    Raises UsageError for an unknown name or a malformed file, naming the line.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        return _validated(read(path), path.stem)
+    folder, shipped = shipped_spaces()
+    if name not in shipped:
+        near = closest(name, shipped)
+        raise UsageError(
+            f"there is no search space {name!r}",
+            remedy=(f"Did you mean {near}? " if near else "")
+            + f"Shipped: {', '.join(shipped)}. Your own: the path of a YAML file.",
+        )
+    return _validated(read(folder / f"{name}.yaml"), name)
+
+
+def shipped_spaces() -> tuple[Path, tuple[str, ...]]:
+    """The folder of the search spaces in this installation, and their names."""
+    import search_spaces.spaces
+
+    folder = Path(search_spaces.spaces.__path__[0])
+    return folder, tuple(sorted(p.stem for p in folder.glob("*.yaml")))
+
+
+def _validated(document: Document, name: str) -> SearchSpace:
+    if not isinstance(document.data, dict) or "search_space" not in document.data:
+        raise document.complain(
+            (), "this is not a search space", f"It must say `search_space: {SPACE_VERSION}` and `encoding:`."
+        )
+    return document.validate(SearchSpace, {"name": name} | document.data)

@@ -1,0 +1,52 @@
+"""Measured facts: one reading of a plan, and a trial of the search."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from autockpt.schema.base import Data
+from autockpt.schema.choices import Choice
+
+
+class Prediction(Data):
+    """What tracing and profiling say a plan will do. Bytes by ghost run, seconds from op times."""
+
+    peak_bytes: int
+    step_seconds: float | None = None
+
+
+class Measurement(Data):
+    """What real steps did. ``step_seconds`` is the median of one whole accumulation cycle.
+
+    ``noise`` is half the width of the median's 95 % interval as a share of it; ``steps`` the number of timed cycles.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    noise: float = 0.0
+    steps: int = 1
+    allocated_bytes: int | None = Field(default=None, description="CUDA: peak allocated, beside peak_bytes reserved")
+    times: tuple[float, ...] = Field(default=(), description="seconds of each timed cycle, in order")
+
+
+TrialState = Literal["measured", "out_of_memory", "over_budget", "duplicate", "predicted_over", "failed"]
+
+
+class Trial(Data):
+    """One candidate of a search, whichever encoding made it."""
+
+    number: int
+    name: str = Field(description="none, recompute all, every-2, …, or the encoding's own words")
+    encoding: str = Field(description="baseline, knobs, layers, refit, final")
+    choices: dict[str, Choice]
+    plan_hash: str
+    state: TrialState
+    feasible: bool
+    predicted: Prediction | None = None
+    measured: Measurement | None = None
+    parameters: dict[str, float | int | str] = Field(default_factory=dict)
+    duplicate_of: int | None = None
+    message: str = ""
+    elapsed_seconds: float = Field(default=0.0, description="wall time since the search began, when this trial ended")

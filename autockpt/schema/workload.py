@@ -1,0 +1,37 @@
+"""What is being planned for, as settings: everything that changes a step's bytes or seconds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from autockpt.schema.base import Data
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+OptimizerName = Literal["adamw", "sgd", "none"]
+
+
+class WorkloadSpec(Data):
+    """A reproducible description of the user's training step; enough for a fresh process to build it again.
+
+    ``None`` for dtype, batch size or sequence length means the default of the named shape. One measured *cycle* is
+    ``accumulate`` micro-batches of ``batch_size`` × ``seq_len``, then clipping and the optimizer.
+    """
+
+    model: str = Field(description="hub id, directory, config.json, built-in shape, or package.module:factory")
+    batch_size: int | None = Field(default=None, gt=0)
+    seq_len: int | None = Field(default=None, gt=0, description="tokens per sequence (text models)")
+    pad_to: int | None = Field(default=None, gt=0, description="length that sequences are padded to")
+    packed: bool = Field(default=False, description="no padding, so no attention mask")
+    dtype: Dtype | None = Field(default=None, description="type of the weights")
+    autocast: Literal["bf16", "fp16"] | None = None
+    attn: str | None = Field(default=None, description="attn_implementation; None: transformers' own default")
+    optimizer: OptimizerName = "adamw"
+    scaler: bool = Field(default=False, description="scale the loss (fp16 autocast)")
+    accumulate: int = Field(default=1, gt=0, description="micro-batches per optimizer step")
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    lora: int | None = Field(default=None, gt=0, description="LoRA rank; None: all parameters train")
+    weights: bool = Field(default=False, description="load trained weights instead of random ones")
+    trust_remote_code: bool = False
+    seed: int = 0
