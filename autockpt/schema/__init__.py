@@ -15,7 +15,7 @@ from autockpt.schema.choices import (
     parse_choice,
 )
 from autockpt.schema.device import DeviceInfo, Environment
-from autockpt.schema.graph import PHASES, Copy, Graph, Op, Phase, Storage, TensorMeta, Unit, UnitRole
+from autockpt.schema.graph import PHASES, Copy, Graph, Op, Phase, Storage, StorageKind, TensorMeta, Unit, UnitRole
 from autockpt.schema.names import strip_prefixes
 from autockpt.schema.plan import Comparison, Plan, PlanStatus, Structure, Verdict, plan_hash
 from autockpt.schema.problem import Assignment, Option, Point, Problem, UnitOptions, option_of, peak_of, seconds_of
@@ -80,6 +80,7 @@ __all__ = [
     "Silence",
     "StageTime",
     "Storage",
+    "StorageKind",
     "Structure",
     "TensorMeta",
     "Trial",

@@ -46,7 +46,12 @@ class Op(Data):
     unit: str | None = Field(default=None, description="the block this op belongs to; None for the remainder")
     signature: int = Field(description="index into Graph.signatures")
     flops: int = 0
-    inputs: tuple[int, ...] = Field(default=(), description="ids of the storages read")
+    inputs: tuple[int, ...] = Field(
+        default=(), description="ids of the storages read, one per tensor argument in the order of the call"
+    )
+    offsets: tuple[int, ...] = Field(
+        default=(), description="offset in elements of each tensor in `inputs`; empty: all 0"
+    )
     outputs: tuple[TensorMeta, ...] = ()
     saves: tuple[int, ...] = Field(default=(), description="ids of storages that this op saved for backward")
 

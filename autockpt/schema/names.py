@@ -65,8 +65,9 @@ class Pattern:
         for part in self.parts:
             if part in ("*", "**"):
                 raise PlanError(f"{self.text!r} stands for no definite names", remedy="Write names and ranges only.")
-            options = [str(i) for i in range(part.first, part.last + 1)] if isinstance(part, Span) else [part]
-            if len(names) * len(options) > _MOST_NAMES:
+            options = range(part.first, part.last + 1) if isinstance(part, Span) else [part]
+            # counted before anything is made: a range may be endless for all practical purposes
+            if len(names) * (part.last - part.first + 1 if isinstance(part, Span) else 1) > _MOST_NAMES:
                 raise PlanError(f"{self.text!r} names too many units", remedy=f"At most {_MOST_NAMES} can be named.")
             names = [f"{name}.{option}" for name in names for option in options]
         return [name[1:] for name in names]
@@ -169,12 +170,15 @@ def fold(assignment: Mapping[str, T]) -> dict[str, T]:
 
     ``expand`` over the same names gives the assignment back. Values are compared by equality.
     """
-    items = [(tuple(name.split(".")), value, i) for i, (name, value) in enumerate(assignment.items())]
+    names = [tuple(name.split(".")) for name in assignment]
+    # names that look like ranges or wildcards cannot be folded; they are so rare that nothing is then
+    if any("*" in c or _RANGE.fullmatch(c) for parts in names for c in parts):
+        return dict(assignment)
+    items = [(parts, value, i) for i, (parts, value) in enumerate(zip(names, assignment.values(), strict=True))]
     depth = max((len(parts) for parts, _, _ in items), default=0)
     for position in reversed(range(depth)):
         items = _fold_at(items, position)
-    folded = {".".join(parts): value for parts, value, _ in sorted(items, key=lambda item: item[2])}
-    return folded if _says_the_same(folded, assignment) else dict(assignment)
+    return {".".join(parts): value for parts, value, _ in sorted(items, key=lambda item: item[2])}
 
 
 def _fold_at(items: list[tuple[tuple[str, ...], T, int]], position: int) -> list[tuple[tuple[str, ...], T, int]]:
@@ -199,15 +203,6 @@ def _fold_at(items: list[tuple[tuple[str, ...], T, int]], position: int) -> list
             result.append(((*before, index, *after), value, min(m[2] for m in members[start:i])))
             start = i
     return result
-
-
-def _says_the_same(folded: Mapping[str, T], assignment: Mapping[str, T]) -> bool:
-    """Names that look like ranges or wildcards cannot be folded; they are few, so check rather than forbid."""
-    try:
-        owner = expand([Entry(p, v) for p, v in folded.items()], assignment)
-    except PlanError:
-        return False
-    return {n: e.value for n, e in owner.items()} == dict(assignment)
 
 
 def outermost(names: Iterable[str]) -> list[str]:

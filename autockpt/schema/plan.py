@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, PrivateAttr, field_validator
 
@@ -27,6 +27,7 @@ from autockpt.schema.yaml import Document
 
 SCHEMA_VERSION = 1
 PlanStatus = Literal["measured", "simulated", "unmeasured"]
+R = TypeVar("R", Prediction | None, Measurement | None)
 Verdict = Literal["fits", "over_budget", "out_of_memory", "not_measured"]
 
 
@@ -105,11 +106,12 @@ class Plan(Data):
     ) -> Plan:
         """A plan from choices by exact unit name. ``rest`` are the other fields, ``source`` among them.
 
-        The seconds of single cycles are left to the history; the plan keeps median, noise and count.
+        Seconds are rounded to microseconds, and those of single cycles are left to the history.
         """
-        rest["measured"] = _without_times(rest.get("measured"))
+        rest["predicted"], rest["measured"] = _tidy(rest.get("predicted")), _tidy(rest.get("measured"))
         rest["baselines"] = tuple(
-            row.model_copy(update={"measured": _without_times(row.measured)}) for row in rest.get("baselines", ())
+            row.model_copy(update={"predicted": _tidy(row.predicted), "measured": _tidy(row.measured)})
+            for row in rest.get("baselines", ())
         )
         structure = Structure.of(model, fingerprint, units)
         return cls(hash=plan_hash(choices), model=structure, choices=fold(choices), **rest)
@@ -203,8 +205,13 @@ def plan_hash(choices: Mapping[str, Choice]) -> str:
     return hashlib.sha256(json.dumps(attached, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _without_times(measured: Measurement | None) -> Measurement | None:
-    return None if measured is None else measured.model_copy(update={"times": ()})
+def _tidy(reading: R) -> R:
+    """A prediction or measurement with no more digits than people read."""
+    if reading is None:
+        return reading
+    seconds = None if reading.step_seconds is None else round(reading.step_seconds, 6)
+    more = {"noise": round(reading.noise, 4), "times": ()} if isinstance(reading, Measurement) else {}
+    return reading.model_copy(update={"step_seconds": seconds} | more)
 
 
 def _difference(planned: Mapping[str, str], present: Mapping[str, str]) -> str:

@@ -81,8 +81,8 @@ def _check_version(document: Document, version: object) -> None:
 
 def _check_choices(document: Document, choices: object) -> None:
     if not isinstance(choices, dict) or not choices:
-        at = ("choices",) if choices is not None else ()
-        raise document.complain(at, "a plan needs choices", "Write one line per unit, as in model.layers.0-11: save.")
+        remedy = "Write one line per unit, as in model.layers.0-11: save."
+        raise document.complain(("choices",), "a plan needs choices", remedy)
     for pattern, value in choices.items():
         try:
             parse_pattern(pattern)

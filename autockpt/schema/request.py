@@ -51,11 +51,12 @@ class SearchRequest(Data):
         versions = {
             k: environment.versions[k] for k in ("autockpt", "torch", "transformers") if k in environment.versions
         }
+        left_out = {"overhead_bytes"} if self.budget.kind == "auto" else {"overhead_bytes", "capacity_bytes"}
         return {
             "budget": self.budget.text,
             "workload": self.workload.model_dump(mode="json"),
             "space": self.space.model_dump(mode="json", exclude={"description"}),
-            "device": environment.device.model_dump(mode="json"),
+            "device": environment.device.model_dump(mode="json", exclude=left_out),
             "versions": versions,
             "seed": self.seed,
             **more,
@@ -68,10 +69,11 @@ def question_hash(question: Mapping[str, Any]) -> str:
 
 
 class StageTime(Data):
-    """Wall seconds that a stage of the search took."""
+    """Wall seconds that a stage of the search took. A ``part`` lies within other stages: the total leaves it out."""
 
     name: str
     seconds: float
+    part: bool = False
 
 
 class SearchOutcome(Data):
@@ -90,7 +92,7 @@ class SearchOutcome(Data):
     dry_run: bool = False
     interrupted: bool = False
     resumed: int = Field(default=0, description="trials taken over from earlier runs of this question")
-    measured_trials: int = 0
+    measured_trials: int = Field(default=0, description="in all, those of earlier runs included")
     stopped: str = Field(default="", description="why the search ended, in words")
     run_directory: Path | None = None
     plan_path: Path | None = Field(default=None, description="where to load the plan from")

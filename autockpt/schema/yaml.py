@@ -167,7 +167,8 @@ def _syntax_error(bad: yaml.MarkedYAMLError, text: str, document: Document) -> U
     line = mark.line + 1 if mark else 1
     lines = text.splitlines()
     content = lines[line - 1].strip() if line <= len(lines) else ""
-    remedy = _QUOTE if content.startswith("*") else f"The line reads: {_short(content)}" if content else ""
+    began = f"What is wrong may begin on line {bad.context_mark.line + 1}." if bad.context_mark else "Correct it there."
+    remedy = _QUOTE if content.startswith("*") else f"The line reads: {_short(content)}" if content else began
     return _at(document, line, bad.problem or "not valid YAML", remedy)
 
 

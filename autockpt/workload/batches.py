@@ -1,0 +1,158 @@
+"""Batches made from a model's configuration: padded as a data collator pads them, the same for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autockpt.errors import WorkloadError
+from autockpt.workload.heads import TEXT, Task
+
+IGNORE = -100
+_MASKED_SHARE = 0.15
+_DEFAULT_IMAGE = 224
+_CTC_LABELS = 16
+Size = tuple[int, int | None]  # batch size, sequence length
+
+
+class BatchMaker:
+    """Makes the batch of one task.
+
+    ``length`` is the longest sequence, ``padded`` what all are padded to; without a mask (``packed``) every sequence
+    has ``length`` tokens. Numbers come from a generator of its own, so that the global random state is left alone.
+    """
+
+    def __init__(
+        self, config: Any, *, rows: int, length: int | None, padded: int | None, packed: bool, seed: int
+    ) -> None:
+        self.config = config
+        self.rows = rows
+        self.length = length or 1
+        self.padded = padded or self.length
+        self.packed = packed
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def make(self, task: Task, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The batch on the CPU; ``dtype`` is that of images and sounds. Raises WorkloadError where none can be made."""
+        makers: dict[Task, Callable[[], dict[str, Tensor]]] = {
+            "causal_lm": self._causal,
+            "seq2seq_lm": self._seq2seq,
+            "masked_lm": self._masked,
+            "sequence_classification": self._sequence_classes,
+            "token_classification": self._token_classes,
+            "image_classification": self._images,
+            "speech_seq2seq": self._speech,
+            "ctc": self._ctc,
+            "audio_classification": self._sounds,
+        }
+        batch = makers[task]()
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+
+    def _causal(self) -> dict[str, Tensor]:
+        ids, mask = self._tokens()
+        return self._with_mask({"input_ids": ids, "labels": ids.masked_fill(mask == 0, IGNORE)}, mask)
+
+    def _seq2seq(self) -> dict[str, Tensor]:
+        """Source and target of equal lengths; the model shifts the labels into the decoder's inputs itself."""
+        ids, mask = self._tokens()
+        labels, label_mask = self._tokens()
+        return self._with_mask({"input_ids": ids, "labels": labels.masked_fill(label_mask == 0, IGNORE)}, mask)
+
+    def _masked(self) -> dict[str, Tensor]:
+        ids, mask = self._tokens()
+        chosen = torch.rand(ids.shape, generator=self.generator) < _MASKED_SHARE
+        chosen[:, 0] = True  # never none at all
+        return self._with_mask({"input_ids": ids, "labels": ids.masked_fill(~chosen | (mask == 0), IGNORE)}, mask)
+
+    def _sequence_classes(self) -> dict[str, Tensor]:
+        ids, mask = self._tokens()
+        return self._with_mask({"input_ids": ids, "labels": self._classes((self.rows,))}, mask)
+
+    def _token_classes(self) -> dict[str, Tensor]:
+        ids, mask = self._tokens()
+        labels = self._classes((self.rows, self.padded)).masked_fill(mask == 0, IGNORE)
+        return self._with_mask({"input_ids": ids, "labels": labels}, mask)
+
+    def _images(self) -> dict[str, Tensor]:
+        vision = getattr(self.config, "vision_config", None) or self.config
+        size = getattr(vision, "image_size", None) or _DEFAULT_IMAGE
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        shape = (self.rows, getattr(vision, "num_channels", None) or 3, height, width)
+        return {"pixel_values": self._normal(shape), "labels": self._classes((self.rows,))}
+
+    def _speech(self) -> dict[str, Tensor]:
+        bins, positions = (getattr(self.config, name, None) for name in ("num_mel_bins", "max_source_positions"))
+        if not (isinstance(bins, int) and isinstance(positions, int)):
+            raise _no_batch(self.config)
+        labels, mask = self._tokens()
+        frames = (self.rows, bins, 2 * positions)  # Whisper: always 30 s, two frames per position
+        return {"input_features": self._normal(frames), "labels": labels.masked_fill(mask == 0, IGNORE)}
+
+    def _ctc(self) -> dict[str, Tensor]:
+        """Raw sound of ``length`` samples, with no more labels than the model's output has room for."""
+        samples_per_frame = getattr(self.config, "inputs_to_logits_ratio", None) or 1
+        count = max(1, min(_CTC_LABELS, self.length // (2 * samples_per_frame)))
+        labels = torch.randint(1, self._vocabulary(), (self.rows, count), generator=self.generator)
+        return {"input_values": self._normal((self.rows, self.length)), "labels": labels}
+
+    def _sounds(self) -> dict[str, Tensor]:
+        bins, frames = (getattr(self.config, name, None) for name in ("num_mel_bins", "max_length"))
+        spectrogram = isinstance(bins, int) and isinstance(frames, int) and not hasattr(self.config, "conv_dim")
+        shape = (self.rows, frames, bins) if spectrogram else (self.rows, self.length)
+        return {"input_values": self._normal(shape), "labels": self._classes((self.rows,))}
+
+    def _tokens(self) -> tuple[Tensor, Tensor]:
+        """(ids, mask), both rows × padded, int64. Lengths vary from half of ``length`` up to it."""
+        lengths = torch.randint((self.length + 1) // 2, self.length + 1, (self.rows,), generator=self.generator)
+        lengths[0] = self.length
+        if self.packed:
+            lengths.fill_(self.length)
+        mask = (torch.arange(self.padded) < lengths[:, None]).long()
+        ids = torch.randint(0, self._vocabulary(), (self.rows, self.padded), generator=self.generator)
+        special = _special_ids(self.config)
+        neutral = next(i for i in range(len(special) + 1) if i not in special)
+        for token in special:
+            ids.masked_fill_(ids == token, neutral)
+        pad = getattr(self.config.get_text_config(), "pad_token_id", None)
+        return ids.masked_fill_(mask == 0, pad if isinstance(pad, int) and pad >= 0 else neutral), mask
+
+    def _with_mask(self, batch: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+        return batch if self.packed else {**batch, "attention_mask": mask}
+
+    def _vocabulary(self) -> int:
+        size = getattr(self.config.get_text_config(), "vocab_size", None)
+        if not isinstance(size, int) or size < 2:
+            raise _no_batch(self.config)
+        return size
+
+    def _classes(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(0, max(int(getattr(self.config, "num_labels", 2)), 1), shape, generator=self.generator)
+
+    def _normal(self, shape: tuple[int | None, ...]) -> Tensor:
+        return torch.randn(shape, generator=self.generator)  # type: ignore[arg-type]
+
+
+def has_sequences(task: Task) -> bool:
+    """Whether a sequence length means something: tokens, or samples of sound; images have their size from the model."""
+    return task in (*TEXT, "speech_seq2seq", "ctc", "audio_classification")
+
+
+def _special_ids(config: Any) -> list[int]:
+    """Ids that mean something to the model (padding, image places, ...), which random text must not contain."""
+    found: set[int] = set()
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            if name.endswith(("_token_id", "_token_index")):
+                values = value if isinstance(value, (list, tuple)) else [value]
+                found.update(v for v in values if isinstance(v, int) and v >= 0)
+    return sorted(found)
+
+
+def _no_batch(config: Any) -> WorkloadError:
+    return WorkloadError(
+        f"autockpt has no ready-made batch for {config.model_type} models",
+        remedy="Write a function that returns (model, batch) and pass it as --model package.module:function.",
+    )

@@ -1,0 +1,207 @@
+"""From a WorkloadSpec to a Workload: everything that a fresh process needs to run the user's training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autockpt.errors import UsageError, WorkloadError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.batches import BatchMaker, has_sequences
+from autockpt.workload.configs import Source, find_config, quiet
+from autockpt.workload.core import Workload
+from autockpt.workload.factory import call_factory, is_factory
+from autockpt.workload.heads import Head, head_of, remote_head
+from autockpt.workload.live import from_live, move
+from autockpt.workload.lora import add_lora
+from autockpt.workload.prepare import prepare
+from autockpt.workload.pretrained import make_model
+from autockpt.workload.settings import describe, short_dtype
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DEFAULT_ROWS = 4
+_DEFAULT_LENGTH = 1024
+_SOUND_LENGTH = 16_000  # samples: one second as most models take it
+# The first scale is too large for fp16 more often than not, and a step that overflows is skipped whole.
+_FIRST_SCALE = 1024.0
+
+
+def build(spec: WorkloadSpec, device: torch.device | str = "cpu") -> Workload:
+    """Build the workload that a spec describes: model with random weights (unless ``weights``), batch, optimizer.
+
+    Deterministic: sets PyTorch's global seed from the spec. Creates tensors only by PyTorch's ordinary functions, so
+    that it can run while a dispatch mode keeps them from taking memory. Raises WorkloadError or UsageError with a
+    remedy; running out of memory is passed on as it is.
+    """
+    device = torch.device(device)
+    _check(spec)
+    torch.manual_seed(spec.seed)
+    with quiet():
+        return _from_factory(spec, device) if is_factory(spec.model) else _from_config(spec, device)
+
+
+def _check(spec: WorkloadSpec) -> None:
+    if spec.scaler and spec.dtype == "fp16":
+        raise UsageError(
+            "a gradient scaler cannot unscale gradients that are fp16 themselves",
+            remedy="Keep the weights in fp32 and use --autocast fp16.",
+        )
+    if spec.scaler and spec.optimizer == "none":
+        raise UsageError("a gradient scaler needs an optimizer", remedy="Leave one of the two options out.")
+    if spec.packed and spec.pad_to is not None:
+        raise UsageError("packed batches have no padding", remedy="Leave out --packed or --pad-to.")
+    if spec.pad_to is not None and spec.seq_len is not None and spec.pad_to < spec.seq_len:
+        raise UsageError(
+            f"--pad-to {spec.pad_to} is shorter than --seq-len {spec.seq_len}",
+            remedy="Pad to at least the length of the longest sequence.",
+        )
+
+
+def _from_config(spec: WorkloadSpec, device: torch.device) -> Workload:
+    source = find_config(spec)
+    head = (remote_head(source.config, source.where) if spec.trust_remote_code else None) or head_of(
+        source.config, source.architecture, source.where
+    )
+    size = _size(spec, source, head)
+    notes = [head.note, *size.notes, *prepare(source, head.task, size.padded, spec.weights)]
+    dtype = _DTYPES[_dtype_name(spec, source)]
+    model = make_model(spec, source, head, dtype, device)
+    if spec.lora is not None:
+        model = add_lora(model, spec.lora)
+    maker = BatchMaker(
+        source.config, rows=size.rows, length=size.length, padded=size.padded, packed=spec.packed, seed=spec.seed
+    )
+    batch = move(maker.make(head.task, torch.float32 if spec.autocast else dtype), device)
+    workload = _assemble(spec, {"model": model, "batch": batch}, device)
+    workload.notes += tuple(note for note in notes if note)
+    workload.settings |= {
+        "model": source.where,
+        "architecture": head.cls,
+        "batch_size": size.rows,
+        "seq_len": size.length,
+        "pad_to": None if spec.packed else size.padded,
+        "weights": "trained" if spec.weights else "random",
+        "lora": spec.lora,
+    }
+    return workload
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Rows, the longest sequence and what it is padded to (None for images), and what to tell people about it."""
+
+    rows: int
+    length: int | None
+    padded: int | None
+    notes: tuple[str, ...] = ()
+
+
+def _size(spec: WorkloadSpec, source: Source, head: Head) -> _Size:
+    """What the user said, else what the shape says, else something usual; never longer than the positions there are."""
+    defaults = source.defaults
+    rows = spec.batch_size or (defaults.batch_size if defaults else _DEFAULT_ROWS)
+    if not has_sequences(head.task):
+        given = [f"--{n.replace('_', '-')}" for n in ("seq_len", "pad_to") if getattr(spec, n) is not None]
+        notes = (f"{' and '.join(given)} ignored: images have the size that the model takes",) if given else ()
+        return _Size(rows, None, None, notes)
+    length = spec.seq_len or (defaults.seq_len if defaults else None) or _usual_length(source.config, head)
+    if spec.seq_len is None and spec.pad_to is not None:
+        length = min(length, spec.pad_to)
+    padded = spec.pad_to or length
+    if padded < length:
+        raise UsageError(
+            f"--pad-to {padded} is shorter than the sequence length {length}", remedy="Pad to at least that length."
+        )
+    alone = rows == 1 and padded == length and not spec.packed
+    return _Size(rows, length, padded, ("a single sequence needs no padding: same as --packed",) if alone else ())
+
+
+def _usual_length(config: Any, head: Head) -> int:
+    if head.task in ("ctc", "audio_classification"):
+        return _SOUND_LENGTH
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if head.task == "speech_seq2seq":
+        limit = getattr(config, "max_target_positions", limit)
+    usable = isinstance(limit, int) and limit > 0
+    return min(limit, _DEFAULT_LENGTH) if usable else _DEFAULT_LENGTH  # type: ignore[type-var]
+
+
+def _dtype_name(spec: WorkloadSpec, source: Source) -> str:
+    if spec.dtype is not None:
+        return spec.dtype
+    if source.defaults is not None:
+        return source.defaults.dtype
+    own = getattr(source.config, "dtype", None)
+    name = short_dtype(own) if isinstance(own, torch.dtype) else "fp32"
+    return name if name in _DTYPES else "fp32"
+
+
+def _from_factory(spec: WorkloadSpec, device: torch.device) -> Workload:
+    made = call_factory(spec)
+    if isinstance(made, Workload):
+        made.settings = describe(made) | made.settings | {"model": spec.model}
+        return replace(made, spec=spec)
+    if spec.lora is not None:
+        if made.get("optimizer") is not None:
+            raise UsageError(
+                f"--lora changes the model, but {spec.model} made an optimizer for the old one",
+                remedy="Attach adapters in the function itself, or leave the optimizer to --optimizer.",
+            )
+        made["model"] = add_lora(made["model"], spec.lora)
+    workload = _assemble(spec, made, device)
+    workload.settings |= {"model": spec.model, "lora": spec.lora}
+    return workload
+
+
+def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -> Workload:
+    """Model, batch and whatever else was made by someone, completed by the spec."""
+    model: nn.Module = parts["model"]
+    if parts.get("full_step") is None:
+        _move_model(model, device)
+    scaler = parts.get("scaler")
+    if scaler is None and spec.scaler:
+        scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE)
+    optimizer = parts.get("optimizer")
+    if optimizer is None and parts.get("full_step") is None:
+        optimizer = make_optimizer(spec.optimizer, model)
+    workload = from_live(
+        model,
+        move(parts["batch"], device),
+        step=parts.get("step"),
+        optimizer=optimizer,
+        scaler=scaler,
+        accumulate=parts.get("accumulate") or spec.accumulate,
+        max_grad_norm=parts.get("max_grad_norm") or spec.max_grad_norm,
+        autocast=parts.get("autocast") or spec.autocast,
+        full_step=parts.get("full_step"),
+        snapshot=tuple(parts.get("snapshot") or ()),
+    )
+    workload.spec = spec
+    return workload
+
+
+def _move_model(model: nn.Module, device: torch.device) -> None:
+    if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
+        try:
+            model.to(device)
+        except (ValueError, NotImplementedError) as error:  # quantised models refuse to be moved
+            raise WorkloadError(
+                f"the model cannot be moved to {device}: {error}", remedy="Make it on that device in the function."
+            ) from None
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The named optimizer with PyTorch's own defaults over the trainable parameters; None for ``none``."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if name == "none":
+        return None
+    if not trainable:
+        raise WorkloadError(
+            "no parameter of the model requires gradients, so there is nothing to optimize",
+            remedy="Check the function that made it.",
+        )
+    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+    return kind(trainable)

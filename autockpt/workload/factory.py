@@ -1,0 +1,127 @@
+"""Workloads that the user's own function makes: ``package.module:function``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from autockpt.errors import WorkloadError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.core import Workload
+from autockpt.workload.failures import explain, is_out_of_memory
+
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_RETURNS = "It must return (model, batch), (model, batch, step), a dict with these keys, or a Workload."
+# Settings of the spec that only a factory which takes them can follow.
+_PASSED_ON = ("batch_size", "seq_len", "pad_to", "packed", "dtype", "attn", "weights", "trust_remote_code")
+_KEYS = tuple(f.name for f in fields(Workload) if f.name not in ("spec", "settings", "notes"))
+
+
+def is_factory(name: str) -> bool:
+    """Whether a model's name has the form ``package.module:function``."""
+    return _REFERENCE.fullmatch(name) is not None
+
+
+def call_factory(spec: WorkloadSpec) -> Workload | dict[str, Any]:
+    """Call the user's function: the Workload it made, or fields for one (``model`` and ``batch`` at least).
+
+    Options such as ``batch_size`` are passed where the function has a parameter of that name. Raises WorkloadError for
+    a function that cannot be found, fails, returns something else, or does not take an option that was given.
+    """
+    function = _find(spec.model)
+    arguments = _arguments(function, spec)
+    try:
+        returned = function(**arguments)
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise
+        raise explain(error, spec.model) from None
+    return _understood(returned, spec.model)
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+            raise WorkloadError(
+                f"there is no Python module {error.name!r}",
+                remedy=f"It is looked for in {os.getcwd()} and among the installed packages.",
+            ) from None
+        raise explain(error, f"importing {module_name}", remedy=f"Is {error.name} installed here?") from None
+    except (Exception, SystemExit) as error:
+        raise explain(error, f"importing {module_name}") from None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = get_close_matches(part, dir(found), n=1)
+            raise WorkloadError(
+                f"{module_name} has nothing named {part!r}", remedy=f"Did you mean {near[0]}?" if near else _RETURNS
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise WorkloadError(f"{name} is no function but of type {type(found).__name__}", remedy=_RETURNS)
+    return found
+
+
+def _arguments(function: Callable[..., Any], spec: WorkloadSpec) -> dict[str, Any]:
+    """The options that the user gave, as keyword arguments; all of them must be known to the function."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    taken = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    defaults = WorkloadSpec.model_fields
+    given = {name: getattr(spec, name) for name in _PASSED_ON if getattr(spec, name) != defaults[name].default}
+    for name in given:
+        if name not in taken and not takes_all:
+            raise WorkloadError(
+                f"--{name.replace('_', '-')} has no effect on {spec.model}, which makes its own model and batch",
+                remedy=f"Leave it out, or give the function a parameter named {name}.",
+            )
+    if "seed" in taken:
+        given["seed"] = spec.seed
+    return given
+
+
+def _understood(returned: Any, name: str) -> Workload | dict[str, Any]:
+    if isinstance(returned, Workload):
+        return returned
+    if isinstance(returned, Mapping):
+        parts: dict[str, Any] = dict(returned)
+    elif isinstance(returned, tuple) and len(returned) in (2, 3):
+        parts = dict(zip(("model", "batch", "step"), returned, strict=False))
+    else:
+        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+        raise WorkloadError(f"{name} returned {what}", remedy=_RETURNS)
+    unknown = [key for key in parts if key not in _KEYS]
+    if unknown:
+        raise WorkloadError(f"{name} returned an unknown key {unknown[0]!r}", remedy=f"Known keys: {', '.join(_KEYS)}.")
+    for key in ("model", "batch"):
+        if key not in parts:
+            raise WorkloadError(f"{name} returned no {key}", remedy=_RETURNS)
+    _check(parts, name)
+    return parts
+
+
+def _check(parts: Mapping[str, Any], name: str) -> None:
+    if not isinstance(parts["model"], nn.Module):
+        raise WorkloadError(
+            f"{name} returned {type(parts['model']).__name__} where the model should be",
+            remedy="The model, a torch.nn.Module, comes first.",
+        )
+    for key in ("step", "full_step"):
+        if parts.get(key) is not None and not callable(parts[key]):
+            raise WorkloadError(f"{name} returned a {key} that is no function", remedy=_RETURNS)

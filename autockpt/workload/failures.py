@@ -1,0 +1,74 @@
+"""Failures in other people's code, told in one line that names their file and line."""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+
+from autockpt.errors import AutockptError, WorkloadError
+
+_OURS = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = tuple(
+    {
+        os.path.realpath(folder) + os.sep
+        for folder in (
+            *(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")),
+            *site.getsitepackages(),
+            _OURS,
+        )
+    }
+)
+
+
+def explain(error: BaseException, what: str, *, remedy: str = "") -> AutockptError:
+    """A WorkloadError that says what failed, where in the user's own code, and with which message.
+
+    Errors that already are for people come back as they are.
+    """
+    if isinstance(error, AutockptError):
+        return error
+    place = location(error)
+    message = summary(error)
+    if isinstance(error, SystemExit):
+        message = f"it called sys.exit({error.code!r})"
+    return WorkloadError(
+        f"{what} failed{f' at {place}' if place else ''}: {message}",
+        remedy=remedy or "Correct it there; autockpt only ran it.",
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which is an answer about the device rather than a fault in anyone's code."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def location(error: BaseException) -> str | None:
+    """``train.py:42``: the innermost place in the user's own code that an exception passed through."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short(error.filename)}:{error.lineno}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        real = os.path.realpath(frame.filename)
+        if os.path.exists(real) and not real.startswith(_LIBRARIES):
+            return f"{_short(frame.filename)}:{frame.lineno}"
+    return None
+
+
+def summary(error: BaseException, limit: int = 240) -> str:
+    """The exception's class and message on one line, shortened."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _short(filename: str) -> str:
+    """Relative to the working directory where the file lies below it."""
+    try:
+        relative = os.path.relpath(filename)
+    except ValueError:
+        return filename
+    return filename if relative.startswith("..") else relative

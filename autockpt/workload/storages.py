@@ -1,0 +1,88 @@
+"""Tensors inside arbitrary objects, and their bytes counted once per storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# How many plain objects deep tensors are looked for: enough for a quantised weight's nested quantisation state.
+_OBJECT_DEPTH = 3
+# What holds no tensors; asked first because there is so much of it.
+_PLAIN = (
+    *(NoneType, bool, int, float, complex, str, bytes, type, torch.dtype, torch.device),
+    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
+)
+
+
+def nested_tensors(*roots: Any) -> Iterator[Tensor]:
+    """Every tensor that the given objects hold, each tensor object once; views and aliases are not merged.
+
+    Looks into modules (parameters, buffers, tensors kept as plain attributes), optimizers (state and groups), mappings,
+    sequences, objects with ``state_dict`` and, a few levels deep, plain objects. Tensor subclasses that wrap other
+    tensors (quantised, distributed) give the tensors inside. Gradients are not followed.
+    """
+    depths: dict[int, int] = {}
+    alive: list[Any] = []  # ids are only unique among living objects
+    stack = [(root, 0) for root in reversed(roots)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > _OBJECT_DEPTH or depths.get(id(item), depth + 1) <= depth:
+            continue
+        if isinstance(item, Tensor) and id(item) not in depths and not is_traceable_wrapper_subclass(item):
+            yield item
+        depths[id(item)] = depth
+        alive.append(item)
+        stack.extend(reversed([(m, d) for m, d in _members(item, depth) if not isinstance(m, _PLAIN)]))
+
+
+def _members(item: Any, depth: int) -> Iterator[tuple[Any, int]]:
+    """What to look into next, with its depth: containers are free, plain objects cost one level."""
+    if isinstance(item, Tensor):
+        if is_traceable_wrapper_subclass(item):
+            yield from ((getattr(item, name), depth) for name in item.__tensor_flatten__()[0])
+        yield from ((value, depth + 1) for value in vars(item).values())
+    elif isinstance(item, nn.Module):
+        for module in item.modules():
+            for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+                if isinstance(value, Tensor):
+                    yield value, depth
+    elif isinstance(item, torch.optim.Optimizer):
+        yield item.state, depth
+        yield item.param_groups, depth
+    elif isinstance(item, Mapping):
+        yield from ((value, depth) for value in item.values())
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        yield from ((value, depth) for value in item)
+    elif isinstance(item, torch.amp.GradScaler) or not callable(getattr(item, "state_dict", None)):
+        yield from ((value, depth + 1) for value in getattr(item, "__dict__", {}).values())
+    else:
+        yield item.state_dict(), depth + 1
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind ``tensors``, each storage once and whole, however many views of it there are."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+        else:
+            for part in _sparse_parts(tensor):
+                storage = part.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()

@@ -1,0 +1,161 @@
+"""Units: the repeated blocks of a model and their attention and MLP children, from the module tree alone."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from autockpt.errors import PlanError
+from autockpt.schema.graph import Unit
+from autockpt.schema.names import strip_prefixes
+from autockpt.workload.names import class_name, named_units, unwrap
+from autockpt.workload.roles import sub_units
+from autockpt.workload.structure import structure_key
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Lists of parallel members: one block's inside, never a row of blocks.
+_PARALLEL = ("expert", "head", "branch")
+
+
+def discover_units(model: nn.Module) -> tuple[Unit, ...]:
+    """The model's blocks in order of the module tree, then their sub-units; empty where nothing repeats.
+
+    Blocks are transformers' layers with a checkpointing slot, and otherwise the members of lists and sequences of
+    modules; stages (ResNet, Swin) are descended to their blocks, a block's own inside and its experts are not. Names
+    are free of wrapper prefixes. Units of equal ``kind`` have equal structure and stand in the same list of the model.
+    """
+    kinds: dict[object, int] = {}
+    blocks: list[Unit] = []
+    inner: list[Unit] = []
+    for path, module in _blocks(model):
+        name = strip_prefixes(path)
+        row = name.rpartition(".")[0]
+        key = (row, structure_key(module))
+        blocks.append(Unit(name=name, cls=class_name(module), kind=kinds.setdefault(key, len(kinds))))
+        for relative, child, role in sub_units(module):
+            child_name = strip_prefixes(f"{name}.{relative}")
+            child_key = (row, relative, structure_key(child))
+            kind = kinds.setdefault(child_key, len(kinds))
+            inner.append(Unit(name=child_name, cls=class_name(child), kind=kind, role=role, parent=name))
+    return tuple(blocks + inner)
+
+
+def module_of(model: nn.Module, unit_name: str) -> nn.Module:
+    """The module behind a unit's name, on a model however wrapped (a LightningModule around the model included).
+
+    Raises PlanError where the model has no such module, or several that could be meant.
+    """
+    exact, longer = None, {}
+    for name, module in named_units(model):
+        if name == unit_name:
+            exact = module
+        elif name.endswith("." + unit_name):
+            longer[name] = module
+    if exact is not None:
+        return exact
+    if len(longer) == 1:
+        return next(iter(longer.values()))
+    if longer:
+        found = ", ".join(list(longer)[:4])
+        raise PlanError(f"{unit_name!r} could be any of {found}", remedy="Write the module's full name.")
+    raise PlanError(
+        f"the model has no module named {unit_name!r}",
+        remedy="Check that the plan was made for this model; `autockpt trace` prints the names of its units.",
+    )
+
+
+def fingerprint(units: Iterable[Unit]) -> str:
+    """12 hexadecimal digits that identify a model's structure: its units' names and classes, in any order."""
+    text = "\n".join(sorted(f"{unit.name} {unit.cls}" for unit in units))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(qualified name, module) of every block, each module once."""
+    slotted = any(_has_slot(module) for module in model.modules())
+    found = list(_composite_blocks(model, "", slotted, in_list=False)) or list(_leaf_blocks(model))
+    unique: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in found:
+        unique.setdefault(id(module), (path, module))
+    return list(unique.values())
+
+
+def _composite_blocks(module: nn.Module, path: str, slotted: bool, in_list: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Blocks at or below ``module``. ``in_list``: it is a member of a list or sequence of modules."""
+    module = unwrap(module)
+    if _is_stage(module) or not (_has_slot(module) or (in_list and _is_plain_block(module, slotted))):
+        members = isinstance(module, _CONTAINERS) and not _is_parallel(path)
+        for name, child in module.named_children():
+            if not _is_parallel(name) or _holds_slots(child):
+                yield from _composite_blocks(child, f"{path}.{name}" if path else name, slotted, members)
+    else:
+        yield path, module
+
+
+def _is_plain_block(module: nn.Module, slotted: bool) -> bool:
+    """Whether a list's member is a block by itself rather than something to look further into.
+
+    A leaf is none; in a model that has transformers' layers neither is a single projection with its activation.
+    """
+    if _holds_slots(module) or "Embedding" in class_name(module) or not any(True for _ in module.parameters()):
+        return False
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    if type(module) is nn.Sequential and any(_height(child) for child in module.children()):
+        return False
+    return _height(module) >= (2 if slotted else 1)
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """Whether a module is a row of blocks (a ResNet or Swin stage, an ALBERT group) rather than a block itself."""
+    for name, child in module.named_children():
+        child = unwrap(child)
+        if not isinstance(child, _CONTAINERS) or _is_parallel(name):
+            continue
+        members = [unwrap(member) for member in child.children()]
+        if any(_has_slot(member) for member in members):
+            return True
+        if class_name(module).endswith("Stage") and any(_height(member) for member in members):
+            return True
+        if _has_slot(module):
+            continue  # T5's heterogeneous `layer` list, vision blocks with inner lists: the slot marks the block
+        if members and len({type(member) for member in members}) == 1 and min(map(_height, members)) >= 2:
+            return True
+    return False
+
+
+def _leaf_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """For plain stacks such as ``Sequential(Linear, ReLU, Linear)``: the members of every row that repeats itself."""
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.Sequential, nn.ModuleList)) or _is_parallel(path.rpartition(".")[2]):
+            continue
+        repeated = Counter(type(child) for child in module.children() if any(True for _ in child.parameters()))
+        if max(repeated.values(), default=0) < 2:
+            continue
+        for name, child in module.named_children():
+            if not isinstance(child, nn.Identity):
+                yield f"{path}.{name}" if path else name, child
+
+
+def _is_parallel(name: str) -> bool:
+    last = name.rpartition(".")[2].lower()
+    return any(word in last for word in _PARALLEL)
+
+
+def _has_slot(module: nn.Module) -> bool:
+    """Whether it derives from transformers' GradientCheckpointingLayer; answered without importing transformers."""
+    layers = sys.modules.get("transformers.modeling_layers")
+    return layers is not None and isinstance(module, layers.GradientCheckpointingLayer)
+
+
+def _holds_slots(module: nn.Module) -> bool:
+    return any(_has_slot(inner) for inner in module.modules())
+
+
+def _height(module: nn.Module) -> int:
+    """Levels of modules below this one: 0 for a leaf."""
+    return 1 + max(map(_height, module.children()), default=-1)

@@ -1,0 +1,1 @@
+"""Model shapes, as YAML files."""

@@ -1,0 +1,1 @@
+"""Search spaces, as YAML files."""

@@ -1,0 +1,70 @@
+"""The shipped model shapes: valid, complete, and as large as the models they stand for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from autockpt.errors import UsageError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.configs import find_config
+from autockpt.workload.heads import head_of
+from search_spaces import list_models, load_model_shape
+
+
+def build_on_meta(name: str) -> torch.nn.Module:
+    import transformers
+
+    source = find_config(WorkloadSpec(model=name))
+    head = head_of(source.config, source.architecture, name)
+    with torch.device("meta"):
+        return getattr(transformers, head.cls)(source.config)
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_shape_has_the_stated_number_of_parameters(name: str) -> None:
+    shape = load_model_shape(name)
+    model = build_on_meta(name)
+    assert sum(p.numel() for p in model.parameters()) == shape.params
+    assert shape.description and shape.source
+    assert (shape.defaults.seq_len is None) == (model.main_input_name == "pixel_values")
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("gpt2", 124_439_808),
+        ("bert-base", 109_514_298),
+        ("vit-base", 86_567_656),
+        ("resnet-50", 25_557_032),
+        ("llama-1b", 1_235_814_400),
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+        ("mistral-7b", 7_248_023_552),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("mixtral-8x7b", 46_702_792_704),
+    ],
+)
+def test_real_models_have_the_published_size(name: str, published: int) -> None:
+    assert load_model_shape(name).params == published
+
+
+def test_issue_names_are_there() -> None:
+    assert {"llama-tiny", "gpt2-tiny", "bert-tiny", "vit-tiny", "llama-1b", "llama-8b"} <= set(list_models())
+
+
+def test_unknown_shape_suggests_the_nearest() -> None:
+    with pytest.raises(UsageError, match="Did you mean llama-tiny"):
+        load_model_shape("lama-tiny")
+
+
+def test_loading_needs_no_torch() -> None:
+    code = (
+        "import sys, search_spaces; "
+        "[search_spaces.load_model_shape(n) for n in search_spaces.list_models()]; "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

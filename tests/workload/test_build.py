@@ -1,0 +1,182 @@
+"""Specs become workloads that train: every built-in small shape, every option."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autockpt.errors import UsageError, WorkloadError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload import Workload, build
+from search_spaces import list_models
+
+SMALL = [name for name in list_models() if name.endswith("-tiny")]
+
+
+def make(model: str = "llama-tiny", **more: Any) -> Workload:
+    return build(WorkloadSpec(model=model, **more))
+
+
+def weights(w: Workload) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in w.model.named_parameters()}
+
+
+def config_of(w: Workload) -> dict[str, Any]:
+    """Without the entry that transformers' classification heads themselves write in forward."""
+    return {k: v for k, v in w.model.config.to_dict().items() if k != "problem_type"}  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_shapes_train(name: str) -> None:
+    w = make(name)
+    before = weights(w)
+    config = config_of(w)
+    first = w.forward_backward()
+    w.release_gradients()
+    for _ in range(2):
+        w.cycle()
+    assert w.model.training and torch.isfinite(first)
+    assert w.forward_backward() < first
+    assert any(not torch.equal(before[n], p) for n, p in w.model.named_parameters())
+    assert config_of(w) == config
+
+
+def test_the_same_spec_gives_the_same_steps() -> None:
+    def after(seed: int) -> dict[str, torch.Tensor]:
+        w = make("gpt2-tiny", seed=seed, batch_size=2, seq_len=16)  # with dropout
+        w.cycle()
+        return weights(w)
+
+    a, b, c = after(1), after(1), after(2)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert not all(torch.equal(a[n], c[n]) for n in a)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_dtype_is_that_of_all_weights(dtype: str) -> None:
+    w = make(dtype=dtype, batch_size=2, seq_len=8)
+    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert {p.dtype for p in w.model.parameters()} == {expected}
+    assert torch.isfinite(w.forward_backward())
+    assert w.settings["dtype"] == dtype
+    assert make("vit-tiny", dtype=dtype).batch["pixel_values"].dtype == expected
+
+
+def test_scaled_autocast_with_accumulation_and_clipping_trains() -> None:
+    w = make(autocast="fp16", scaler=True, accumulate=2, max_grad_norm=1.0, batch_size=2, seq_len=16)
+    before = weights(w)
+    w.cycle()
+    assert w.autocast is torch.float16 and w.scaler is not None and w.accumulate == 2
+    assert all(not torch.equal(before[n], p) for n, p in w.model.named_parameters())  # no step was skipped
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_optimizers_have_torchs_own_defaults(name: str, kind: type) -> None:
+    optimizer = make(optimizer=name).optimizer
+    assert optimizer is not None and type(optimizer) is kind
+    assert optimizer.defaults == kind([torch.nn.Parameter(torch.zeros(1))]).defaults
+    assert make(optimizer="none").optimizer is None
+
+
+def test_attention_can_be_chosen() -> None:
+    assert make(attn="eager").settings["attention"] == "eager"
+    with pytest.raises(WorkloadError, match="cannot use the attention 'flash'"):
+        make(attn="flash")
+
+
+def test_cache_is_off_in_the_step_alone() -> None:
+    w = make("llama-tiny", batch_size=1, seq_len=8)
+    seen: list[Any] = []
+    w.model.register_forward_hook(lambda _m, _a, kwargs, _o: seen.append(kwargs.get("use_cache")), with_kwargs=True)
+    w.forward_backward()
+    assert seen == [False]
+    assert w.model.config.use_cache is True  # type: ignore[union-attr]
+
+
+def test_padding() -> None:
+    w = make(batch_size=4, seq_len=20, pad_to=32)
+    assert w.batch["input_ids"].shape == (4, 32)
+    assert w.batch["attention_mask"].sum(1).max() == 20
+    assert w.settings["seq_len"] == 20 and w.settings["pad_to"] == 32 and w.settings["tokens"] == 4 * 32
+    assert "attention_mask" not in make(packed=True).batch
+    assert "no padding" in make(batch_size=1).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packed": True, "pad_to": 128}, "packed"),
+        ({"seq_len": 64, "pad_to": 32}, "shorter"),
+        ({"scaler": True, "dtype": "fp16"}, "fp16"),
+        ({"scaler": True, "optimizer": "none"}, "optimizer"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(**options)
+
+
+def test_long_sequences_get_their_positions() -> None:
+    w = make("gpt2-tiny", batch_size=1, seq_len=600)
+    assert torch.isfinite(w.forward_backward())
+    assert any("raised from 512 to 600" in note for note in w.notes)
+
+
+def test_images_have_no_sequence_length() -> None:
+    w = make("vit-tiny", seq_len=128)
+    assert any("--seq-len ignored" in note for note in w.notes)
+    assert w.settings["seq_len"] is None and w.settings["batch_size"] == 8
+
+
+def test_lora_trains_adapters_only() -> None:
+    w = make(lora=4)
+    before = weights(w)
+    assert 0 < w.settings["trainable_params"] < w.settings["params"] / 10
+    w.cycle()
+    changed = {n for n, p in w.model.named_parameters() if not torch.equal(before[n], p)}
+    assert changed and all("lora_" in n for n in changed)
+
+
+def test_configurations_of_other_models(tmp_path: Path) -> None:
+    """A directory (with the class it names), a bare config.json, remote code left alone, and defaults stated."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    config.num_labels = 3
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    w = make(str(tmp_path), batch_size=2, seq_len=16)
+    assert w.settings["architecture"] == "BertForSequenceClassification"
+    assert w.batch["labels"].shape == (2,) and torch.isfinite(w.forward_backward())
+
+    trained = make(str(tmp_path), batch_size=2, seq_len=16, weights=True)
+    saved = BertForSequenceClassification.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in trained.model.state_dict().items())
+    assert not all(torch.equal(value, saved[name]) for name, value in w.model.state_dict().items())
+    with pytest.raises(WorkloadError, match="512 positions"):
+        make(str(tmp_path), seq_len=600, weights=True)
+
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(config.to_dict() | {"architectures": ["BertModel"]}))
+    w = make(str(file), batch_size=1, seq_len=8)
+    assert w.settings["architecture"] == "BertForMaskedLM"
+    assert any("BertModel has no loss" in note for note in w.notes)
+    with pytest.raises(WorkloadError, match="no trained weights"):
+        make(str(file), weights=True)
+
+
+def test_eight_billion_parameters_take_no_memory_where_tensors_are_not_real() -> None:
+    with FakeTensorMode():
+        w = make("llama-8b")
+    assert w.settings["params"] == 8_030_261_248
+    assert w.resident_bytes() > 16_000_000_000
+
+
+def test_a_second_device_is_honoured() -> None:
+    w = build(WorkloadSpec(model="llama-tiny"), "meta")
+    assert {t.device.type for t in w.tensors()} == {"meta"}
+    assert w.settings["device"] == "meta"

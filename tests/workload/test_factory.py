@@ -1,0 +1,184 @@
+"""The user's own function: what it may return, and how its failures are told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autockpt.errors import AutockptError, UsageError, WorkloadError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload import Workload, build
+from autockpt.workload.factory import is_factory
+
+CODE = """
+import torch
+from torch import nn
+from autockpt.workload import Workload, from_live
+
+def net():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+def loss(model, batch):
+    return model(batch["x"]).mean()
+
+def three():
+    return net(), {"x": torch.ones(2, 4)}, loss
+
+def two():
+    from transformers import LlamaConfig, LlamaForCausalLM
+    c = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20)
+    ids = torch.ones(2, 4, dtype=torch.long)
+    return LlamaForCausalLM(c), {"input_ids": ids, "labels": ids}
+
+def keys():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    return dict(model=model, batch={"x": torch.ones(2, 4)}, step=loss, optimizer=optimizer, accumulate=3)
+
+def whole():
+    model, batch, step = three()
+    return from_live(model, batch, step=step, accumulate=2)
+
+def loop():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    def full_step():
+        loss(model, {"x": torch.ones(2, 4)}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model=model, batch=None, full_step=full_step, snapshot=(optimizer,))
+
+def options(batch_size=2, *, seq_len=3, seed=None):
+    return net(), {"x": torch.full((batch_size, seq_len, 4), float(seed))}, loss
+
+def everything(**options):
+    return net(), {"x": torch.ones(options["batch_size"], 4)}, loss
+
+class Maker:
+    make = staticmethod(three)
+
+def broken():
+    return helper(torch.ones(3))
+
+def helper(x):
+    return x @ torch.ones(4)
+
+def leaves():
+    raise SystemExit(3)
+
+def four(): return 1, 2, 3, 4
+def nothing(): return None
+def number(): return 1, {}
+def no_step(): return net(), torch.ones(2, 4)
+def wrong_key(): return dict(model=net(), batch={}, optimiser=1)
+def no_batch(): return dict(model=net())
+def step_is_no_function(): return net(), {}, 5
+def frozen(): return net().requires_grad_(False), {"x": torch.ones(2, 4)}, loss
+def memory(): raise MemoryError
+value = 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mine.py").write_text(CODE)
+    (tmp_path / "imports_nothing.py").write_text("\nimport no_such_package\n")
+    (tmp_path / "does_not_parse.py").write_text("def f(:\n")
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name in ("mine", "imports_nothing", "does_not_parse"):
+            del sys.modules[name]
+
+
+def make(function: str, **options: Any) -> Workload:
+    return build(WorkloadSpec(model=function if ":" in function else f"mine:{function}", **options))
+
+
+def test_names_of_factories() -> None:
+    assert is_factory("a:b") and is_factory("pkg.module:Class.method") and is_factory("_x:_y")
+    for name in ("gpt2", "org/model", "C:\\x", "a:", ":b", "a.:b", "a:b:c", "https://x", "./a:b"):
+        assert not is_factory(name)
+
+
+@pytest.mark.parametrize("function", ["three", "two", "keys", "whole", "Maker.make"])
+def test_everything_that_may_be_returned_trains(function: str) -> None:
+    w = make(function)
+    before = [p.detach().clone() for p in w.model.parameters()]
+    w.cycle()
+    if w.optimizer is not None:
+        assert any(not torch.equal(a, b) for a, b in zip(before, w.model.parameters(), strict=True))
+    assert w.spec is not None and w.settings["params"] > 0 and w.settings["model"] in w.spec.model
+
+
+def test_what_the_function_made_comes_before_the_spec() -> None:
+    w = make("keys", accumulate=2, max_grad_norm=1.0)
+    assert type(w.optimizer) is torch.optim.SGD and w.accumulate == 3 and w.max_grad_norm == 1.0
+    w = make("three", optimizer="sgd", accumulate=2)
+    assert type(w.optimizer) is torch.optim.SGD and w.accumulate == 2
+    assert make("whole").accumulate == 2
+
+
+def test_a_loop_of_ones_own() -> None:
+    w = make("loop")
+    before = w.model[0].weight.detach().clone()  # type: ignore[union-attr,index]
+    w.cycle()
+    assert w.optimizer is None and not torch.equal(before, w.model[0].weight)  # type: ignore[union-attr,index]
+
+
+def test_options_reach_the_parameters_of_their_names() -> None:
+    assert make("options", batch_size=5, seed=7).batch["x"].shape == (5, 3, 4)
+    assert make("options", seed=7).batch["x"].max() == 7
+    assert make("everything", batch_size=6).batch["x"].shape == (6, 4)
+    with pytest.raises(WorkloadError, match="--dtype has no effect"):
+        make("options", dtype="bf16")
+
+
+def test_lora_on_a_users_model() -> None:
+    assert 0 < make("two", lora=2).settings["trainable_params"] < make("two").settings["params"]
+    with pytest.raises(UsageError, match="made an optimizer for the old one"):
+        make("keys", lora=2)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("broken", r"mine:broken failed at mine\.py:\d+: RuntimeError"),
+        ("leaves", r"failed at mine\.py:\d+: it called sys\.exit\(3\)"),
+        ("four", "returned a tuple of 4"),
+        ("nothing", "returned NoneType"),
+        ("number", "returned int where the model should be"),
+        ("no_step", "not known how to compute a loss"),
+        ("wrong_key", "unknown key 'optimiser'"),
+        ("no_batch", "returned no batch"),
+        ("step_is_no_function", "step that is no function"),
+        ("frozen", "nothing to optimize"),
+        ("value", "is no function"),
+        ("thre", "Did you mean three"),
+        ("nowhere.at.all:f", "no Python module 'nowhere'"),
+        ("imports_nothing:f", r"imports_nothing\.py:2: ModuleNotFoundError.*\n.*no_such_package installed"),
+        ("does_not_parse:f", r"does_not_parse\.py:1: SyntaxError"),
+    ],
+)
+def test_failures_are_told_in_a_line(function: str, message: str) -> None:
+    with pytest.raises(AutockptError, match=message) as caught:
+        make(function)
+    assert caught.value.exit_code == 2 and caught.value.remedy and len(str(caught.value).splitlines()) == 2
+
+
+def test_the_failing_line_is_the_users_innermost() -> None:
+    line = CODE.splitlines().index("    return x @ torch.ones(4)") + 1
+    with pytest.raises(WorkloadError, match=rf"mine\.py:{line}:"):
+        make("broken")
+
+
+def test_running_out_of_memory_is_not_the_functions_fault() -> None:
+    with pytest.raises(MemoryError):
+        make("memory")

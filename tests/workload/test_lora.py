@@ -1,0 +1,58 @@
+"""Adapters go where PEFT's users expect them, or at least somewhere useful."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from torch import nn
+
+from autockpt.errors import UsageError, WorkloadError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload import build
+from autockpt.workload.lora import add_lora
+
+
+def adapted(model: nn.Module) -> set[str]:
+    return {n.split(".lora_A")[0].rpartition(".")[2] for n, p in model.named_parameters() if "lora_A" in n}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama-tiny", {"q_proj", "v_proj"}),
+        ("gpt2-tiny", {"c_attn"}),
+        ("t5-tiny", {"q", "v"}),
+        ("bert-tiny", {"query", "value"}),
+    ],
+)
+def test_pefts_defaults_by_model_type(name: str, expected: set[str]) -> None:
+    model = build(WorkloadSpec(model=name, lora=2)).model
+    assert adapted(model) == expected
+    assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
+
+
+def test_otherwise_all_linear_layers_in_blocks() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(4, 10)
+
+    model = add_lora(Model(), 2)
+    assert adapted(model) == {"up", "down"}
+
+
+def test_nothing_to_adapt() -> None:
+    with pytest.raises(WorkloadError, match="no linear layers"):
+        build(WorkloadSpec(model="resnet-tiny", lora=2))
+
+
+def test_peft_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UsageError, match="pip install peft"):
+        add_lora(nn.Linear(1, 1), 2)
