@@ -1,0 +1,258 @@
+"""The directory of one run: everything a search found out, written so that a kill at any moment loses nothing.
+
+results/<model>_<device>_<budget>_<hash of the question>/
+    question.json      what was asked          trials.jsonl      one line per trial, only ever appended to
+    command.txt        every command line      events.jsonl      what happened when
+    environment.json   device and versions     graph.json.gz     the plain step as traced
+    plan.yaml          the answer              profile.json      what each choice costs
+    study.db           the Optuna study
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shlex
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from autockpt.errors import RunDirectoryError
+from autockpt.history.lock import exclusive
+from autockpt.schema.device import Environment
+from autockpt.schema.files import atomic_write, reason, set_aside
+from autockpt.schema.graph import Graph
+from autockpt.schema.plan import Plan
+from autockpt.schema.profile import Profile
+from autockpt.schema.request import question_hash
+from autockpt.schema.trial import Trial
+
+M = TypeVar("M", bound=BaseModel)
+_QUESTION = "question.json"
+
+
+class RunDirectory:
+    """One run on disk. Every method that touches a file raises RunDirectoryError with a remedy where that fails."""
+
+    def __init__(self, path: Path, question: Mapping[str, Any]) -> None:
+        self.path = path
+        self.question = dict(question)
+        self.set_aside: Path | None = None
+
+    @classmethod
+    def enter(
+        cls, root: str | Path, question: Mapping[str, Any], *, model: str, device: str, budget: str, fresh: bool = False
+    ) -> RunDirectory:
+        """The directory of this question under ``root``, made where it is missing.
+
+        ``fresh`` renames an earlier one to ``….1`` first (then ``set_aside`` says where it went). Refuses a directory
+        of that name which holds another question or a damaged one.
+        """
+        question = json.loads(json.dumps(question))
+        path = Path(root) / directory_name(model, device, budget, question_hash(question))
+        run = cls(path, question)
+        with _explained(path):
+            if fresh and path.exists():
+                with run.lock():  # not from under a search that is at work there
+                    pass
+                run.set_aside = set_aside(path)
+            path.mkdir(parents=True, exist_ok=True)
+            if (path / _QUESTION).exists() or (path / "trials.jsonl").exists():
+                run._check_question(_read_json(path / _QUESTION))
+            else:
+                run._write(_QUESTION, json.dumps(question, indent=2, sort_keys=True) + "\n")
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run, to read. Raises RunDirectoryError where the path is no run directory."""
+        path = Path(path)
+        if not (path / _QUESTION).is_file():
+            what = "is not the directory of a run" if path.exists() else "does not exist"
+            raise RunDirectoryError(
+                f"{path} {what}", remedy="Give a directory that `autockpt search` made, as results/…"
+            )
+        return cls(path, _read_json(path / _QUESTION))
+
+    def _check_question(self, found: Any) -> None:
+        if found == self.question:
+            return
+        keys = sorted(set(self.question) | set(found if isinstance(found, dict) else ()))
+        differing = [k for k in keys if not isinstance(found, dict) or found.get(k) != self.question.get(k)]
+        raise RunDirectoryError(
+            f"{self.path} belongs to another question (it differs in {', '.join(differing)})",
+            remedy="Use --fresh to set that directory aside, or --out for another place.",
+        )
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold the directory against a second search for as long as the context lasts."""
+        return exclusive(self.path / "lock")
+
+    @property
+    def storage(self) -> str:
+        """URL of the Optuna study in this directory."""
+        return f"sqlite:///{(self.path / 'study.db').resolve()}"
+
+    @property
+    def plan_path(self) -> Path:
+        """Where the run's plan is written."""
+        return self.path / "plan.yaml"
+
+    def add_trial(self, trial: Trial) -> None:
+        """Append a trial. Of several lines with one number the last counts, so a trial can be told again."""
+        self._append("trials.jsonl", trial.model_dump_json())
+
+    def trials(self) -> list[Trial]:
+        """All trials by number. A last line torn by a kill is left out; any other damage raises RunDirectoryError."""
+        by_number = {t.number: t for t in self._lines("trials.jsonl", Trial.model_validate_json)}
+        return [by_number[n] for n in sorted(by_number)]
+
+    def event(self, kind: str, **data: Any) -> None:
+        """Append something that happened, with the time of day in seconds since 1970."""
+        self._append("events.jsonl", json.dumps({"time": round(time.time(), 3), "event": kind} | data))
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events, oldest first."""
+        return list(self._lines("events.jsonl", json.loads))
+
+    def add_command(self, command: Sequence[str]) -> None:
+        """Keep a command line, ready to be pasted into a shell; a repeated one is kept once."""
+        line = shlex.join(command)
+        known = self.command().splitlines()
+        if line and line not in known:
+            self._write("command.txt", "\n".join([*known, line]) + "\n")
+
+    def command(self) -> str:
+        """The command lines of this run, one per line."""
+        path = self.path / "command.txt"
+        with _explained(path):
+            return path.read_text() if path.exists() else ""
+
+    def write_environment(self, environment: Environment) -> None:
+        self._write("environment.json", environment.model_dump_json(indent=2) + "\n")
+
+    def environment(self) -> Environment | None:
+        return self._model("environment.json", Environment)
+
+    def write_profile(self, profile: Profile) -> None:
+        self._write("profile.json", profile.model_dump_json() + "\n")
+
+    def profile(self) -> Profile | None:
+        return self._model("profile.json", Profile)
+
+    def write_graph(self, graph: Graph) -> None:
+        # mtime 0, so that the same graph gives the same file
+        self._write("graph.json.gz", gzip.compress(graph.model_dump_json(exclude_defaults=True).encode(), 5, mtime=0))
+
+    def graph(self) -> Graph | None:
+        return self._model("graph.json.gz", Graph)
+
+    def write_plan(self, plan: Plan) -> Path:
+        """Write the run's answer over an earlier one of this run; one that was edited by hand is set aside."""
+        edited = self.plan_path.exists() and not self._wrote_plan()
+        plan.save(self.plan_path, existing="set_aside" if edited else "replace")
+        return self.plan_path
+
+    def plan(self) -> Plan | None:
+        """The run's answer, None where there is none yet. Raises PlanError where its file was damaged."""
+        return Plan.load(self.plan_path) if self.plan_path.exists() else None
+
+    def _wrote_plan(self) -> bool:
+        try:
+            plan = Plan.load(self.plan_path)
+        except Exception:  # whatever is wrong with it, we did not write it
+            return False
+        return plan.status == plan.source
+
+    def _model(self, name: str, model: type[M]) -> M | None:
+        path = self.path / name
+        if not path.exists():
+            return None
+        with _explained(path):
+            raw = path.read_bytes()
+            return model.model_validate_json(gzip.decompress(raw) if name.endswith(".gz") else raw)
+
+    def _write(self, name: str, data: str | bytes) -> None:
+        with _explained(self.path / name):
+            atomic_write(self.path / name, data)
+
+    def _append(self, name: str, line: str) -> None:
+        with _explained(self.path / name), open(self.path / name, "a+b") as file:
+            _drop_torn_line(file)
+            file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _lines(self, name: str, parse: Any) -> Iterator[Any]:
+        path = self.path / name
+        if not path.exists():
+            return
+        with _explained(path):
+            complete, _, _torn = path.read_bytes().rpartition(b"\n")
+        for number, line in enumerate(complete.splitlines(), 1):
+            try:
+                yield parse(line)
+            except ValueError:  # pydantic's ValidationError and JSON's error are both
+                raise RunDirectoryError(
+                    f"{path}:{number}: this line is damaged",
+                    remedy="Delete the line, or search with --fresh, which sets the whole directory aside.",
+                ) from None
+
+
+def directory_name(model: str, device: str, budget: str, digest: str) -> str:
+    """``llama-tiny_cpu_60pct-act_1a2b3c4d``: readable, safe on every file system, four parts joined by underscores."""
+    budget = budget.replace("%act", "pct-act").replace("%", "pct")
+    return "_".join([_slug(model), _slug(device), _slug(budget), digest])
+
+
+def _slug(text: str) -> str:
+    cleaned = re.sub(r"[^A-Za-z0-9.]+", "-", text.rstrip("/\\")).strip("-.")
+    return cleaned[-40:].strip("-.") or "x"
+
+
+def _drop_torn_line(file: Any) -> None:
+    """Cut what a killed process left of a line, so that the next one begins on a line of its own."""
+    end = file.seek(0, os.SEEK_END)
+    position = end
+    while position > 0:
+        step = min(4096, position)
+        file.seek(position - step)
+        block = file.read(step)
+        if (newline := block.rfind(b"\n")) >= 0:
+            position = position - step + newline + 1
+            break
+        position -= step
+    if position < end:
+        file.truncate(position)
+
+
+def _read_json(path: Path) -> Any:
+    with _explained(path):
+        return json.loads(path.read_bytes())
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what the system or a parser says about a file into an error for people."""
+    try:
+        yield
+    except (ValidationError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RunDirectoryError(
+            f"{path} is damaged: {str(error).splitlines()[0]}",
+            remedy="Search with --fresh, which sets the directory aside, or restore the file.",
+        ) from None
+    except FileNotFoundError:
+        raise RunDirectoryError(
+            f"{path} is missing", remedy="Search with --fresh, which sets the directory aside, or restore the file."
+        ) from None
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{path} cannot be used: {reason(error)}", remedy="Check permissions and space, or give another --out."
+        ) from None

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autockpt.errors import RunDirectoryError
+from autockpt.history.rundir import RunDirectory, directory_name
+from autockpt.schema import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Choice,
+    DeviceInfo,
+    Environment,
+    Graph,
+    Measurement,
+    Op,
+    Plan,
+    Prediction,
+    Storage,
+    TensorMeta,
+    Trial,
+    Unit,
+    plan_hash,
+)
+
+QUESTION = {"budget": "60%", "workload": {"model": "llama-tiny"}, "seed": 0}
+
+
+def enter(root: Path, question: dict | None = None, fresh: bool = False) -> RunDirectory:
+    return RunDirectory.enter(root, question or QUESTION, model="llama-tiny", device="cpu", budget="60%", fresh=fresh)
+
+
+def trial(number: int, seconds: float = 0.1) -> Trial:
+    choices: dict[str, Choice] = {"h.0": RECOMPUTE, "h.1": SAVE, "h.2": OFFLOAD}
+    return Trial(
+        number=number,
+        name="every-2",
+        encoding="knobs",
+        choices=choices,
+        plan_hash=plan_hash(choices),
+        state="measured",
+        feasible=True,
+        predicted=Prediction(peak_bytes=10, step_seconds=0.2),
+        measured=Measurement(peak_bytes=11, step_seconds=seconds, times=(0.1, 0.2)),
+        parameters={"margin": 0.02},
+    )
+
+
+def plan(choice: Choice = RECOMPUTE) -> Plan:
+    units = [Unit(name=f"h.{i}", cls="Block", kind=0) for i in range(3)]
+    measured = Measurement(peak_bytes=11, step_seconds=0.1)
+    return Plan.create({"h.0": choice, "h.1": SAVE, "h.2": SAVE}, units, source="measured", measured=measured)
+
+
+def test_names_are_readable_and_safe() -> None:
+    assert directory_name("llama-tiny", "cpu", "60%act", "1a2b") == "llama-tiny_cpu_60pct-act_1a2b"
+    assert directory_name("meta-llama/Llama-3.2-1B", "cuda", "24GB", "x") == "meta-llama-Llama-3.2-1B_cuda_24GB_x"
+    assert directory_name("../../etc/passwd", "cuda:1", "auto", "x") == "etc-passwd_cuda-1_auto_x"
+    assert directory_name("my_pkg.mod:make_model", "cpu", "1GB", "x").count("_") == 3
+    assert directory_name("äö/", "cpu", "1GB", "x") == "x_cpu_1GB_x"
+    assert len(directory_name("m" * 500, "cpu", "1GB", "x")) < 60
+
+
+@given(st.text(max_size=60))
+def test_any_model_name_makes_one_path_component(model: str) -> None:
+    name = directory_name(model, "cpu", "60%", "0" * 8)
+    assert Path(name).name == name and name.count("_") == 3 and not name.startswith((".", "-"))
+
+
+def test_the_same_question_continues(tmp_path: Path) -> None:
+    first = enter(tmp_path)
+    first.add_trial(trial(0))
+    again = enter(tmp_path)
+    assert again.path == first.path and again.trials() == [trial(0)]
+    assert enter(tmp_path, QUESTION | {"seed": 1}).path != first.path
+    assert RunDirectory.open(first.path).question == QUESTION
+
+
+def test_everything_written_is_read_back(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    device = DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34)
+    environment = Environment(device=device, versions={"torch": "2.13.0"})
+    out = TensorMeta(shape=(2,), stride=(1,), dtype="float32", storage=0)
+    op = Op(index=0, target="aten.mm.default", phase="forward", module="h.0", unit="h.0", signature=0, outputs=(out,))
+    graph = Graph(
+        resident_bytes=5, signatures=("mm",), ops=(op,), storages=(Storage(id=0, bytes=8, birth=0, death=None),)
+    )
+    assert run.environment() is None and run.graph() is None and run.profile() is None and run.plan() is None
+    run.write_environment(environment)
+    run.write_graph(graph)
+    run.write_plan(plan())
+    run.event("stage", name="trace")
+    run.add_command(["autockpt", "search", "--budget", "60%", "--out", "my results"])
+    run.add_command(["autockpt", "search", "--budget", "60%", "--out", "my results"])
+    read = RunDirectory.open(run.path)
+    assert read.environment() == environment and read.graph() == graph and read.plan() == plan()
+    assert [e["event"] for e in read.events()] == ["stage"] and read.events()[0]["name"] == "trace"
+    assert read.command() == "autockpt search --budget 60% --out 'my results'\n"
+    assert read.storage == f"sqlite:///{run.path.resolve()}/study.db"
+
+
+def test_a_trial_can_be_told_again(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    for t in (trial(1), trial(0), trial(1, seconds=0.3)):
+        run.add_trial(t)
+    assert run.trials() == [trial(0), trial(1, seconds=0.3)]
+    assert len((run.path / "trials.jsonl").read_text().splitlines()) == 3
+
+
+@given(st.integers(1, 400))
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_torn_last_line_is_forgotten(tmp_path: Path, cut: int) -> None:
+    run = enter(tmp_path, {"cut": cut})
+    file = run.path / "trials.jsonl"
+    file.unlink(missing_ok=True)
+    run.add_trial(trial(0))
+    run.add_trial(trial(1))
+    with file.open("rb+") as handle:
+        handle.truncate(file.stat().st_size - cut)
+    assert run.trials() == [trial(0)]
+    run.add_trial(trial(2))
+    assert run.trials() == [trial(0), trial(2)]
+
+
+def test_a_kill_during_the_first_line_is_survived(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    (run.path / "trials.jsonl").write_text('{"number": 0, "na' + "x" * 10_000)
+    assert run.trials() == []
+    run.add_trial(trial(0))
+    assert run.trials() == [trial(0)]
+
+
+def test_damage_elsewhere_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    run.add_trial(trial(0))
+    with (run.path / "trials.jsonl").open("a") as file:
+        file.write("garbage\n")
+    run.add_trial(trial(1))
+    with pytest.raises(RunDirectoryError, match=r"trials\.jsonl:2") as caught:
+        run.trials()
+    assert "--fresh" in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["question.json", "environment.json", "graph.json.gz", "profile.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\x1f\x8bxxxx", b'{"a": 1}'])
+def test_damaged_files_are_errors(tmp_path: Path, name: str, content: bytes) -> None:
+    run = enter(tmp_path)
+    (run.path / name).write_bytes(content)
+    with pytest.raises(RunDirectoryError) as caught:
+        enter(tmp_path)
+        RunDirectory.open(run.path)
+        run.environment()
+        run.graph()
+        run.profile()
+    assert caught.value.remedy and caught.value.exit_code == 2
+
+
+def test_a_directory_of_another_question_is_refused(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    other = QUESTION | {"budget": "40%", "extra": 1}
+    (run.path / "question.json").write_text(json.dumps(other))
+    with pytest.raises(RunDirectoryError, match=r"another question.*budget, extra"):
+        enter(tmp_path)
+    assert json.loads((run.path / "question.json").read_text()) == other
+
+
+def test_a_directory_that_lost_its_question_is_refused(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    run.add_trial(trial(0))
+    (run.path / "question.json").unlink()
+    with pytest.raises(RunDirectoryError, match="missing"):
+        enter(tmp_path)
+    with pytest.raises(RunDirectoryError, match="not the directory of a run"):
+        RunDirectory.open(run.path)
+    with pytest.raises(RunDirectoryError, match="does not exist"):
+        RunDirectory.open(tmp_path / "nothing")
+
+
+def test_fresh_sets_the_old_run_aside(tmp_path: Path) -> None:
+    old = enter(tmp_path)
+    old.add_trial(trial(0))
+    new = enter(tmp_path, fresh=True)
+    assert new.path == old.path and new.trials() == []
+    assert new.set_aside is not None and RunDirectory.open(new.set_aside).trials() == [trial(0)]
+
+
+def test_two_searches_at_once_are_refused(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    with run.lock():
+        with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"), enter(tmp_path).lock():
+            pass
+        with pytest.raises(RunDirectoryError, match="another search"):
+            enter(tmp_path, fresh=True)
+        assert RunDirectory.open(run.path).trials() == [], "reading is always possible"
+    with enter(tmp_path).lock():
+        pass
+
+
+def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    code = (
+        "import os, sys; from pathlib import Path; from autockpt.history.lock import exclusive\n"
+        "with exclusive(Path(sys.argv[1])): os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(run.path / "lock")]).returncode == 9
+    with run.lock():
+        pass
+
+
+def test_an_unwritable_place_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError) as caught:
+        enter(tmp_path / "file")
+    assert "--out" in caught.value.remedy
+
+
+def test_a_plan_edited_by_hand_is_kept(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    run.write_plan(plan())
+    run.write_plan(plan(OFFLOAD))
+    assert run.plan() == plan(OFFLOAD) and not list(run.path.glob("plan.yaml.*")), "our own plan is replaced"
+    text = run.plan_path.read_text().replace("h.0: offload", "h.0: recompute")
+    run.plan_path.write_text(text)
+    run.write_plan(plan())
+    assert run.plan() == plan() and (run.path / "plan.yaml.1").read_text() == text

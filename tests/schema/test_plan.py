@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autockpt.errors import PlanError
+from autockpt.schema import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Choice,
+    Comparison,
+    DeviceInfo,
+    Environment,
+    Measurement,
+    Plan,
+    Prediction,
+    ResolvedBudget,
+    Structure,
+    Unit,
+    WorkloadSpec,
+    plan_hash,
+)
+
+UNITS = tuple(Unit(name=f"model.layers.{i}", cls="LlamaDecoderLayer", kind=0) for i in range(12)) + tuple(
+    Unit(name=f"model.layers.{i}.mlp", cls="LlamaMLP", kind=1, role="mlp", parent=f"model.layers.{i}")
+    for i in range(12)
+)
+BLOCKS = [u.name for u in UNITS if u.role == "block"]
+CHOICES: dict[str, Choice] = {n: SAVE if i < 4 else RECOMPUTE if i < 11 else OFFLOAD for i, n in enumerate(BLOCKS)}
+
+
+def full_plan(choices: dict[str, Choice] | None = None) -> Plan:
+    measured = Measurement(peak_bytes=440_000_000, step_seconds=0.448, noise=0.008, steps=20, times=(0.4, 0.5))
+    return Plan.create(
+        choices or CHOICES,
+        UNITS,
+        model="llama-tiny",
+        fingerprint="0123abcd",
+        source="measured",
+        workload=WorkloadSpec(model="llama-tiny", batch_size=4, autocast="bf16"),
+        settings={"dtype": "fp32", "parameters": 12_300_000, "padded": True},
+        environment=Environment(
+            device=DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34, threads=2),
+            versions={"torch": "2.13.0"},
+        ),
+        budget=ResolvedBudget(asked="60%act", bytes=450_000_000, covers="everything"),
+        predicted=Prediction(peak_bytes=441_000_000, step_seconds=0.451),
+        measured=measured,
+        baselines=(Comparison(name="none", verdict="over_budget", measured=measured),),
+        notes=("a note: with a colon", "off"),
+    )
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    return path
+
+
+def refused(tmp_path: Path, text: str) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        Plan.load(write(tmp_path, text))
+    assert caught.value.remedy
+    return caught.value
+
+
+def test_a_plan_round_trips_through_its_file(tmp_path: Path) -> None:
+    plan = full_plan()
+    plan.save(tmp_path / "plan.yaml")
+    loaded = Plan.load(tmp_path / "plan.yaml")
+    assert loaded == plan and loaded.status == "measured"
+    assert loaded.expand(u.name for u in UNITS) == CHOICES
+    loaded.check_structure(UNITS)
+
+
+def test_the_file_is_for_people(tmp_path: Path) -> None:
+    full_plan().save(tmp_path / "plan.yaml")
+    text = (tmp_path / "plan.yaml").read_text()
+    assert text.startswith("#") and 'autockpt.apply(model, "plan.yaml")' in text
+    assert "  model.layers.0-3: save\n  model.layers.4-10: recompute\n  model.layers.11: offload\n" in text
+    assert "peak_bytes: 440000000  # 420 MiB (440 MB)" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@given(st.lists(st.sampled_from([SAVE, RECOMPUTE, OFFLOAD]), min_size=12, max_size=12))
+def test_any_assignment_round_trips(tmp_path_factory: pytest.TempPathFactory, values: list[Choice]) -> None:
+    choices = dict(zip(BLOCKS, values, strict=True))
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    full_plan(choices).save(path, existing="replace")
+    loaded = Plan.load(path)
+    assert loaded.expand(BLOCKS) == choices and loaded.status == "measured"
+
+
+def test_the_smallest_plan_is_written_by_hand(tmp_path: Path) -> None:
+    plan = Plan.load(write(tmp_path, 'autockpt: 1\nchoices:\n  "**.layers.*": recompute\n'))
+    assert plan.status == "unmeasured" and "by hand" in plan.status_reason
+    assert plan.expand(u.name for u in UNITS) == dict.fromkeys(BLOCKS, RECOMPUTE)
+    plan.check_structure(UNITS)
+
+
+def test_units_that_are_not_mentioned_are_saved(tmp_path: Path) -> None:
+    plan = Plan.load(write(tmp_path, "autockpt: 1\nchoices:\n  model.layers.0.mlp: recompute\n"))
+    expanded = plan.expand(u.name for u in UNITS)
+    assert expanded.pop("model.layers.0.mlp") == RECOMPUTE
+    assert expanded == dict.fromkeys(BLOCKS, SAVE)
+
+
+def test_options_of_a_choice_may_be_written_out(tmp_path: Path) -> None:
+    plan = Plan.load(write(tmp_path, "autockpt: 1\nchoices:\n  '0-3': {kind: recompute}\n  4: save\n"))
+    assert plan.expand(list("01234"))["2"] == RECOMPUTE
+
+
+def test_an_edited_plan_is_unmeasured(tmp_path: Path) -> None:
+    full_plan().save(tmp_path / "plan.yaml")
+    text = (tmp_path / "plan.yaml").read_text()
+    edited = Plan.load(write(tmp_path, text.replace("model.layers.11: offload", "model.layers.11: save")))
+    assert edited.status == "unmeasured" and "edited" in edited.status_reason and edited.source == "measured"
+    rewritten = Plan.load(write(tmp_path, text.replace("0-3: save", "0: save\n  model.layers.1-3: save")))
+    assert rewritten.status == "measured"
+
+
+def test_a_plan_cannot_claim_what_it_does_not_hold(tmp_path: Path) -> None:
+    claimed = Plan.load(write(tmp_path, "autockpt: 1\nsource: measured\nchoices: {a: recompute}\n"))
+    assert claimed.status == "unmeasured"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        ("autockpt: 2\nchoices: {a: save}\n", 1, "newer"),
+        ("autockpt: one\nchoices: {a: save}\n", 1, "version"),
+        ("autockpt: true\nchoices: {a: save}\n", 1, "version"),
+        ("autockpt: 1\nchoises:\n  a: save\n", 1, "choices"),
+        ("autockpt: 1\nchoices:\n", 2, "choices"),
+        ("autockpt: 1\nchoices: {}\n", 2, "choices"),
+        ("autockpt: 1\nchoices: [a]\n", 2, "choices"),
+        ("autockpt: 1\nchoices:\n  a: save\n  b: recompte\n", 4, "recompte"),
+        ("autockpt: 1\nchoices:\n  a: 3\n", 3, "3"),
+        ("autockpt: 1\nchoices:\n  a:\n", 3, "None"),
+        ("autockpt: 1\nchoices:\n  a: {kind: save, speed: 3}\n", 3, "speed"),
+        ("autockpt: 1\nchoices:\n  a*: save\n", 3, "a*"),
+        ("autockpt: 1\nchoices:\n  a: save\n  a: recompute\n", 4, "line 3"),
+        ("autockpt: 1\nbudgt: {}\nchoices:\n  a: save\n", 2, "budgt"),
+        ("autockpt: 1\nbudget:\n  asked: x\n  bytes: many\nchoices:\n  a: save\n", 4, "bytes"),
+        ("autockpt: 1\nmodel:\n  units:\n    a.*: X\nchoices:\n  a: save\n", 4, "a.*"),
+        ("autockpt: 1\nmodel:\n  units:\n    a: X\nchoices:\n  b: save\n", 6, "'b'"),
+        ("autockpt: 1\nmodel:\n  units:\n    a.0-3: X\nchoices:\n  a.0-3: save\n  a.2: save\n", 7, "twice"),
+        ("choices:\n  a: save\n", 1, "not a plan"),
+        ("- a\n", 1, "not a plan"),
+        ("", 1, "not a plan"),
+    ],
+)
+def test_bad_plans_are_errors_with_line_and_remedy(tmp_path: Path, text: str, line: int, word: str) -> None:
+    error = refused(tmp_path, text)
+    assert error.message.startswith(f"plan.yaml:{line}: ") and word in error.message
+
+
+def test_a_mistyped_choice_names_the_nearest(tmp_path: Path) -> None:
+    assert "recompute?" in refused(tmp_path, "autockpt: 1\nchoices:\n  b: recompte\n").remedy
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", "_orig_mod.", "module.", "module._orig_mod.", "model."])
+def test_wrapped_models_are_seen_through(prefix: str) -> None:
+    plan = full_plan()
+    wrapped = [u.model_copy(update={"name": prefix + u.name}) for u in UNITS]
+    assert plan.expand(u.name for u in wrapped) == {prefix + n: c for n, c in CHOICES.items()}
+    plan.check_structure(wrapped)
+
+
+def test_another_structure_is_refused() -> None:
+    plan = full_plan()
+    with pytest.raises(PlanError, match=r"has no model\.layers\.8-11"):
+        plan.check_structure(u for u in UNITS if u.name.split(".")[2] not in ("8", "9", "10", "11"))
+    with pytest.raises(PlanError, match="knows no"):
+        plan.check_structure([*UNITS, Unit(name="model.layers.12", cls="LlamaDecoderLayer", kind=0)])
+    with pytest.raises(PlanError, match="planned as a LlamaMLP"):
+        plan.check_structure(u.model_copy(update={"cls": u.cls.replace("MLP", "MoE")}) for u in UNITS)
+
+
+def test_missing_units_name_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "autockpt: 1\nchoices:\n  model.layers.0-11: save\n  model.layers.12-15: recompute\n")
+    with pytest.raises(PlanError, match=r"plan\.yaml:4: "):
+        Plan.load(path).expand(BLOCKS)
+
+
+def test_nested_choices_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "autockpt: 1\nchoices:\n  model.layers.*: recompute\n  model.layers.0.mlp: save\n")
+    with pytest.raises(PlanError, match=r"plan\.yaml:4: "):
+        Plan.load(path).expand(u.name for u in UNITS)
+
+
+def test_an_existing_file_is_never_lost(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "plan.yaml"
+    first, second = full_plan(), full_plan(dict.fromkeys(BLOCKS, RECOMPUTE))
+    assert first.save(path) is None
+    assert first.save(path) is None, "the same plan again is no conflict"
+    with pytest.raises(PlanError, match="another plan"):
+        second.save(path)
+    assert Plan.load(path) == first
+    aside = second.save(path, existing="set_aside")
+    assert (
+        aside == tmp_path / "sub" / "plan.yaml.1" and aside and Plan.load(aside) == first and Plan.load(path) == second
+    )
+    assert first.save(path, existing="replace") is None and Plan.load(path) == first
+    path.write_text("something else entirely")
+    with pytest.raises(PlanError):
+        first.save(path)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["plan.yaml", "plan.yaml.1"]
+
+
+def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match="cannot be written"):
+        full_plan().save(tmp_path / "file" / "plan.yaml")
+
+
+def test_the_hash_is_of_what_a_plan_does() -> None:
+    assert plan_hash({}) == plan_hash({"a": SAVE})
+    assert plan_hash({"a": SAVE, "b": RECOMPUTE}) == plan_hash({"b": RECOMPUTE})
+    assert plan_hash({"a": RECOMPUTE}) != plan_hash({"b": RECOMPUTE}) != plan_hash({"b": OFFLOAD})
+    assert plan_hash({"a": OFFLOAD, "b": RECOMPUTE}) == plan_hash({"b": RECOMPUTE, "a": OFFLOAD})
+
+
+def test_structures_are_compact() -> None:
+    structure = Structure.of("llama-tiny", "f", UNITS)
+    assert structure.units == {"model.layers.0-11": "LlamaDecoderLayer", "model.layers.0-11.mlp": "LlamaMLP"}
+    assert structure.classes == {u.name: u.cls for u in UNITS}
+
+
+def test_times_of_single_steps_stay_out_of_the_plan() -> None:
+    plan = full_plan()
+    assert plan.measured is not None and plan.measured.times == () and plan.measured.steps == 20
+    assert plan.baselines[0].measured is not None and plan.baselines[0].measured.times == ()

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from autockpt.schema import (
+    DeviceInfo,
+    Environment,
+    SearchRequest,
+    Silence,
+    WorkloadSpec,
+    load_space,
+    parse_budget,
+    question_hash,
+)
+
+ENVIRONMENT = Environment(
+    device=DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34, threads=2),
+    versions={"torch": "2.13.0", "optuna": "5.0.0", "autockpt": "0.1.0"},
+)
+
+
+def request(**changes: object) -> SearchRequest:
+    asked = {
+        "budget": parse_budget("60%"),
+        "workload": WorkloadSpec(model="llama-tiny"),
+        "space": load_space("knobs"),
+    }
+    return SearchRequest.model_validate(asked | changes)
+
+
+def digest(asked: SearchRequest, environment: Environment = ENVIRONMENT, **more: object) -> str:
+    return question_hash(asked.question(environment, **more))
+
+
+def test_how_long_and_where_is_not_the_question() -> None:
+    same = request(trials=7, timeout=3.0, out=Path("elsewhere"), fresh=True, dry_run=True, notes=("x",), command=("a",))
+    assert digest(request()) == digest(same)
+    versions = ENVIRONMENT.versions | {"optuna": "6"}
+    assert digest(request()) == digest(request(), ENVIRONMENT.model_copy(update={"versions": versions}))
+
+
+def test_what_changes_the_answer_is() -> None:
+    others = [
+        request(budget=parse_budget("61%")),
+        request(workload=WorkloadSpec(model="llama-tiny", accumulate=2)),
+        request(space=load_space("layers")),
+        request(space=load_space("knobs").restricted(("recompute",))),
+        request(seed=1),
+    ]
+    versions = ENVIRONMENT.versions | {"torch": "2.14.0"}
+    digests = [digest(r) for r in others]
+    digests.append(digest(request(), ENVIRONMENT.model_copy(update={"versions": versions})))
+    digests.append(digest(request(), model_fingerprint="abc"))
+    assert len({digest(request()), *digests}) == 1 + len(digests)
+
+
+def test_memory_that_is_not_asked_for_does_not_matter() -> None:
+    device = ENVIRONMENT.device.model_copy(update={"capacity_bytes": 2**33, "overhead_bytes": 7})
+    smaller = ENVIRONMENT.model_copy(update={"device": device})
+    assert digest(request()) == digest(request(), smaller)
+    auto = request(budget=parse_budget("auto"))
+    assert digest(auto) != digest(auto, smaller)
+
+
+def test_silence_listens_to_everything() -> None:
+    listener = Silence()
+    listener.stage("trace", 3)
+    listener.advance()
+    listener.note("x")

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autockpt.errors import UsageError
+from autockpt.schema.sizes import Budget, covers, format_binary, format_bytes, format_decimal, parse_budget, parse_size
+
+UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GB", 24 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("23.5GiB", 23 * 2**30 + 2**29),
+        ("0.5KB", 500),
+        ("1 MiB", 2**20),
+        ("800MB", 800_000_000),
+    ],
+)
+def test_sizes_mean_what_they_say(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)))
+def test_whole_numbers_are_exact(number: int, unit: str) -> None:
+    if number * UNITS[unit] <= 2**60:
+        assert parse_size(f"{number}{unit}") == number * UNITS[unit]
+
+
+@given(st.decimals(Decimal("0.001"), Decimal(9999), places=3), st.sampled_from(sorted(UNITS)))
+def test_decimals_are_exact_down_to_the_byte(number: Decimal, unit: str) -> None:
+    assert parse_size(f"{number}{unit}") == int(number * UNITS[unit]) if number * UNITS[unit] >= 1 else True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "24",
+        "",
+        "GB",
+        "-24GB",
+        "+24GB",
+        "0GB",
+        "0.0GiB",
+        "nanGB",
+        "infGB",
+        "1e3GB",
+        "24gb",
+        "24Gb",
+        "24G",
+        "24 \u00a0GB",
+        "24\u2009GB",
+        "24  GB",
+        " 24GB",
+        "24GB ",
+        "24GB\n",
+        "٢٤GB",
+        "24,5GB",
+        "24.GB",
+        ".5GB",
+        "999999999999999TB",
+        "0.000000001KB",
+        "0%",
+        "0%act",
+        "101%",
+        "-5%",
+        "nan%",
+        "60%ACT",
+        "60%activations",
+        "60 % act",
+        "%",
+        "Auto",
+        "all",
+        "24GBx",
+        "1_000MB",
+    ],
+)
+def test_anything_else_is_refused_with_a_remedy(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_budget(text)
+    assert caught.value.remedy and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("value", [24, 24.0, None, 2**30])
+def test_numbers_without_a_unit_are_refused(value: object) -> None:
+    with pytest.raises(UsageError, match=r"unit|budget"):
+        parse_budget(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "meant"), [("24", "24GB"), ("24g", "24GB"), ("800m", "800MB"), ("24gib", "24GiB")])
+def test_near_misses_name_what_was_meant(text: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_budget(text)
+    assert meant in caught.value.remedy
+
+
+@given(st.text(max_size=20))
+def test_arbitrary_text_is_a_budget_or_a_usage_error(text: str) -> None:
+    try:
+        budget = parse_budget(text)
+    except UsageError:
+        return
+    assert budget.resolve(10**9, 10**8, 10**10) > 0
+
+
+def test_shares_are_of_the_jobs_own_peaks() -> None:
+    assert parse_budget("60%").resolve(1000, 200, 5000) == 600
+    assert parse_budget("60%act").resolve(1000, 200, 5000) == 680
+    assert parse_budget("100%act").resolve(1000, 200, 5000) == 1000
+    assert parse_budget("auto").resolve(1000, 200, 5000) == 5000
+    assert parse_budget("3KB").resolve(1000, 200, 5000) == 3000
+
+
+@given(st.integers(1, 100), st.integers(0, 10**12), st.integers(0, 10**12))
+def test_a_share_of_the_activation_range_lies_in_it(percent: int, lean: int, activations: int) -> None:
+    resolved = parse_budget(f"{percent}%act").resolve(lean + activations, lean, 0)
+    assert lean <= resolved <= lean + activations
+
+
+def test_a_budget_is_data() -> None:
+    budget = parse_budget("60%act")
+    assert parse_budget(budget) is budget
+    assert Budget.model_validate_json(budget.model_dump_json()) == budget
+    assert str(budget) == "60%act" and "activation range" in budget.describe()
+
+
+@pytest.mark.parametrize(
+    ("size", "binary", "decimal"),
+    [
+        (23.5 * 2**30, "23.5 GiB", "25.2 GB"),
+        (2**30, "1.00 GiB", "1.07 GB"),
+        (1023 * 2**20, "1023 MiB", "1.07 GB"),
+        (999_999_999, "954 MiB", "1.00 GB"),
+        (512, "512 B", "512 B"),
+        (0, "0 B", "0 B"),
+        (-300 * 2**20, "-300 MiB", "-315 MB"),
+    ],
+)
+def test_sizes_are_printed_with_three_digits(size: float, binary: str, decimal: str) -> None:
+    assert (format_binary(size), format_decimal(size)) == (binary, decimal)
+
+
+def test_both_units_stand_together() -> None:
+    assert format_bytes(23.5 * 2**30) == "23.5 GiB (25.2 GB)"
+    assert format_bytes(12) == "12 B"
+
+
+@given(st.integers(1, 2**60))
+def test_printed_sizes_are_close_to_the_truth(size: int) -> None:
+    for text, units in ((format_binary(size), 1024), (format_decimal(size), 1000)):
+        number, unit = text.split()
+        power = ["B", "K", "M", "G", "T"].index(unit[0] if unit != "B" else "B")
+        assert abs(float(number) * units**power - size) <= 0.006 * size + 0.5
+
+
+def test_what_a_budget_covers_depends_on_the_device() -> None:
+    assert "context" in covers("cuda") and "memory-mapped" in covers("cpu") and covers("other")

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autockpt.errors import UsageError
+from autockpt.schema import SearchSpace, choice_kinds, load_space
+from autockpt.schema.space import known_knobs, shipped_spaces
+
+
+def test_all_shipped_spaces_load() -> None:
+    _, names = shipped_spaces()
+    assert {"knobs", "layers"} <= set(names)
+    for name in names:
+        space = load_space(name)
+        assert space.name == name and space.choices == choice_kinds() and space.description
+        for knob in space.knobs.values():
+            assert knob.neutral is not None
+
+
+def test_the_two_encodings() -> None:
+    knobs, layers = load_space("knobs"), load_space("layers")
+    assert (knobs.encoding, knobs.sampler) == ("knobs", "gp") and set(knobs.knobs) == set(known_knobs())
+    assert (layers.encoding, layers.sampler) == ("layers", "tpe") and not layers.knobs
+
+
+def test_fewer_choices_take_their_knobs_along() -> None:
+    space = load_space("knobs").restricted(("recompute",))
+    assert space.choices == ("save", "recompute") and set(space.knobs) == {"margin", "recompute_price"}
+    with pytest.raises(UsageError, match="recompte"):
+        space.restricted(("recompte",))
+    with pytest.raises(UsageError, match="nothing to choose"):
+        space.restricted(("save",))
+
+
+def test_ones_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("search_space: 1\nencoding: layers\nsampler: random\nchoices: [recompute]\n")
+    space = load_space(str(path))
+    assert (space.name, space.sampler, space.choices) == ("mine", "random", ("save", "recompute"))
+    assert SearchSpace.model_validate_json(space.model_dump_json()) == space
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        ("encoding: layers\n", 1, "not a search space"),
+        ("search_space: 2\nencoding: layers\n", 1, "version"),
+        ("search_space: 1\nencoding: layer\n", 2, "encoding"),
+        ("search_space: 1\nencoding: layers\nchoices: [recompte]\n", 3, "recompte"),
+        ("search_space: 1\nencoding: layers\nmargins: [1.5]\n", 3, "margins"),
+        ("search_space: 1\nencoding: knobs\nknobs:\n  margin: {low: 1, high: 0}\n", 4, "low"),
+        ("search_space: 1\nencoding: knobs\nknobs:\n  margin: {low: 0, high: 1, log: true}\n", 4, "zero"),
+        ("search_space: 1\nencoding: knobs\nknobs:\n  speed: {low: 0, high: 1}\n", 1, "speed"),
+        ("search_space: 1\nencoding: knobs\n", 1, "knobs"),
+        ("search_space: 1\nencoding: layers\nsamplr: gp\n", 3, "samplr"),
+    ],
+)
+def test_bad_spaces_are_errors_with_a_line(tmp_path: Path, text: str, line: int, word: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_space(str(path))
+    assert caught.value.message.startswith(f"mine.yaml:{line}: ") and word in caught.value.message
+
+
+def test_an_unknown_name_suggests_one() -> None:
+    with pytest.raises(UsageError) as caught:
+        load_space("knob")
+    assert "Did you mean knobs?" in caught.value.remedy
+    with pytest.raises(UsageError, match="no file"):
+        load_space("./missing.yaml")

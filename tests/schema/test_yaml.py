@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from autockpt.errors import PlanError, UsageError
+from autockpt.schema.base import Data
+from autockpt.schema.yaml import parse, read
+
+
+class Sample(Data):
+    name: str
+    size: int = 0
+    inner: dict[str, int] = Field(default_factory=dict)
+
+
+def test_core_types_only() -> None:
+    text = "a: yes\nb: true\nc: 012\nd: 2024-01-01\ne: 1:30\nf: 1.5\ng: -3\nh: null\ni: off\nj: 1e3\n0: x\n"
+    assert parse(text, "f.yaml").data == {
+        "a": "yes",
+        "b": True,
+        "c": "012",
+        "d": "2024-01-01",
+        "e": "1:30",
+        "f": 1.5,
+        "g": -3,
+        "h": None,
+        "i": "off",
+        "j": "1e3",
+        "0": "x",
+    }
+
+
+def test_every_part_knows_its_line() -> None:
+    document = parse("a: 1\n\nb:\n  c:\n    - x\n    - y: 2\n", "f.yaml")
+    assert document.where("b", "c", 1, "y") == "f.yaml:6"
+    assert document.where("b", "c", 0) == "f.yaml:5"
+    assert document.where("b", "nothing") == "f.yaml:3"
+    assert document.where("nothing") == "f.yaml:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        ("a: 1\nb: 2\na: 3\n", 3, "line 1"),
+        ("a: 1\nb: {c: 1, c: 2}\n", 2, "'c'"),
+        ("a: &x 1\nb: *x\n", 1, "anchors"),
+        ("a: 1\n*: save\n", 2, ""),
+        ("a: !!python/object:os.system {}\n", 1, "tag"),
+        ("a: 1\n---\nb: 2\n", 2, "second document"),
+        ("a: [1, 2\n", 2, ""),
+        ("a: 1\n b: 2\n", 2, ""),
+        ("a: 1\n? [1, 2]\n: 3\n", 2, "key"),
+        ("a: " + "[" * 60 + "]" * 60 + "\n", 1, "deep"),
+        ("a: b\n\tc: d\n", 2, ""),
+    ],
+)
+def test_bad_files_are_errors_with_a_line(text: str, line: int, word: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        parse(text, "plan.yaml", PlanError)
+    assert caught.value.message.startswith(f"plan.yaml:{line}: ") and word in caught.value.message
+    assert caught.value.remedy
+
+
+def test_unquoted_wildcards_get_the_right_remedy() -> None:
+    with pytest.raises(PlanError) as caught:
+        parse("choices:\n  **.mlp: recompute\n", "plan.yaml", PlanError)
+    assert '"**.mlp"' in caught.value.remedy
+
+
+def test_a_bomb_is_refused_at_once() -> None:
+    bomb = "a: &a [x,x]\n" + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)},*{chr(97 + i)}]\n" for i in range(20)
+    )
+    with pytest.raises(UsageError, match="anchors"):
+        parse(bomb, "f.yaml")
+    with pytest.raises(UsageError, match="larger"):
+        parse("a: " + "x" * 2_000_000, "f.yaml")
+
+
+@given(st.text(max_size=80))
+def test_any_text_parses_or_is_a_usage_error(text: str) -> None:
+    try:
+        parse(text, "f.yaml")
+    except UsageError as error:
+        assert error.message.startswith("f.yaml")
+
+
+# PyYAML itself does not get control characters such as U+0085 back
+words = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), max_size=8)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | words | st.floats(-1e6, 1e6).map(float),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(words, plain, max_size=4))
+def test_what_pyyaml_writes_is_read_back(data: dict) -> None:
+    class NoAliases(yaml.SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    text = yaml.dump(data, Dumper=NoAliases, allow_unicode=True)
+    assert (parse(text, "f.yaml").data or {}) == data
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        ("name: x\nsize: many\n", 2, "size"),
+        ("name: x\nsiez: 3\n", 2, "unknown key"),
+        ("size: 3\n", 1, "missing"),
+        ("name: x\ninner:\n  a: 1\n  b: no\n", 4, "inner.b"),
+    ],
+)
+def test_violations_of_a_data_object_have_their_line(text: str, line: int, word: str) -> None:
+    document = parse(text, "f.yaml")
+    with pytest.raises(UsageError) as caught:
+        document.validate(Sample)
+    assert caught.value.message.startswith(f"f.yaml:{line}: ") and word in caught.value.message
+
+
+def test_a_mistyped_key_names_the_nearest() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse("name: x\nsiez: 3\n", "f.yaml").validate(Sample)
+    assert "size" in caught.value.remedy
+
+
+def test_unreadable_files_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no file"):
+        read(tmp_path / "missing.yaml")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(UsageError, match="UTF-8"):
+        read(tmp_path / "binary.yaml")
