@@ -1,0 +1,54 @@
+"""The program ``autockpt``: its verbs and nothing else."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autockpt.cli.history import history
+from autockpt.cli.search import search
+from autockpt.cli.trace import trace
+from autockpt.cli.verify import verify
+
+VERBS = (search, trace, verify, history)
+
+
+def build() -> typer.Typer:
+    """The typer application with all verbs."""
+    app = typer.Typer(
+        name="autockpt",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for verb in VERBS:
+        app.command()(verb)
+    return app
+
+
+def main() -> None:
+    """Entry point of the console script; ends the process with the verb's exit code."""
+    build()(prog_name="autockpt")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import autockpt
+
+        print(f"autockpt {autockpt.__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What should each layer do with its activations, so that training fits the memory budget and stays fast?
+
+    Exit codes: 0 found, 2 wrong question, 3 nothing fits, 4 device or measurement failed, 130 interrupted.
+    """

@@ -1,0 +1,116 @@
+"""Options that several verbs share, and what becomes of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autockpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from autockpt.schema.workload import WorkloadSpec
+
+
+def _option(kind: Any, *names: str, **settings: Any) -> Any:
+    return Annotated[kind | None, typer.Option(*names, show_default=False, **settings)]
+
+
+# field of WorkloadSpec -> its option; None means: not given
+WORKLOAD_OPTIONS: dict[str, Any] = {
+    "model": _option(
+        str,
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory.",
+    ),
+    "batch_size": _option(
+        int, "--batch-size", "-b", min=1, metavar="N", help="Sequences per micro-batch. Default: the shape's."
+    ),
+    "seq_len": _option(
+        int, "--seq-len", "-s", min=1, metavar="N", help="Tokens of the longest sequence. Default: the shape's."
+    ),
+    "pad_to": _option(int, "--pad-to", min=1, metavar="N", help="Pad every sequence to this length."),
+    "packed": _option(bool, "--packed/--padded", help="No padding, so no attention mask. Default: padded."),
+    "dtype": _option(str, "--dtype", metavar="[fp32|bf16|fp16]", help="Type of the weights. Default: the shape's."),
+    "autocast": _option(str, "--autocast", metavar="[bf16|fp16]", help="Compute in this type. Default: off."),
+    "attn": _option(str, "--attn", metavar="NAME", help="transformers' attn_implementation: sdpa, eager, …"),
+    "optimizer": _option(str, "--optimizer", metavar="[adamw|sgd|none]", help="Default: adamw."),
+    "scaler": _option(bool, "--scaler/--no-scaler", help="Scale the loss, as for fp16. Default: no."),
+    "accumulate": _option(
+        int, "--accumulate", min=1, metavar="N", help="Micro-batches per optimizer step. Default: 1."
+    ),
+    "max_grad_norm": _option(
+        float, "--max-grad-norm", metavar="NORM", help="Clip gradients to this norm. Default: no clipping."
+    ),
+    "lora": _option(int, "--lora", min=1, metavar="RANK", help="Train LoRA adapters of this rank only."),
+    "weights": _option(bool, "--weights/--no-weights", help="Load trained weights. Default: random ones."),
+    "trust_remote_code": _option(
+        bool, "--trust-remote-code/--no-remote-code", help="Run code of the hub's. Default: no."
+    ),
+}
+
+
+def takes_workload(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb all workload options; it receives those that were given as one mapping, ``workload``."""
+
+    @functools.wraps(verb)
+    def run(**options: Any) -> None:
+        given = {name: options.pop(name) for name in WORKLOAD_OPTIONS}
+        verb(workload={k: v for k, v in given.items() if v is not None}, **options)
+
+    own = inspect.signature(verb, eval_str=True).parameters
+    kept = [p for name, p in own.items() if name != "workload"]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in WORKLOAD_OPTIONS.items()
+    ]
+    keyword_only = [p for p in kept if p.kind is p.KEYWORD_ONLY]
+    positional = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
+    # the verb's first option, then the workload, then the rest: the order of --help
+    signature = inspect.Signature([*positional, *keyword_only[:1], *shared, *keyword_only[1:]])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return run
+
+
+def workload_spec(
+    given: Mapping[str, Any], *, base: WorkloadSpec | None = None, seed: int | None = None, default: str | None = None
+) -> WorkloadSpec:
+    """The workload that the options describe, over ``base`` (a plan's own) or over ``default`` as the model's name.
+
+    Raises UsageError where no model is known or an option's value is not allowed.
+    """
+    from pydantic import ValidationError
+
+    from autockpt.schema.workload import WorkloadSpec
+
+    start = base.model_dump() if base is not None else {"model": default} if default else {}
+    values = start | dict(given) | ({} if seed is None else {"seed": seed})
+    if "model" not in values:
+        raise UsageError("no model was named", remedy="Add --model, for example --model llama-8b.")
+    try:
+        return WorkloadSpec.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        raise UsageError(
+            f"--{field.replace('_', '-')} {values.get(field)}: {first['msg'].lower()}",
+            remedy="See the option's help for what it takes.",
+        ) from None
+
+
+def duration(text: str | None) -> float | None:
+    """Seconds from ``90``, ``90s``, ``10m`` or ``1.5h``. Raises UsageError for anything else."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smh]?)", text)
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise UsageError(f"{text!r} is not a duration", remedy="Write seconds, or 90s, 10m, 1.5h.")
+    return seconds

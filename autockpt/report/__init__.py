@@ -1,0 +1,22 @@
+"""What other packages computed, drawn for a terminal."""
+
+from autockpt.report.answer import answer_rows, print_answer
+from autockpt.report.graph_summary import GraphSummary, summarise
+from autockpt.report.progress import BarListener, LineListener, listener
+from autockpt.report.trace_view import print_ops, print_summary
+from autockpt.report.trials_view import print_trials
+from autockpt.report.verify_view import print_report
+
+__all__ = [
+    "BarListener",
+    "GraphSummary",
+    "LineListener",
+    "answer_rows",
+    "listener",
+    "print_answer",
+    "print_ops",
+    "print_report",
+    "print_summary",
+    "print_trials",
+    "summarise",
+]

@@ -1,0 +1,142 @@
+"""What is seen while a search runs: a bar on a terminal, one line per trial elsewhere. Both are listeners."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from autockpt.report import words
+from autockpt.schema import Trial, format_binary
+
+STATES = {
+    "measured": "",
+    "out_of_memory": "out of memory",
+    "over_budget": "over the budget",
+    "duplicate": "known already",
+    "predicted_over": "predicted over the budget",
+    "failed": "failed",
+}
+
+
+class LineListener:
+    """One line per stage and trial, for logs and pipes. ``clock`` returns seconds."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._start = clock()
+
+    def __enter__(self) -> LineListener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self._line(f"{name} …")
+
+    def advance(self, steps: int = 1) -> None:
+        pass
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        self._line(describe_trial(trial, best))
+
+    def note(self, text: str) -> None:
+        self._line(text)
+
+    def _line(self, text: str) -> None:
+        elapsed = self._clock() - self._start
+        self._console.print(Text(f"[{elapsed:6.1f} s] {text}"), soft_wrap=True)
+
+
+class _Count(MofNCompleteColumn):
+    """``3/10``, and nothing where the total is not known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
+
+
+class BarListener:
+    """A bar for the current stage, with the best plan so far beside it; notes scroll above."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            _Count(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[best]}", style="dim"),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> BarListener:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=total, best="")
+
+    def advance(self, steps: int = 1) -> None:
+        if self._task is not None:
+            self._progress.advance(self._task, steps)
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        if self._task is not None:
+            said = f"best {describe_numbers(best)}" if best else "nothing fits yet"
+            self._progress.update(self._task, advance=1, best=said)
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text))
+
+
+def listener(console: Console) -> LineListener | BarListener:
+    """The listener that suits where standard error goes."""
+    return BarListener(console) if console.is_terminal and not console.is_dumb_terminal else LineListener(console)
+
+
+def describe_trial(trial: Trial, best: Trial | None) -> str:
+    """One line: number, name, what became of it, and whether it is the best so far."""
+    # a trial that fits while there is no best one: the budget is not known in bytes yet
+    verdict = STATES[trial.state] or ("over the budget" if not trial.feasible else "fits" if best else "")
+    if trial.state == "duplicate" and trial.duplicate_of is not None:
+        verdict = f"same plan as trial {trial.duplicate_of}"
+    numbers = describe_numbers(trial)
+    parts = [f"trial {trial.number:>3}  {trial.name}", numbers, verdict, trial.message]
+    if best is not None and best.number == trial.number:
+        parts.append("best so far")
+    return "  ".join(p for p in parts if p)
+
+
+def describe_numbers(trial: Trial) -> str:
+    """Step time and peak, measured where they were, else as predicted."""
+    if trial.measured:
+        return f"{words.step_time(trial.measured)}, {format_binary(trial.measured.peak_bytes)}"
+    if trial.predicted:
+        step = f"{words.seconds(trial.predicted.step_seconds)}, " if trial.predicted.step_seconds else ""
+        return f"~{step}{format_binary(trial.predicted.peak_bytes)}"
+    return ""

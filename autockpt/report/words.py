@@ -1,0 +1,99 @@
+"""Numbers as people read them in a terminal: times, shares, counts, and a plan in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+from autockpt.schema import Choice, Measurement
+from autockpt.schema.names import ancestors, outermost
+
+
+def seconds(value: float) -> str:
+    """``12.3 ms``, ``1.23 s``, ``4 min 05 s``: three significant digits."""
+    if value < 0:
+        return f"-{seconds(-value)}"
+    if value >= 3599.5:
+        return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"
+    if value >= 99.95:
+        return f"{int(value + 0.5) // 60} min {int(value + 0.5) % 60:02d} s"
+    if value >= 0.9995:
+        return f"{value:.3g} s" if value < 10 else f"{value:.1f} s"
+    return f"{_three(value * 1e3)} ms" if value >= 0.9995e-3 or value == 0 else f"{_three(value * 1e6)} µs"
+
+
+def _three(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def share(value: float, signed: bool = False) -> str:
+    """A ratio as ``+12.3 %``."""
+    text = f"{value * 100:{'+' if signed else ''}.1f}"
+    return f"{text.replace('-0.0', '0.0').replace('+0.0', '0.0')} %"
+
+
+def step_time(measured: Measurement) -> str:
+    """``412 ms ±0.8 %``; without a plus-minus where nothing is known about the noise (1 says so)."""
+    noise = f" ±{measured.noise * 100:.1f} %" if 0 < measured.noise < 0.995 else ""
+    return seconds(measured.step_seconds) + noise
+
+
+def flops(value: int) -> str:
+    """``1.23 TFLOP``."""
+    number, unit = float(value), ""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if number < 999.5 or unit == "P":
+            break
+        number /= 1000
+    return f"{_three(number) if unit else value} {unit}FLOP"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``1 trial``, ``3 trials``, ``12,345 ops``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def facts(settings: Mapping[str, object]) -> str:
+    """Settings in one line: ``dtype fp32, batch size 4``; what is off or unknown is left out."""
+    said = []
+    for key, value in settings.items():
+        name = key.replace("_", " ")
+        if value is True:
+            said.append(name)
+        elif value is not None and value is not False and value != "":
+            said.append(f"{name} {_plain(value)}")
+    return ", ".join(said)
+
+
+def _plain(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def strip(choices: Mapping[str, Choice], width: int = 48) -> str:
+    """A plan in one line, a letter per outermost unit in their order: ``.`` save, ``R`` recompute, ``O`` offload.
+
+    A unit that saves but has choices on its sub-units shows the first of those in lower case. What is longer than
+    ``width`` is written in runs: ``.×12 R×20``.
+    """
+    letters = [_letter(choices[name]) for name in outermost(choices)]
+    inner = {}
+    for name, choice in choices.items():
+        outer = [a for a in ancestors(name) if a in choices]
+        if outer and choice.kind != "save":
+            inner.setdefault(outer[-1], _letter(choice).lower())
+    letters = [inner.get(n, x) if x == "." else x for n, x in zip(outermost(choices), letters, strict=True)]
+    if len(letters) <= width:
+        return "".join(letters)
+    return " ".join(f"{letter}×{len(list(run))}" for letter, run in groupby(letters))
+
+
+def _letter(choice: Choice) -> str:
+    return "." if choice.kind == "save" else choice.kind[0].upper()
+
+
+def tally(choices: Mapping[str, Choice]) -> str:
+    """``12 recompute, 20 save``: how many units do what, the most first."""
+    counts: dict[str, int] = {}
+    for choice in choices.values():
+        counts[choice.kind] = counts.get(choice.kind, 0) + 1
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from autockpt.cli.app import VERBS
+
+HEAVY = ("torch", "optuna", "transformers", "scipy", "numpy", "matplotlib", "jinja2", "pydantic", "rich")
+
+
+def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, timeout=60
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from autockpt.cli.app import build\n"
+        "try: build()(['--help'])\n"
+        f"except SystemExit: print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    done = fresh(code)
+    assert done.returncode == 0 and done.stderr.strip() == "[]", done.stderr
+    assert all(verb.__name__ in done.stdout for verb in VERBS)
+
+
+def test_every_verb_has_help_that_fits_80_columns(autockpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb in VERBS:
+        result = autockpt(verb.__name__, "--help")
+        assert result.code == 0 and f"autockpt {verb.__name__}" in result.out
+        assert max(map(len, result.out.splitlines())) <= 80
+
+
+def test_no_arguments_show_help(autockpt) -> None:
+    assert "search" in autockpt().out + autockpt().err
+
+
+def test_a_mistyped_verb_names_the_nearest(autockpt) -> None:
+    result = autockpt("serch")
+    assert result.code == 2 and "search" in result.err
+
+
+@pytest.mark.parametrize("arguments", [("search", "--budgt", "24GB"), ("search", "--trials", "0"), ("verify",)])
+def test_wrong_options_are_usage_errors(autockpt, arguments: tuple[str, ...]) -> None:
+    result = autockpt(*arguments)
+    assert result.code == 2 and result.err and not result.out
+
+
+def test_the_version(autockpt) -> None:
+    import autockpt as package
+
+    result = autockpt("--version")
+    assert result.code == 0 and result.out == f"autockpt {package.__version__}\n"
+
+
+def test_the_entry_point_ends_with_the_exit_code() -> None:
+    done = fresh(
+        "import sys; sys.argv = ['autockpt', 'search', '--budget', '24']; from autockpt.cli import main; main()"
+    )
+    assert done.returncode == 2 and "24GB" in done.stderr and done.stdout == "" and "Traceback" not in done.stderr

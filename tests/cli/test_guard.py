@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from autockpt.cli.guard import guarded
+from autockpt.errors import InfeasibleError, MeasurementError, PlanError, UsageError
+
+
+def leave(error: BaseException, **options: object) -> int:
+    @guarded
+    def verb(**_: object) -> None:
+        raise error
+
+    with pytest.raises(typer.Exit) as caught:
+        verb(**options)
+    return caught.value.exit_code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("u", remedy="r"), 2),
+        (PlanError("p", remedy="r"), 2),
+        (InfeasibleError("i", remedy="r"), 3),
+        (MeasurementError("m", remedy="r"), 4),
+        (KeyboardInterrupt(), 130),
+        (typer.Exit(7), 7),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(error) == code
+    said = capsys.readouterr()
+    assert said.out == "" and "Traceback" not in said.err
+
+
+def test_message_and_remedy_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    leave(UsageError("it is wrong", remedy="do this\nor that"))
+    assert capsys.readouterr().err == "autockpt: it is wrong\n  do this\n  or that\n"
+
+
+def test_nothing_fits_names_the_smallest_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    leave(InfeasibleError("nothing fits", remedy="Use --lora.", smallest_peak=3 * 2**30))
+    assert "3.00 GiB (3.22 GB)" in capsys.readouterr().err
+    leave(InfeasibleError("the least is 3.00 GiB (3.22 GB)", smallest_peak=3 * 2**30))
+    assert capsys.readouterr().err.count("3.22 GB") == 1
+
+
+def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    leave(InfeasibleError("nothing fits", remedy="r", smallest_peak=7), as_json=True)
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    assert answer["error"] == "nothing fits" and answer["exit_code"] == 3 and answer["smallest_peak_bytes"] == 7
+    assert "nothing fits" in said.err
+
+
+def test_a_bug_is_called_one_and_leaves_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "300")
+    assert leave(KeyError("x")) == 4
+    said = capsys.readouterr().err
+    (log,) = tmp_path.iterdir()
+    assert "unexpected KeyError" in said and "bug" in said and str(log) in said and "Traceback" not in said
+    assert "Traceback" in log.read_text() and "KeyError: 'x'" in log.read_text()
+
+
+def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("AUTOCKPT_DEBUG", "1")
+    leave(UsageError("u"))
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    import subprocess
+
+    code = (
+        "from autockpt.cli.guard import guarded\n"
+        "@guarded\n"
+        "def verb(**_):\n"
+        "    for i in range(200000): print('x' * 50)\n"
+        "import typer\n"
+        "try: verb()\n"
+        "except typer.Exit as e: raise SystemExit(e.exit_code)\n"
+    )
+    done = subprocess.run(
+        f'{sys.executable} -c "{code}" | head -1', shell=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "x" * 50 + "\n" and done.stderr == ""

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from autockpt.cli.options import WORKLOAD_OPTIONS, duration, workload_spec
+from autockpt.errors import UsageError
+from autockpt.schema import WorkloadSpec
+
+
+def test_every_field_of_a_workload_has_an_option() -> None:
+    assert set(WORKLOAD_OPTIONS) | {"seed"} == set(WorkloadSpec.model_fields)
+
+
+def test_options_lie_over_a_plans_own() -> None:
+    base = WorkloadSpec(model="llama-tiny", batch_size=4, packed=True)
+    spec = workload_spec({"batch_size": 8, "packed": False}, base=base)
+    assert (spec.model, spec.batch_size, spec.packed) == ("llama-tiny", 8, False)
+    assert workload_spec({}, base=base) == base
+    assert workload_spec({}, default="gpt2-tiny", seed=3) == WorkloadSpec(model="gpt2-tiny", seed=3)
+
+
+def test_without_a_model_there_is_a_remedy() -> None:
+    with pytest.raises(UsageError, match="no model"):
+        workload_spec({})
+
+
+@pytest.mark.parametrize(("field", "value"), [("dtype", "fp8"), ("optimizer", "lion"), ("max_grad_norm", -1.0)])
+def test_values_that_are_not_allowed_name_the_option(field: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"--{field.replace('_', '-')} {value}"):
+        workload_spec({"model": "x", field: value})
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), ("0.5", 0.5)])
+def test_durations(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "-3", "0", "3d", "1e3", "10 m", "nan"])
+def test_other_durations_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        duration(text)
+    assert duration(None) is None

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autockpt.errors import InfeasibleError
+from autockpt.schema import Listener, SearchOutcome, SearchRequest
+from tests.report.samples import outcome, trial
+
+
+@pytest.fixture
+def asked(replace) -> list[SearchRequest]:
+    """Requests that reached the search; its answer is always the same."""
+    requests: list[SearchRequest] = []
+
+    def run_search(request: SearchRequest, listener: Listener) -> SearchOutcome:
+        requests.append(request)
+        listener.stage("search", 1)
+        listener.trial(trial(0), trial(0))
+        return outcome(notes=request.notes)
+
+    replace("autockpt.tuning", run_search=run_search)
+    return requests
+
+
+def device(replace, kind: str) -> None:
+    replace("autockpt.devices", get_device=lambda name: SimpleNamespace(kind=kind))
+
+
+def test_options_become_a_request(autockpt, asked: list[SearchRequest]) -> None:
+    result = autockpt(
+        *("search", "--budget", "60%act", "--model", "llama-tiny", "-b", "4", "--seq-len", "128", "--packed"),
+        *("--dtype", "bf16", "--optimizer", "sgd", "--accumulate", "2", "--max-grad-norm", "1.0", "--lora", "8"),
+        *("--device", "cpu", "--trials", "7", "--timeout", "10m", "--seed", "3", "--space", "layers"),
+        *("--choices", "save,recompute", "--storage", "sqlite:///x.db", "--out", "runs", "--plan-out", "p.yaml"),
+        *("--dry-run", "--fresh"),
+    )
+    assert result.code == 0, result.err
+    (request,) = asked
+    assert request.budget.text == "60%act" and request.timeout == 600 and request.trials == 7 and request.seed == 3
+    spec = request.workload
+    assert (spec.model, spec.batch_size, spec.seq_len, spec.packed) == ("llama-tiny", 4, 128, True)
+    assert (spec.dtype, spec.optimizer, spec.accumulate, spec.lora, spec.seed) == ("bf16", "sgd", 2, 8, 3)
+    assert request.space.encoding == "layers" and request.space.choices == ("save", "recompute")
+    assert (request.out, request.plan_out, request.dry_run, request.fresh) == (Path("runs"), Path("p.yaml"), True, True)
+    assert request.command[:3] == ("autockpt", "search", "--budget") and request.notes == ()
+
+
+def test_results_and_progress_go_separate_ways(autockpt, asked: list[SearchRequest]) -> None:
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
+    assert "ours" in result.out and "trial   0" not in result.out
+    assert "trial   0" in result.err and "ours" not in result.err
+    assert 'autockpt.apply(model, "results/' in result.out and "\x1b" not in result.out + result.err
+
+
+def test_json_is_the_outcome(autockpt, asked: list[SearchRequest]) -> None:
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--json")
+    assert SearchOutcome.model_validate(result.json) == outcome(notes=())
+
+
+@pytest.mark.parametrize(("kind", "model"), [("cuda", "llama-1b"), ("cpu", "llama-small")])
+def test_a_budget_alone_is_enough(autockpt, asked: list[SearchRequest], replace, kind: str, model: str) -> None:
+    device(replace, kind)
+    result = autockpt("search", "--budget", "24GB")
+    assert result.code == 0 and asked[0].workload.model == model
+    assert f"built-in {model} on {kind}" in result.err and f"built-in {model} on {kind}" in " ".join(result.out.split())
+
+
+def test_default_models_exist() -> None:
+    import search_spaces.models
+    from autockpt.cli.search import DEFAULT_MODELS, SMALL_MODEL
+
+    folder = Path(search_spaces.models.__path__[0])
+    assert all((folder / f"{name}.yaml").is_file() for name in (*DEFAULT_MODELS.values(), SMALL_MODEL))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ((), "--budget"),
+        (("--budget", "24"), "24GB"),
+        (("--budget", "24GB", "--space", "knob"), "knobs"),
+        (("--budget", "24GB", "--choices", "recompte"), "recompute"),
+        (("--budget", "24GB", "--choices", "save"), "nothing to choose"),
+        (("--budget", "24GB", "--timeout", "soon"), "duration"),
+        (("--budget", "24GB", "--model", "x", "--dtype", "fp8"), "--dtype fp8"),
+    ],
+)
+def test_wrong_questions_end_before_anything_starts(autockpt, asked, arguments: tuple[str, ...], word: str) -> None:
+    result = autockpt("search", *arguments)
+    assert result.code == 2 and word in result.err and not result.out and not asked
+    assert len(result.err.splitlines()) < 8
+
+
+def test_nothing_fits(autockpt, replace) -> None:
+    def run_search(request: SearchRequest, listener: Listener) -> SearchOutcome:
+        raise InfeasibleError("no plan fits 1 GB", remedy="Use --lora 16.", smallest_peak=2 * 2**30)
+
+    replace("autockpt.tuning", run_search=run_search)
+    result = autockpt("search", "--budget", "1GB", "--model", "llama-tiny", "--json")
+    assert result.code == 3 and "2.00 GiB (2.15 GB)" in result.err and "--lora" in result.err
+    assert result.json["smallest_peak_bytes"] == 2 * 2**30
+
+
+def test_interrupted_with_and_without_a_plan(autockpt, replace) -> None:
+    answers = [outcome(interrupted=True), outcome(interrupted=True, plan=None, plan_path=None, rows=())]
+    replace("autockpt.tuning", run_search=lambda request, listener: answers.pop(0))
+    for has_plan in (True, False):
+        result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
+        assert result.code == 130 and "Interrupted" in result.out and ("ours" in result.out) == has_plan

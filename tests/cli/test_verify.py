@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autockpt.schema import Check, Plan, VerifyReport, WorkloadSpec
+from tests.report.samples import UNITS, choices
+
+
+@pytest.fixture
+def verified(replace) -> list[WorkloadSpec]:
+    """Workloads that were verified; every second plan keeps its promise."""
+    specs: list[WorkloadSpec] = []
+
+    def verify(plan: Plan, spec: WorkloadSpec, *, device: str | None, listener: object) -> VerifyReport:
+        specs.append(spec)
+        return VerifyReport(checks=(Check(name="peak", state="passed" if len(specs) % 2 else "failed", detail="d"),))
+
+    replace("autockpt.verification", verify=verify)
+    return specs
+
+
+def test_the_plans_own_workload_is_the_default(autockpt, verified, tmp_path: Path) -> None:
+    own = WorkloadSpec(model="llama-tiny", batch_size=4, accumulate=2, seed=7)
+    Plan.create(choices(), UNITS, workload=own).save(tmp_path / "plan.yaml")
+    result = autockpt("verify", "plan.yaml")
+    assert result.code == 0 and "keeps its promise" in result.out
+    result = autockpt("verify", "plan.yaml", "--batch-size", "2", "--json")
+    assert result.code == 4 and result.json["checks"][0]["state"] == "failed"
+    assert verified == [own, own.model_copy(update={"batch_size": 2})]
+
+
+def test_a_plan_by_hand_needs_a_model(autockpt, verified, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("autockpt: 1\nchoices: {h.0: save}\n")
+    assert autockpt("verify", "plan.yaml").code == 2
+    assert autockpt("verify", "plan.yaml", "--model", "llama-tiny").code == 0
+    assert autockpt("verify", "missing.yaml").code == 2

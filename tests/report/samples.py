@@ -1,0 +1,196 @@
+"""Outcomes, graphs and trials to draw."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from autockpt.schema import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Choice,
+    Comparison,
+    DeviceInfo,
+    Graph,
+    Measurement,
+    Op,
+    Phase,
+    Plan,
+    Prediction,
+    ResolvedBudget,
+    SearchOutcome,
+    StageTime,
+    Storage,
+    StorageKind,
+    TensorMeta,
+    Trial,
+    Unit,
+    Verdict,
+    covers,
+    plan_hash,
+)
+
+MIB = 2**20
+BLOCKS = [f"model.layers.{i}" for i in range(12)]
+UNITS = tuple(Unit(name=n, cls="LlamaDecoderLayer", kind=0) for n in BLOCKS)
+
+
+def console(width: int = 80, encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
+    """A console that is no terminal, and the bytes that it wrote."""
+    raw = io.BytesIO()
+    text = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    return Console(file=text, width=width, highlight=False, markup=False, emoji=False), raw
+
+
+def choices(recompute_from: int = 5) -> dict[str, Choice]:
+    return {n: SAVE if i < 4 else OFFLOAD if i < recompute_from else RECOMPUTE for i, n in enumerate(BLOCKS)}
+
+
+def row(
+    name: str, verdict: Verdict, peak: float, seconds: float, measured: tuple[float, float] | None, note: str = ""
+) -> Comparison:
+    """Peaks in MiB."""
+    reading = None
+    if measured is not None:
+        reading = Measurement(peak_bytes=int(measured[0] * MIB), step_seconds=measured[1], noise=0.008, steps=10)
+    predicted = Prediction(peak_bytes=int(peak * MIB), step_seconds=seconds)
+    return Comparison(name=name, verdict=verdict, predicted=predicted, measured=reading, note=note)
+
+
+def outcome(*, none_fits: bool = True, dry_run: bool = False, **changes: object) -> SearchOutcome:
+    rows = (
+        row("none", "over_budget" if none_fits else "out_of_memory", 612, 0.409, (611.8, 0.412) if none_fits else None),
+        row("recompute all", "fits", 301, 0.520, (301.2, 0.531)),
+        row("every-2", "fits", 431, 0.465, (431.3, 0.471)),
+        row("offload all", "fits", 320, 0.622, (321.0, 0.640)),
+        row("ours", "fits", 441, 0.451, (440.7, 0.448)),
+    )
+    if dry_run:
+        rows = tuple(r.model_copy(update={"measured": None}) for r in rows)
+    budget = ResolvedBudget(asked="60%act", bytes=450 * MIB, covers=covers("cpu"))
+    plan = Plan.create(
+        choices(),
+        UNITS,
+        model="llama-tiny",
+        fingerprint="0123abcd",
+        source="simulated" if dry_run else "measured",
+        predicted=rows[-1].predicted,
+        measured=rows[-1].measured,
+        budget=budget,
+        baselines=rows[:-1],
+    )
+    data: dict[str, object] = {
+        "plan": plan,
+        "budget": budget,
+        "device": DeviceInfo(kind="cpu", name="a processor (2 threads)", capacity_bytes=2**34),
+        "rows": rows,
+        "settings": {"dtype": "fp32", "batch_size": 4, "seq_len": 256, "packed": False},
+        "dry_run": dry_run,
+        "measured_trials": 0 if dry_run else 31,
+        "stopped": "nothing left can beat the best by more than the noise",
+        "run_directory": Path("results/llama-tiny_cpu_60pct-act_1a2b3c4d"),
+        "plan_path": Path("results/llama-tiny_cpu_60pct-act_1a2b3c4d/plan.yaml"),
+        "stages": (StageTime(name="trace", seconds=1.2), StageTime(name="search", seconds=92.0)),
+        "notes": ("A note.",),
+    }
+    return SearchOutcome.model_validate(data | changes)
+
+
+def trial(number: int, **changes: object) -> Trial:
+    data: dict[str, object] = {
+        "number": number,
+        "name": "margin 0.02",
+        "encoding": "knobs",
+        "choices": choices(),
+        "plan_hash": plan_hash(choices()),
+        "state": "measured",
+        "feasible": True,
+        "predicted": Prediction(peak_bytes=441 * MIB, step_seconds=0.451),
+        "measured": Measurement(peak_bytes=int(440.7 * MIB), step_seconds=0.448, noise=0.008),
+    }
+    return Trial.model_validate(data | changes)
+
+
+class GraphBuilder:
+    """Writes a graph op by op; storages live from their op to a given one."""
+
+    def __init__(self, units: tuple[Unit, ...], resident: int) -> None:
+        self.units, self.resident = units, resident
+        self.ops: list[Op] = []
+        self.storages: list[Storage] = []
+
+    def op(
+        self,
+        module: str,
+        phase: Phase,
+        *,
+        size: int = 0,
+        until: int | None = None,
+        reads: tuple[int, ...] = (),
+        flops: int = 0,
+        kind: StorageKind = "activation",
+    ) -> int:
+        """Append an op; returns the id of the storage it makes. ``until`` is the last op that needs it."""
+        index = len(self.ops)
+        unit = next((u.name for u in self.units if u.role == "block" and f"{module}.".startswith(f"{u.name}.")), None)
+        made = len(self.storages)
+        outputs = ()
+        if size:
+            self.storages.append(Storage(id=made, bytes=size, birth=index, death=until, kind=kind, unit=unit))
+            outputs = (TensorMeta(shape=(size,), stride=(1,), dtype="uint8", storage=made),)
+        self.ops.append(
+            Op(
+                index=index,
+                target="aten.mm.default",
+                phase=phase,
+                module=module,
+                unit=unit,
+                signature=0,
+                flops=flops,
+                inputs=reads,
+                outputs=outputs,
+            )
+        )
+        return made
+
+    def graph(self) -> Graph:
+        return Graph(
+            resident_bytes=self.resident,
+            signatures=("mm",),
+            ops=tuple(self.ops),
+            storages=tuple(self.storages),
+            units=self.units,
+            notes=("experts are assumed balanced",),
+        )
+
+
+def small_graph() -> Graph:
+    """Two equal blocks with an MLP each, an embedding, a mask both blocks read, a loss, an optimizer step.
+
+    Each block keeps 100 (attention) + 40 (MLP) bytes; its output of 10 bytes is the next one's input.
+    """
+    units = tuple(
+        u
+        for i in range(2)
+        for u in (
+            Unit(name=f"h.{i}", cls="Block", kind=0),
+            Unit(name=f"h.{i}.mlp", cls="MLP", kind=1, role="mlp", parent=f"h.{i}"),
+        )
+    )
+    b = GraphBuilder(units, resident=1000)
+    last = 12
+    x = b.op("embed", "forward", size=10, until=last)
+    mask = b.op("", "forward", size=7, until=last)
+    for i in range(2):
+        inner = b.op(f"h.{i}.attn", "forward", size=100, until=last - i, reads=(x, mask), flops=30)
+        b.op(f"h.{i}.attn", "forward", size=500, until=len(b.ops), reads=(inner,))
+        hidden = b.op(f"h.{i}.mlp.up", "forward", size=40, until=last - i, reads=(inner,), flops=20)
+        x = b.op(f"h.{i}", "forward", size=10, until=last, reads=(hidden,))
+    b.op("head", "forward", size=5, until=11, reads=(x,), flops=10)
+    b.op("h.1.attn", "backward", size=900, until=11, flops=60, kind="gradient")
+    b.op("h.0.attn", "recompute", size=3, until=12, flops=60)
+    b.op("", "optimizer", size=50, until=13, kind="optimizer")
+    return b.graph()

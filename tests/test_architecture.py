@@ -1,0 +1,180 @@
+"""The house rules, held against the source: layers, light imports, one table per extension."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "autockpt"
+
+# Imports point to a lower layer only; packages of one layer do not import one another.
+LAYERS = (
+    ("errors", "schema"),
+    ("simulator", "solvers", "devices", "history"),
+    ("policies", "workload", "report"),
+    ("runtime",),
+    ("tracing", "measuring"),
+    ("profiling",),
+    ("tuning", "integrations"),
+    ("verification",),
+    ("cli", "__main__"),
+)
+SIBLINGS = {("schema", "errors")}
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+# third-party packages that whole packages must do without
+WITHOUT = {
+    "errors": ("torch", "numpy", "scipy", "optuna", "transformers", "pydantic", "rich"),
+    "schema": ("torch", "numpy", "scipy", "optuna", "transformers", "rich"),
+    "simulator": ("torch", "optuna", "transformers"),
+    "solvers": ("torch", "optuna", "transformers"),
+    "history": ("torch", "optuna", "transformers"),
+    "report": ("torch", "optuna", "transformers"),
+}
+ONLY = {"optuna": ("tuning",), "typer": ("cli",), "rich": ("cli", "report")}
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    """The package or top-level module that a source file belongs to."""
+    first = path.relative_to(SOURCE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module that a file imports anywhere, in functions too, with its line; ``from a import b`` as ``a.b``."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    here = ("autockpt", *path.relative_to(SOURCE).with_suffix("").parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(here[: len(here) - node.level]) if node.level else ""
+            start = ".".join(p for p in (base, node.module or "") if p)
+            for alias in node.names:
+                yield f"{start}.{alias.name}", node.lineno
+        elif isinstance(node, ast.Call) and _is_dynamic_import(node):
+            name = node.args[0] if node.args else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield name.value, node.lineno
+
+
+def _is_dynamic_import(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name in ("import_module", "__import__")
+
+
+def violations(path: Path) -> Iterator[str]:
+    package = package_of(path)
+    for name, line in imported(path):
+        where = f"{path.relative_to(ROOT)}:{line} imports {name}"
+        top, *rest = name.split(".")
+        if top in WITHOUT.get(package, ()):
+            yield f"{where}: {package} does without {top}"
+        if top in ONLY and package not in ONLY[top]:
+            yield f"{where}: only {', '.join(ONLY[top])} may"
+        if top != "autockpt" or package == "__init__" or not rest:
+            continue
+        other = rest[0]
+        if other not in LAYER or other == package:
+            continue
+        if LAYER[other] > LAYER[package]:
+            yield f"{where}: {other} is in a higher layer"
+        elif LAYER[other] == LAYER[package] and (package, other) not in SIBLINGS:
+            yield f"{where}: {other} is a sibling"
+
+
+def test_every_package_has_a_layer() -> None:
+    assert {package_of(p) for p in modules()} - {"__init__"} <= set(LAYER)
+
+
+def test_imports_point_downwards() -> None:
+    found = [violation for path in modules() for violation in violations(path)]
+    assert not found, "\n".join(found)
+
+
+def test_the_walk_sees_lazy_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    bad = tmp_path / "schema" / "bad.py"
+    bad.parent.mkdir()
+    bad.write_text(
+        "def f():\n    from autockpt.tuning import search\n    import optuna\n    from ..cli import app\n"
+        "    import_module('autockpt.runtime')\n"
+    )
+    said = "\n".join(violations(bad))
+    assert said.count("higher layer") == 3 and "does without optuna" in said and "only tuning may" in said
+
+
+def test_facades_only_re_export() -> None:
+    for path in SOURCE.glob("*/__init__.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            allowed = isinstance(node, ast.Import | ast.ImportFrom | ast.Expr)
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            names = {t.id for t in targets if isinstance(t, ast.Name)}
+            # the explicit table of policies is a façade's business, too
+            fine = allowed or (names <= {"__all__", "POLICIES"} and names)
+            assert fine, f"{path.relative_to(ROOT)}:{node.lineno} does more than re-export"
+
+
+def test_files_stay_readable() -> None:
+    long = {str(p.relative_to(ROOT)): n for p in modules() if (n := len(p.read_text().splitlines())) > 450}
+    assert not long, f"split these: {long}"
+
+
+def test_all_packages_ship() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    present = {".".join(p.parent.relative_to(ROOT).parts) for d in ("autockpt", "search_spaces") for p in _inits(d)}
+    assert present == set(listed)
+
+
+def _inits(folder: str) -> Iterator[Path]:
+    return (ROOT / folder).rglob("__init__.py")
+
+
+def fresh(code: str) -> str:
+    """Standard output of a fresh process."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_autockpt_loads_nothing_heavy() -> None:
+    heavy = ("torch", "optuna", "transformers", "matplotlib", "jinja2", "numpy", "scipy", "pydantic")
+    assert fresh(f"import sys, autockpt; print([m for m in {heavy!r} if m in sys.modules])") == "[]"
+
+
+def test_every_public_name_can_be_had_twice() -> None:
+    # twice, because importing a subpackage binds its name over a lazy attribute of the same name
+    code = (
+        "import autockpt, types\n"
+        "for name in autockpt.__all__:\n"
+        "    first, second = getattr(autockpt, name), getattr(autockpt, name)\n"
+        "    assert first is second and not isinstance(first, types.ModuleType), name\n"
+        "assert set(autockpt.__all__) <= set(dir(autockpt))\n"
+        "import torch; print(torch.cuda.is_initialized())"
+    )
+    assert fresh(code) == "False"
+
+
+def test_no_public_name_is_a_package() -> None:
+    names = fresh("import autockpt; print(*autockpt.__all__)").split()
+    assert not set(names) & {p.name.removesuffix(".py") for p in SOURCE.iterdir()}
+
+
+def test_the_licence_is_there() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "Version 2.0" in text and "END OF TERMS AND CONDITIONS" in text
