@@ -1,0 +1,114 @@
+"""What the rest of the project needs from a device. A new kind of device is one file that answers these protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from autockpt.schema.device import DeviceInfo
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Most bytes that the device's allocator held during one call, resident bytes included.
+
+    ``peak_bytes`` is what counts against a budget (CUDA: reserved memory), ``allocated_bytes`` the peak of what tensors
+    occupied where the device tells the two apart, else None.
+    """
+
+    peak_bytes: int
+    allocated_bytes: int | None = None
+
+
+@runtime_checkable
+class Device(Protocol):
+    """Clocks, memory and failure of one device. Bytes and seconds throughout."""
+
+    kind: str
+    torch_device: torch.device
+
+    def describe(self) -> DeviceInfo:
+        """What identifies the device."""
+        ...
+
+    def capacity(self) -> int:
+        """All its memory, in bytes."""
+        ...
+
+    def used_by_others(self) -> int:
+        """Bytes on it that this process does not hold."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when all work queued on it is done."""
+        ...
+
+    def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
+        """Run ``fn`` once, untimed, and report its peak; ``resident`` bytes are on the device before it begins."""
+        ...
+
+    def time(self, fn: Callable[[], None]) -> float:
+        """Wall seconds of ``fn``, synchronised at both ends."""
+        ...
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether ``error`` is this device saying that its memory is full."""
+        ...
+
+    def release(self) -> None:
+        """Drop caches, collect garbage and reset peaks: after running out of memory, and between trials."""
+        ...
+
+    def limit(self, budget_bytes: int | None) -> AbstractContextManager[None]:
+        """Enforce a budget as a real limit where the device can; None: no limit."""
+        ...
+
+
+@runtime_checkable
+class Parcel(Protocol):
+    """The bytes of one storage on their way off the device and back.
+
+    Whoever holds the parcel owns it: when the last reference goes, so do the bytes, wherever they are.
+    """
+
+    nbytes: int
+
+    def settle(self) -> None:
+        """From here on the source may be released: the compute queue waits for the copy off the device. Idempotent."""
+        ...
+
+    def fetch(self) -> None:
+        """Start copying back; ``get`` then waits less. Idempotent, and nothing to do before ``settle``."""
+        ...
+
+    def get(self) -> torch.Tensor:
+        """The bytes on the device, 1-D uint8, usable on the current compute stream; fetches where needed."""
+        ...
+
+    def release(self) -> None:
+        """Forget the device side; the bytes can be fetched again. Tensors that ``get`` returned stay valid."""
+        ...
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """How offload moves bytes off a device and back.
+
+    ``copy_queues`` says whether copies run beside compute. Where they do, a unit's copies get until the end of the next
+    unit's forward to finish before they are settled, and the unit before is fetched ahead in backward; where they do
+    not, they are settled as soon as the unit's forward ends and ``get`` does the copying. A transport that stands in
+    for another must carry the other's value.
+    """
+
+    copy_queues: bool
+
+    def send(self, source: torch.Tensor) -> Parcel:
+        """Start copying ``source``, 1-D uint8 over one whole device storage, off the device.
+
+        The parcel keeps the source alive until ``settle``. Raises MeasurementError where the other side is full.
+        """
+        ...

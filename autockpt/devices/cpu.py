@@ -1,0 +1,158 @@
+"""The CPU as a training device: exact peak bytes from the allocator's own events, no real limit."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+from autockpt.devices.base import Peak
+from autockpt.devices.host import HostMemory
+from autockpt.schema.device import DeviceInfo
+
+_OUT_OF_MEMORY = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "bad_alloc")
+
+
+class CpuDevice:
+    """Host memory and host clocks.
+
+    The peak is what PyTorch's CPU allocator held. Not in it: memory-mapped files (what the offload choice writes to,
+    and mapped weights, unless the caller counts their storages as resident), and scratch memory that math libraries
+    allocate for themselves. There is no way to limit the allocator, so budgets are compared with the peak after
+    measuring.
+    """
+
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, index: int = 0) -> None:
+        self._memory = HostMemory()
+
+    @staticmethod
+    def count() -> int:
+        """There is always one."""
+        return 1
+
+    @staticmethod
+    def absence() -> str:
+        """Never true."""
+        return ""
+
+    def describe(self) -> DeviceInfo:
+        """Processor name, memory and intra-op threads."""
+        return DeviceInfo(
+            kind=self.kind, name=_processor(), capacity_bytes=self.capacity(), threads=torch.get_num_threads()
+        )
+
+    def capacity(self) -> int:
+        """Physical memory in bytes, or the control group's limit if that is less."""
+        return self._memory.capacity()
+
+    def used_by_others(self) -> int:
+        """Bytes of the capacity that other processes hold."""
+        return self._memory.used_by_others()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
+        """Run ``fn`` once under the profiler's memory events and add ``resident`` bytes, exact to the byte.
+
+        Blocks that are alive before ``fn`` begins and that it releases are never reported by the profiler, so they
+        count to the end: nothing but ``resident`` should be alive, gradients least of all. Work that ``fn`` gives to
+        threads of its own is not seen. Whatever ``fn`` raises is passed on.
+        """
+        gc.collect()
+        with _quiet_profiler(), profile(use_kineto=True, use_cpu=True, profile_memory=True) as recorded:
+            fn()
+        return Peak(resident + peak_of(_allocations(recorded)))
+
+    def time(self, fn: Callable[[], None]) -> float:
+        """Wall seconds of ``fn``."""
+        start = time.perf_counter()
+        fn()
+        return time.perf_counter() - start
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """MemoryError, an allocation that the allocator could not serve, or a mapping that did not fit."""
+        if isinstance(error, MemoryError):
+            return True
+        if isinstance(error, OSError):
+            return error.errno == errno.ENOMEM
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+    def release(self) -> None:
+        """Collect garbage; the allocator keeps no cache of its own."""
+        gc.collect()
+
+    def limit(self, budget_bytes: int | None) -> AbstractContextManager[None]:
+        """No real limit exists on the CPU: whoever holds a budget compares it with the measured peak."""
+        return nullcontext()
+
+
+def peak_of(events: Iterable[tuple[int, int]]) -> int:
+    """The most bytes alive at once, from (address, bytes) in order; negative bytes are a release.
+
+    Only blocks whose allocation is among the events are followed. The release of any other is worth nothing: the
+    profiler leaves it out, or takes its size from a table that an earlier recording left behind.
+    """
+    alive: dict[int, int] = {}
+    current = peak = 0
+    for address, size in events:
+        if size > 0:
+            current += size - alive.get(address, 0)
+            alive[address] = size
+            peak = max(peak, current)
+        else:
+            current -= alive.pop(address, 0)
+    return peak
+
+
+def _allocations(recorded: Any) -> list[tuple[int, int]]:
+    """(address, bytes) of every CPU allocation and release, in order of time."""
+    # Not at the top: the module's place is private, and only this function needs it.
+    from torch._C._profiler import _EventType
+
+    found: list[tuple[int, int, int]] = []
+    open_events = list(recorded.kineto_results.experimental_event_tree())
+    while open_events:
+        event = open_events.pop()
+        open_events.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            if fields.device.type == "cpu":
+                found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    found.sort(key=lambda item: item[0])
+    return [(address, size) for _, address, size in found]
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """The profiler's library prints two lines on the terminal per use; it reads this setting when it first starts."""
+    name = "KINETO_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "99")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "CPU"

@@ -1,0 +1,177 @@
+"""NVIDIA GPUs: peaks of PyTorch's caching allocator, and a budget as a limit that the allocator enforces."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from autockpt.devices import nvml
+from autockpt.devices.base import Peak
+from autockpt.errors import DeviceOutOfMemory
+from autockpt.schema.device import DeviceInfo
+from autockpt.schema.sizes import format_bytes
+
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+class CudaDevice:
+    """One GPU. Nothing touches CUDA before a method that has to; those that do are for worker processes.
+
+    ``capacity``, ``used_by_others`` and ``count`` ask the driver's management library and open no context, unless that
+    library is missing. A budget covers reserved memory plus the *context*: what this process holds on the GPU outside
+    of PyTorch's allocator (CUDA itself, loaded kernels, libraries). It grows while kernels are loaded, so it is
+    measured anew each time. With ``expandable_segments:True`` the allocator reserves less for the same tensors, and the
+    limit holds likewise: plan with the same allocator settings as you train with.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self.torch_device = torch.device("cuda", index)
+        self._others_at_start: int | None = None
+
+    @staticmethod
+    def count() -> int:
+        """GPUs that this process may use, without initialising CUDA where the driver's library can be asked."""
+        return torch.cuda.device_count()
+
+    @staticmethod
+    def absence() -> str:
+        """Why there is none, for people."""
+        if torch.version.cuda is None and torch.version.hip is None:
+            return f"this PyTorch ({torch.__version__}) is built without CUDA"
+        return "PyTorch sees no NVIDIA GPU (no driver, or CUDA_VISIBLE_DEVICES hides it)"
+
+    def describe(self) -> DeviceInfo:
+        """Name, memory and context. Opens a context."""
+        self._open()
+        return DeviceInfo(
+            kind=self.kind,
+            name=torch.cuda.get_device_name(self.torch_device),
+            capacity_bytes=self.capacity(),
+            overhead_bytes=self.context_bytes(),
+            copy_queues=True,
+            enforces_limit=True,
+        )
+
+    def capacity(self) -> int:
+        """All memory of the GPU in bytes. Opens a context only where the driver's library cannot be asked."""
+        if not torch.cuda.is_initialized():
+            total = nvml.total_bytes(self.index)
+            if total is not None:
+                return total
+        return self._free_and_total()[1]
+
+    def used_by_others(self) -> int:
+        """Bytes that other processes hold on the GPU."""
+        if not torch.cuda.is_initialized():
+            used = nvml.used_bytes(self.index)
+            if used is not None:
+                return used
+        free, total = self._free_and_total()
+        return max(0, total - free - self._held())
+
+    def context_bytes(self) -> int:
+        """What this process holds on the GPU outside of PyTorch's allocator. Opens a context.
+
+        Where neither the driver tells what this process holds nor what others held before it began, everything that
+        PyTorch did not reserve counts as context, which errs on the safe side.
+        """
+        self._open()
+        return max(0, self._held() - torch.cuda.memory_reserved(self.torch_device))
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the GPU."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
+        """Run ``fn`` once: most reserved bytes plus the context, and most allocated bytes. ``resident`` is in both.
+
+        Memory that the allocator cached since the last ``release`` counts as reserved, as it would while training.
+        """
+        self._open()
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        fn()
+        self.synchronize()
+        reserved = torch.cuda.max_memory_reserved(self.torch_device)
+        allocated = torch.cuda.max_memory_allocated(self.torch_device)
+        return Peak(reserved + self.context_bytes(), allocated)
+
+    def time(self, fn: Callable[[], None]) -> float:
+        """Wall seconds of ``fn`` until the GPU has done all of it."""
+        self.synchronize()
+        start = time.perf_counter()
+        fn()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """PyTorch's own error, or a library's that could not allocate outside of it."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if isinstance(error, MemoryError):
+            return True
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+    def release(self) -> None:
+        """Collect garbage, give cached memory back and reset peaks. Opens no context."""
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    @contextmanager
+    def limit(self, budget_bytes: int | None) -> Iterator[None]:
+        """Let the allocator reserve no more than the budget less the context; the former limit is put back after.
+
+        Raises DeviceOutOfMemory where the context alone is over the budget.
+        """
+        if budget_bytes is None:
+            yield
+            return
+        context = self.context_bytes()
+        if budget_bytes <= context:
+            raise DeviceOutOfMemory(
+                f"the budget of {format_bytes(budget_bytes)} is not more than what the CUDA context alone takes, "
+                f"{format_bytes(context)}",
+                remedy="Raise the budget.",
+                needed=context,
+            )
+        before = torch.cuda.memory.get_per_process_memory_fraction(self.torch_device)
+        share = (budget_bytes - context) / self._free_and_total()[1]
+        torch.cuda.memory.set_per_process_memory_fraction(min(before, share), self.torch_device)
+        try:
+            yield
+        finally:
+            torch.cuda.memory.set_per_process_memory_fraction(before, self.torch_device)
+
+    def _open(self) -> None:
+        """Open the context, noting first what others hold: afterwards the two cannot be told apart."""
+        if not torch.cuda.is_initialized():
+            self._others_at_start = nvml.used_bytes(self.index)
+            torch.cuda.init()
+            self._load_libraries()
+
+    def _load_libraries(self) -> None:
+        """Every step multiplies matrices: with the library for it loaded, the context is near its full size."""
+        square = torch.ones(16, 16, device=self.torch_device)
+        torch.mm(square, square)
+        self.synchronize()
+
+    def _held(self) -> int:
+        """Bytes that this process holds on the GPU, as well as that can be known."""
+        own = nvml.own_bytes(self.index)
+        if own is not None:
+            return own
+        free, total = self._free_and_total()
+        return max(0, total - free - (self._others_at_start or 0))
+
+    def _free_and_total(self) -> tuple[int, int]:
+        self._open()
+        return torch.cuda.mem_get_info(self.torch_device)

@@ -1,0 +1,9 @@
+"""Real steps, measured: the only runner and meter of them, in a worker process or in the user's own."""
+
+from autockpt.measuring.base import Measurer
+from autockpt.measuring.client import WorkerMeasurer
+from autockpt.measuring.environment import environment_of
+from autockpt.measuring.local import LocalMeasurer
+from autockpt.measuring.runner import StepRunner
+
+__all__ = ["LocalMeasurer", "Measurer", "StepRunner", "WorkerMeasurer", "environment_of"]

@@ -1,0 +1,46 @@
+"""What a search needs from whatever measures real steps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from autockpt.schema.choices import Choice
+from autockpt.schema.device import Environment
+from autockpt.schema.trial import Measurement
+
+Choices = Mapping[str, Choice]
+
+
+@runtime_checkable
+class Measurer(Protocol):
+    """Measures plans on one workload and one device. ``choices`` name exact units; units left out save everything."""
+
+    @property
+    def environment(self) -> Environment:
+        """The device and versions that the numbers belong to."""
+        ...
+
+    def measure(
+        self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
+    ) -> Measurement:
+        """Peak bytes and the median seconds of ``steps`` whole cycles with a plan attached.
+
+        Raises DeviceOutOfMemory where it does not fit the device, or the budget on devices that enforce one; elsewhere
+        the caller compares the peak with the budget. Raises MeasurementError where the device fails.
+        """
+        ...
+
+    def compare(
+        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None
+    ) -> dict[str, list[float]]:
+        """Seconds of one cycle of every plan in each round; plans take turns: result[a][i] pairs with result[b][i]."""
+        ...
+
+    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` beside the model; JSON-able both ways."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. May be called more than once."""
+        ...

@@ -1,0 +1,213 @@
+"""Measuring in a worker process that may die of a trial without taking the search along."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
+from autockpt.measuring.base import Choices
+from autockpt.measuring.failures import from_wire
+from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
+from autockpt.schema.choices import dump_choice
+from autockpt.schema.device import Environment
+from autockpt.schema.trial import Measurement
+from autockpt.schema.workload import WorkloadSpec
+
+_MODULE = "autockpt.measuring.worker"
+_SIGKILL = -9
+# A worker says something after every cycle. The largest models on the slowest devices need minutes for one.
+PATIENCE_SECONDS = 1800.0
+
+
+class WorkerMeasurer:
+    """Measures a workload in a process of its own, in which the model is built once.
+
+    The worker starts at once and builds the model while the caller goes on; the first use waits for it, and raises what
+    went wrong then (WorkloadError where the user's code raised, with its message and place). A worker that dies, or is
+    killed because it was silent for ``patience`` seconds, is replaced on the next request. ``budget_bytes`` holds for
+    every request that names none itself. ``log_path`` gets all that the workers print. To be closed, or used as a
+    context manager; at the latest the worker ends with this process.
+    """
+
+    def __init__(
+        self,
+        spec: WorkloadSpec,
+        device_name: str | None = None,
+        *,
+        budget_bytes: int | None = None,
+        threads: int | None = None,
+        log_path: Path | str | None = None,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:
+        self._start_message = {"spec": spec.model_dump(mode="json"), "device": device_name, "threads": threads}
+        self.device_name = device_name
+        self._budget = budget_bytes
+        self._threads = threads
+        self.patience = patience
+        self._own_log = tempfile.TemporaryDirectory(prefix="autockpt-") if log_path is None else None
+        self.log_path = Path(self._own_log.name, "worker.log") if self._own_log else Path(str(log_path))
+        self._child: Child | None = None
+        self._facts: dict[str, Any] | None = None
+        self._number = 0
+        self._starting: int | None = None
+        self._closed = False
+        self._spawn()
+
+    @property
+    def environment(self) -> Environment:
+        """The worker's device and versions."""
+        return Environment.model_validate(self._known()["environment"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The workload's resolved settings, for people."""
+        return dict(self._known()["settings"])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know about how the workload was made."""
+        return tuple(self._known()["notes"])
+
+    def measure(
+        self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
+    ) -> Measurement:
+        """See ``Measurer.measure``. A worker killed by the system counts as out of memory."""
+        data = self._request(
+            "measure", choices=_wire(choices), steps=steps, warmup=warmup, budget_bytes=self._limit(budget_bytes)
+        )
+        return Measurement.model_validate(data)
+
+    def compare(
+        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None
+    ) -> dict[str, list[float]]:
+        """See ``Measurer.compare``."""
+        wired = {name: _wire(choices) for name, choices in plans.items()}
+        return self._request("compare", plans=wired, rounds=rounds, budget_bytes=self._limit(budget_bytes))
+
+    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """See ``Measurer.call``."""
+        return self._request("call", ref=ref, payload=payload)
+
+    def rest(self) -> None:
+        """Give the device back: end the worker until the next request, which starts a new one."""
+        self._drop()
+
+    def close(self) -> None:
+        """End the worker. May be called more than once."""
+        self._closed = True
+        self._drop()
+        if self._own_log is not None:
+            self._own_log.cleanup()
+
+    def __enter__(self) -> WorkerMeasurer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _limit(self, budget_bytes: int | None) -> int | None:
+        return self._budget if budget_bytes is None else budget_bytes
+
+    def _spawn(self) -> None:
+        """Start a worker and tell it what to build, without waiting for it."""
+        try:
+            with self.log_path.open("ab") as log:
+                self._child = Child(_MODULE, log=log, environment=child_environment(self._threads))
+        except OSError as error:
+            raise MeasurementError(f"the worker process could not be started: {error}") from None
+        with self._in_words(starting=True):
+            self._starting = self._send("start", self._start_message)
+
+    def _drop(self) -> None:
+        child, self._child, self._starting = self._child, None, None
+        if child is not None:
+            child.kill()
+
+    def _known(self) -> dict[str, Any]:
+        """What a worker told when it was ready; it holds for all that replace it."""
+        if self._facts is None:
+            self._wake()
+        assert self._facts is not None
+        return self._facts
+
+    def _wake(self) -> None:
+        """Wait until there is a worker with the model built, starting one where there is none."""
+        if self._closed:
+            raise MeasurementError("this measurer is closed", remedy="Make a new one.")
+        if self._child is None or (self._starting is None and not self._child.alive):
+            self._drop()
+            self._spawn()
+        if self._starting is None:
+            return
+        try:
+            self._facts = self._await(self._starting, starting=True)
+            self._starting = None
+        except BaseException:
+            self._drop()
+            raise
+
+    def _request(self, verb: str, **parameters: Any) -> Any:
+        self._wake()
+        try:
+            with self._in_words(starting=False):
+                number = self._send(verb, parameters)
+            return self._await(number, starting=False)
+        except AutockptError:
+            raise
+        except BaseException:  # Ctrl-C: the worker is in the middle of something whose answer nobody will read
+            self._drop()
+            raise
+
+    def _send(self, verb: str, parameters: Mapping[str, Any]) -> int:
+        assert self._child is not None
+        self._number += 1
+        self._child.send({"id": self._number, "verb": verb, **parameters}, self.patience)
+        return self._number
+
+    def _await(self, number: int, *, starting: bool) -> Any:
+        """The answer to a request; signs of life renew the patience."""
+        assert self._child is not None
+        while True:
+            with self._in_words(starting=starting):
+                message = self._child.receive(self.patience)
+            if message.get("id") != number:
+                continue
+            if "error" in message:
+                raise from_wire(message["error"])
+            return message["result"]
+
+    @contextmanager
+    def _in_words(self, *, starting: bool) -> Iterator[None]:
+        """Turn the death or silence of a worker into an error for people; it is replaced at the next request."""
+        doing = "building the model" if starting else "running a plan"
+        try:
+            yield
+        except ChildSilent:
+            self._drop()
+            raise MeasurementError(
+                f"the worker process was silent for {self.patience:.4g} seconds while {doing} and was ended",
+                remedy=f"Try a smaller batch or model. {self._printed()}",
+            ) from None
+        except ChildDied as death:
+            self._drop()
+            if death.code == _SIGKILL:
+                raise DeviceOutOfMemory(
+                    f"the system killed the worker process while {doing}, most likely because memory ran out",
+                    remedy="Close other programs, or try a smaller batch or budget.",
+                ) from None
+            how = f"signal {-death.code}" if death.code < 0 else f"exit code {death.code}"
+            raise MeasurementError(f"the worker process ended while {doing} ({how})", remedy=self._printed()) from None
+
+    def _printed(self) -> str:
+        """The end of what the worker printed, and where the rest is if it stays there."""
+        lines = last_lines(self.log_path)
+        what = f"The last it printed:\n{lines}" if lines else "It printed nothing."
+        return what if self._own_log is not None else f"Its log is {self.log_path}. {what}"
+
+
+def _wire(choices: Choices) -> dict[str, Any]:
+    return {name: dump_choice(choice) for name, choice in choices.items()}

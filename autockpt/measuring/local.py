@@ -1,0 +1,129 @@
+"""Measuring in the user's own process, where a second copy of the model would not fit, leaving no trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from autockpt.devices import Device, get_device
+from autockpt.errors import MeasurementError, UsageError
+from autockpt.measuring.base import Choices
+from autockpt.measuring.environment import environment_of
+from autockpt.measuring.runner import StepRunner
+from autockpt.measuring.snapshot import Snapshot
+from autockpt.schema.device import Environment
+from autockpt.schema.trial import Measurement
+from autockpt.workload import Workload
+
+
+class LocalMeasurer:
+    """Measures a live workload and, on ``close``, puts back all that its steps changed, bit-equal and in place.
+
+    To be used as a context manager, so that errors and Ctrl-C restore as well: a Ctrl-C while restoring waits until
+    that is done. Until then gradients are off the model. On the CPU the copy doubles what weights and optimizer take on
+    the host; it is not part of the measured peak. See ``Snapshot`` for what is restored and for its errors. Raises
+    UsageError where more than one process trains together: they would wait for one another for ever.
+    """
+
+    def __init__(self, workload: Workload, device: Device | None = None, *, budget_bytes: int | None = None) -> None:
+        refuse_many_processes()
+        self._device = device or get_device(str(workload.device))
+        self._budget = budget_bytes
+        self._runner = StepRunner(workload, self._device)
+        self._snapshot: Snapshot | None = None
+        try:
+            with _interrupt_waits():
+                self._snapshot = Snapshot(workload)
+                self._device.release()
+        except BaseException:  # a Ctrl-C that waited comes here, and nobody else will close this
+            self.close()
+            raise
+
+    @cached_property
+    def environment(self) -> Environment:
+        """The device and versions that the numbers belong to."""
+        return environment_of(self._device)
+
+    def measure(
+        self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
+    ) -> Measurement:
+        """See ``Measurer.measure``. Errors of the user's own step arrive unchanged."""
+        budget = self._budget if budget_bytes is None else budget_bytes
+        return self._open().measure(choices, steps=steps, warmup=warmup, budget_bytes=budget)
+
+    def compare(
+        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None
+    ) -> dict[str, list[float]]:
+        """See ``Measurer.compare``."""
+        budget = self._budget if budget_bytes is None else budget_bytes
+        return self._open().compare(plans, rounds=rounds, budget_bytes=budget)
+
+    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """See ``Measurer.call``."""
+        return self._open().call(ref, payload)
+
+    def close(self) -> None:
+        """Restore the user's state. The second call does nothing."""
+        with _interrupt_waits():
+            snapshot, self._snapshot = self._snapshot, None
+            if snapshot is not None:
+                self._device.release()
+                snapshot.restore()
+            self._runner.close()
+            self._device.release()
+
+    def __enter__(self) -> LocalMeasurer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_snapshot", None) is not None:
+            self.close()
+
+    def _open(self) -> StepRunner:
+        if self._snapshot is None:
+            raise MeasurementError("this measurer is closed", remedy="Make a new one.")
+        return self._runner
+
+
+def refuse_many_processes() -> None:
+    """Raises UsageError in one of several processes that train together (torchrun, torch.distributed)."""
+    told = os.environ.get("WORLD_SIZE", "")
+    size = int(told) if told.isdecimal() else 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        size = max(size, torch.distributed.get_world_size())
+    if size > 1:
+        raise UsageError(
+            f"this is one of {size} training processes, and a search measures in a single one",
+            remedy="Search once without torchrun (for instance: autockpt search --model package.module:factory "
+            "--budget …), then call autockpt.apply(model, 'plan.yaml') in every process.",
+        )
+
+
+@contextmanager
+def _interrupt_waits() -> Iterator[None]:
+    """Hold back Ctrl-C until the block is done, and deliver it then. Only the main thread ever gets it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is None:  # installed outside of Python: it could not be put back, so it is left alone
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)

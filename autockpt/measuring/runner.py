@@ -1,0 +1,173 @@
+"""The one runner and meter of real steps: a workload on a device, with choices attached."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from autockpt.devices import Device, Peak
+from autockpt.errors import MeasurementError
+from autockpt.history.statistics import noise
+from autockpt.measuring import conditions
+from autockpt.measuring.base import Choices
+from autockpt.measuring.failures import letting_go
+from autockpt.runtime import Session, attach
+from autockpt.schema.trial import Measurement
+from autockpt.workload import Workload
+
+_REF = re.compile(r"(autockpt(?:\.\w+)+):(\w+)")
+
+
+class StepRunner:
+    """Runs whole cycles of a workload under equal conditions and measures them.
+
+    Every cycle starts from the same random state and runs with learning rates of zero, so that all plans do identical
+    work; ``full_step`` workloads are seeded only. No gradients are alive between cycles. After any error the workload
+    can be run again: no choices attached, no gradients, optimizer states as they were. ``beat`` is called with a word
+    whenever a cycle has ended: a sign of life.
+    """
+
+    def __init__(self, workload: Workload, device: Device, *, beat: Callable[[str], None] | None = None) -> None:
+        self.workload = workload
+        self.device = device
+        self.beat: Callable[[str], None] = beat or (lambda word: None)
+        self._seed = workload.spec.seed if workload.spec is not None else 0
+        self._freezer = conditions.Freezer()
+        self._round = 0  # over all comparisons, so that many short ones balance out as well
+        self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
+
+    def measure(
+        self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
+    ) -> Measurement:
+        """Peak and time of one plan: ``warmup`` cycles, ``steps`` timed ones, and one untimed for the peak.
+
+        The first measurement of all runs a cycle more, so that optimizer states exist. ``noise`` in the result is half
+        the 95 % interval of the median as a share of it. See ``Measurer.measure`` for the errors.
+        """
+        if steps < 1:
+            raise ValueError("at least one cycle must be timed")
+        with self.device.limit(budget_bytes), self.attached(choices):
+            for _ in range(warmup + (not self._steady)):
+                self.run_cycle()
+            times = [self.time_cycle() for _ in range(steps)]
+            peak = self.measure_peak()
+        return Measurement(
+            peak_bytes=peak.peak_bytes,
+            step_seconds=statistics.median(times),
+            noise=noise(times),
+            steps=steps,
+            allocated_bytes=peak.allocated_bytes,
+            times=tuple(times),
+        )
+
+    def compare(
+        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
+    ) -> dict[str, list[float]]:
+        """Seconds per cycle of every plan in each round. Plans take turns; orders rotate, every second one mirrored.
+
+        Attaching and removing is not timed, and ``warmup`` cycles follow each switch. Raises DeviceOutOfMemory with the
+        name of the plan that does not fit.
+        """
+        times: dict[str, list[float]] = {name: [] for name in plans}
+        with self.device.limit(budget_bytes):
+            for _ in range(rounds):
+                for name in turn_order(list(plans), self._round):
+                    with self.attached(plans[name], what=f"plan {name!r}"):
+                        for _ in range(warmup + (not self._steady)):
+                            self.run_cycle()
+                        times[name].append(self.time_cycle())
+                self._round += 1
+        return times
+
+    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Run ``autockpt.module:function`` as ``function(runner, payload)``. MeasurementError for a bad ``ref``."""
+        match = _REF.fullmatch(ref)
+        if match is None:
+            raise MeasurementError(f"{ref!r} does not name a function of autockpt")
+        try:
+            function = getattr(importlib.import_module(match[1]), match[2])
+        except (ImportError, AttributeError) as error:
+            raise MeasurementError(f"{ref!r} cannot be found: {error}") from None
+        return function(self, payload)
+
+    @contextmanager
+    def attached(self, choices: Choices, *, what: str = "this plan") -> Iterator[Session]:
+        """Choices attached to the model while the block runs, memory tidied before and after.
+
+        Whatever happens inside, choices, gradients and half-made optimizer states are gone afterwards; running out of
+        memory arrives as DeviceOutOfMemory, with everything that the step held let go.
+        """
+        self.device.release()
+        self._freezer.freeze()
+        states = conditions.OptimizerStates(None if self._steady else self.workload.optimizer)
+        with ExitStack() as stack:
+            stack.enter_context(letting_go(self.device, what))
+            stack.callback(self._tidy, states)
+            if self.workload.full_step is None:
+                stack.enter_context(conditions.weights_held(self.workload.optimizer))
+            session = attach(self.workload.model, choices)
+            stack.callback(session.remove)
+            yield session
+
+    def close(self) -> None:
+        """Let the garbage collector see all objects again."""
+        self._freezer.thaw()
+
+    def seed(self) -> None:
+        """Put all random generators where every cycle starts."""
+        conditions.seed_all(self._seed, self.device.torch_device)
+
+    def run_cycle(self, mark: Callable[[Any], None] | None = None) -> None:
+        """One cycle from the same random state as every other. Not timed; ``mark`` as in ``Workload.cycle``."""
+        self.seed()
+        self.workload.cycle(mark)
+        self._steady = True
+        self.beat("cycle")
+
+    def time_cycle(self) -> float:
+        """Seconds of one cycle, synchronised, without garbage collection or seeding inside."""
+        self.seed()
+        with conditions.garbage_held():
+            seconds = self.device.time(self.workload.cycle)
+        self.beat("timed cycle")
+        return seconds
+
+    def measure_peak(self) -> Peak:
+        """Peak of one untimed cycle from the second on; needs a cycle to have run before.
+
+        A ``full_step`` decides itself when gradients are released. There they are dropped first and two cycles
+        recorded: the second then begins as it would in training, and everything it releases is known.
+        """
+        if not self._steady:
+            self.run_cycle()
+        self.seed()
+        cycles = 1
+        if self.workload.full_step is not None:
+            self.workload.release_gradients()
+            cycles = 2
+        with conditions.garbage_held():
+            peak = self.device.measure_peak(lambda: self._cycles(cycles), self.workload.resident_bytes())
+        self.beat("peak")
+        return peak
+
+    def _cycles(self, count: int) -> None:
+        for _ in range(count):
+            self.workload.cycle()
+
+    def _tidy(self, states: conditions.OptimizerStates) -> None:
+        """Leave the workload as between two cycles, wherever the last one broke off."""
+        if not self._steady:
+            states.take_back()
+        conditions.reset_scaler(self.workload.scaler)
+        self.workload.release_gradients()
+
+
+def turn_order(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round: rotated every second round and mirrored in between, so that drift hits all alike."""
+    shift = number // 2 % max(len(names), 1)
+    order = [*names[shift:], *names[:shift]]
+    return order[::-1] if number % 2 else order

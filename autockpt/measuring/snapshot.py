@@ -1,0 +1,207 @@
+"""A copy of all that training steps change, on the host, and putting it back bit-equal into the very same objects."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import MeasurementError, UsageError
+from autockpt.schema.sizes import format_bytes
+from autockpt.workload import Workload, nested_tensors
+
+Undo = Callable[[], None]
+
+
+class Snapshot:
+    """What a workload's steps can change: weights, buffers, optimizer, scaler, batch, gradients, modes, random states.
+
+    Making it copies every storage to the host and parks gradients there: their tensor objects stay, their memory on the
+    device is free until ``restore``. Raises MeasurementError where the host has no room for the copy, with nothing
+    changed, and UsageError where a ``snapshot`` object has no state that can be read and put back.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._undo: list[Undo] = []
+        roots = (workload.model, workload.optimizer, workload.scaler, workload.batch, *workload.snapshot)
+        try:
+            self._undo.append(_random_states())
+            self._undo.append(_storages(nested_tensors(*roots)))
+            # One by one: what was parked before something fails must be known, to be put back.
+            for undo in _parked_gradients(workload):
+                self._undo.append(undo)
+            for root in roots:
+                self._undo.extend(_structure(root))
+            for item in workload.snapshot:
+                self._undo.extend(_own_state(item))
+        except (MemoryError, RuntimeError) as error:
+            self.restore()
+            size = format_bytes(workload.resident_bytes())
+            raise MeasurementError(
+                f"the state of the model and optimizer ({size}) could not be copied to the host: {error}",
+                remedy="Free host memory, or search from the command line (autockpt search), which needs no copy.",
+            ) from None
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Put everything back; gradients made since are dropped. The second call does nothing."""
+        while self._undo:
+            # Last taken, first put back: which objects hang where, gradients (into the memory that frees), then bytes.
+            self._undo.pop()()
+
+
+def _storages(tensors: Iterable[Tensor]) -> Undo:
+    """Host copies of every storage behind the tensors, once each, put back byte by byte."""
+    kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+    others: list[tuple[Tensor, Tensor]] = []
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            others.append((tensor, tensor.detach().clone()))
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in kept and storage.nbytes():
+            kept[storage._cdata] = (storage, _host_copy(storage))
+
+    def undo() -> None:
+        for storage, saved in kept.values():
+            storage.copy_(saved)
+        for tensor, saved in others:
+            tensor.detach().copy_(saved)
+
+    return undo
+
+
+def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return storage.clone() if storage.device.type == "cpu" else storage.cpu()
+
+
+def _structure(root: Any) -> Iterator[Undo]:
+    """Which objects hang where: states made during steps go, tensors replaced during steps come back."""
+    if isinstance(root, nn.Module):
+        for module in root.modules():
+            yield _contents(vars(module))
+            yield _contents(module._parameters)
+            yield _contents(module._buffers)
+    elif isinstance(root, (torch.optim.Optimizer, torch.amp.GradScaler)):
+        yield from _containers(vars(root), set())
+    else:
+        yield from _containers(root, set())
+
+
+def _own_state(item: Any) -> Iterator[Undo]:
+    """The state of an object that knows how to give and take it, where ``_structure`` does not know its inside."""
+    if isinstance(item, (Tensor, nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, dict, list)):
+        return
+    if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
+        saved = _frozen(item.state_dict())
+        yield lambda: item.load_state_dict(saved)
+    elif not any(True for _ in nested_tensors(item)):
+        raise UsageError(
+            f"the snapshot object of type {type(item).__name__} has no state that can be put back",
+            remedy="Name tensors, modules, optimizers, or objects with state_dict() and load_state_dict().",
+        )
+
+
+def _frozen(value: Any) -> Any:
+    """A state dict as it is now. Tensors are not copied: their bytes are put back with all others."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, dict):
+        frozen = copy.copy(value)
+        frozen.update((key, _frozen(item)) for key, item in value.items())
+        return frozen
+    if type(value) in (list, tuple):
+        return type(value)(_frozen(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def _containers(root: Any, seen: set[int]) -> Iterator[Undo]:
+    """The contents of dicts and lists, at any depth."""
+    if not isinstance(root, (dict, list)) or id(root) in seen:
+        return
+    seen.add(id(root))
+    yield _contents(root)
+    for value in list(root.values() if isinstance(root, dict) else root):
+        yield from _containers(value, seen)
+
+
+def _contents(container: Any) -> Undo:
+    """What a dict or list holds now, put back into the same object."""
+    if isinstance(container, list):
+        items = list(container)
+
+        def put_back_items() -> None:
+            container[:] = items
+
+        return put_back_items
+    pairs = dict(container)
+
+    def put_back_pairs() -> None:
+        for name in [name for name in container if name not in pairs]:
+            del container[name]
+        container.update(pairs)
+
+    return put_back_pairs
+
+
+def _parked_gradients(workload: Workload) -> Iterator[Undo]:
+    """Take every gradient off its parameter and its bytes off the device; the tensor objects wait, empty.
+
+    What undoes a change comes before it is made. Undone, the new gradient goes before the old one is refilled.
+    """
+    parameters: dict[int, nn.Parameter] = {id(p): p for p in workload.model.parameters()}
+    for group in workload.optimizer.param_groups if workload.optimizer is not None else ():
+        parameters.update({id(p): p for p in group["params"]})
+    parked: set[int] = set()
+    for parameter in parameters.values():
+        gradient = parameter.grad
+        storage = gradient.untyped_storage() if gradient is not None and gradient.layout is torch.strided else None
+        if storage is not None and storage._cdata not in parked and storage.nbytes() and storage.resizable():
+            parked.add(storage._cdata)
+            yield _refill(storage, _host_copy(storage))
+            storage.resize_(0)
+        yield _gradient(parameter, gradient)
+        parameter.grad = None
+
+
+def _refill(storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> Undo:
+    def undo() -> None:
+        if storage.nbytes() != saved.nbytes():
+            storage.resize_(saved.nbytes())
+        storage.copy_(saved)
+
+    return undo
+
+
+def _gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Undo:
+    def undo() -> None:
+        parameter.grad = gradient
+
+    return undo
+
+
+def _random_states() -> Undo:
+    """The states of Python's, NumPy's (where loaded) and PyTorch's generators, on every device in use."""
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def undo() -> None:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+    return undo

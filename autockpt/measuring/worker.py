@@ -1,0 +1,173 @@
+"""The worker process: holds one workload on one device and measures what it is asked to, until its pipe ends.
+
+``python -m autockpt.measuring.worker READ_FD WRITE_FD``. Messages are JSON lines. Requests are ``{"id", "verb", ...}``,
+``start`` first; answers are ``{"id", "result"}`` or ``{"id", "error"}``, and ``{"beat"}`` in between is a sign of life.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autockpt.errors import AutockptError, MeasurementError
+from autockpt.measuring.failures import letting_go, to_wire
+from autockpt.schema.choices import parse_choice
+from autockpt.schema.workload import WorkloadSpec
+
+_PARENT_SECONDS = 2.0
+
+
+class Worker:
+    """Answers requests one after the other."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], None]) -> None:
+        self._answer = answer
+        self._runner: Any = None
+
+    def serve(self, request: dict[str, Any]) -> bool:
+        """Answer one request. False where this process should end, because its device will not recover."""
+        try:
+            answer = {"result": getattr(self, f"do_{request['verb']}")(request)}
+            lost = False
+        except AutockptError as error:
+            answer, lost = {"error": to_wire(error)}, False
+        except BaseException as error:  # whatever a user's code raises, SystemExit included
+            traceback.print_exc()  # into the log
+            answer, lost = {"error": to_wire(_explained(error, request))}, _device_lost(error)
+        self._answer({"id": request["id"], **answer})
+        return not lost
+
+    def do_start(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Build the workload; the facts about it and the environment."""
+        import torch
+
+        from autockpt.devices import get_device
+        from autockpt.measuring.environment import environment_of
+        from autockpt.measuring.runner import StepRunner
+        from autockpt.workload import build
+
+        if request["threads"] is not None:
+            torch.set_num_threads(request["threads"])
+        device = get_device(request["device"])
+        self._beat("imported")
+        # First of all: what others hold on the device can only be told apart before this process opens its context.
+        environment = environment_of(device)
+        if device.kind != "cpu":
+            torch.accelerator.set_device_index(device.torch_device.index or 0)
+        with letting_go(device, "building the model"):
+            workload = build(WorkloadSpec.model_validate(request["spec"]), device.torch_device)
+        self._beat("built")
+        self._runner = StepRunner(workload, device, beat=self._beat)
+        return {
+            "environment": environment.model_dump(mode="json"),
+            "settings": json.loads(json.dumps(workload.settings, default=str)),
+            "notes": list(workload.notes),
+        }
+
+    def do_measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """One plan's Measurement."""
+        measured = self._runner.measure(
+            _choices(request["choices"]),
+            steps=request["steps"],
+            warmup=request["warmup"],
+            budget_bytes=request["budget_bytes"],
+        )
+        return measured.model_dump(mode="json")
+
+    def do_compare(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Interleaved seconds of several plans."""
+        plans = {name: _choices(choices) for name, choices in request["plans"].items()}
+        return self._runner.compare(plans, rounds=request["rounds"], budget_bytes=request["budget_bytes"])
+
+    def do_call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A function of autockpt, run on the runner."""
+        return self._runner.call(request["ref"], request["payload"])
+
+    def _beat(self, word: str) -> None:
+        self._answer({"beat": word})
+
+
+def main() -> None:
+    """Serve the pipes named on the command line until they end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to act on
+    _first_to_go()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where a user's factory lies
+    reads, writes = int(sys.argv[1]), int(sys.argv[2])
+    for pipe in (reads, writes):
+        os.set_inheritable(pipe, False)
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(reads, os.getppid(), requests.put), daemon=True).start()
+
+    def answer(message: dict[str, Any]) -> None:
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            data = data[os.write(writes, data) :]
+
+    worker = Worker(answer)
+    while worker.serve(requests.get()):
+        pass
+    # At once: tearing down a lost device can hang.
+    os._exit(1)
+
+
+def _listen(pipe: int, parent: int, put: Callable[[dict[str, Any]], None]) -> None:
+    """Hand on requests; when the pipe ends or the parent is gone, end this process whatever it is doing."""
+    buffer = b""
+    while os.getppid() == parent:
+        if not select.select([pipe], [], [], _PARENT_SECONDS)[0]:
+            continue
+        data = os.read(pipe, 1 << 16)
+        if not data:
+            break
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            put(json.loads(line))
+    os._exit(0)
+
+
+def _first_to_go() -> None:
+    """Where the system runs out of memory, it should end this process and not the parent that holds the results."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass
+
+
+def _choices(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: parse_choice(choice) for name, choice in data.items()}
+
+
+def _device_lost(error: BaseException) -> bool:
+    """CUDA reports an error of one kernel on every call from then on."""
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error)
+
+
+def _explained(error: BaseException, request: Mapping[str, Any]) -> AutockptError:
+    """What an exception means, for people: the user's fault, the device's, or ours."""
+    from autockpt.workload import explain
+
+    if _device_lost(error):
+        return MeasurementError(
+            f"the device failed: {str(error).splitlines()[0]}",
+            remedy="The next request starts a fresh process. If it repeats, run the step with CUDA_LAUNCH_BLOCKING=1.",
+        )
+    if request["verb"] == "call":
+        return MeasurementError(
+            f"{request['ref']} failed with {type(error).__name__}: {error}",
+            remedy="The traceback is in the worker's log.",
+        )
+    return explain(error, "building the model and batch" if request["verb"] == "start" else "a step of the workload")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The CPU's peak is exact to the byte, equal to sums done by hand, whatever happened before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autockpt.devices.cpu import CpuDevice, peak_of
+
+FLOAT = 4
+
+
+@pytest.fixture
+def device() -> CpuDevice:
+    return CpuDevice()
+
+
+def test_peak_of_allocations_by_hand(device):
+    kept = []
+
+    def fn() -> None:
+        a = torch.empty(1000)  # 4000 alive
+        b = torch.empty(250)  # 5000
+        del a  # 1000
+        kept.append(torch.empty(800))  # 4200
+        del b
+
+    assert device.measure_peak(fn, resident=0).peak_bytes == 5000
+    assert device.measure_peak(fn, resident=10**6).peak_bytes == 10**6 + 5000
+    assert device.measure_peak(fn, resident=0).allocated_bytes is None
+
+
+def test_peak_of_a_training_step_by_hand(device):
+    n = 10_000
+    weight = torch.ones(n, requires_grad=True)
+
+    def step() -> None:
+        loss = weight.exp().sum()  # exp saves its result: n; the loss: 1
+        loss.backward()  # the gradient of the loss: 1; its expansion is a view; the product with exp's result: n
+        weight.grad = None
+
+    expected = (n + 1 + 1 + n) * FLOAT
+    for _ in range(2):
+        assert device.measure_peak(step, resident=n * FLOAT).peak_bytes == n * FLOAT + expected
+
+
+def test_a_view_costs_nothing_and_a_copy_its_storage(device):
+    source = torch.ones(64, 64)
+
+    def fn() -> None:
+        view = source.t()[:10]
+        view.contiguous()
+
+    assert device.measure_peak(fn, resident=0).peak_bytes == 10 * 64 * FLOAT
+
+
+def test_releases_of_earlier_blocks_do_not_lower_the_peak(device):
+    """Blocks of an earlier recording leave their sizes behind in the profiler; their addresses are used again."""
+    before = []
+
+    def fill() -> None:
+        before.extend(torch.empty(5000) for _ in range(50))
+
+    device.measure_peak(fill, resident=0)
+    before.clear()
+    old = [torch.empty(5000) for _ in range(50)]  # now at addresses of which the profiler has old sizes
+
+    def fn() -> None:
+        old.clear()
+        torch.empty(3000)
+
+    assert device.measure_peak(fn, resident=50 * 5000 * FLOAT).peak_bytes == (50 * 5000 + 3000) * FLOAT
+
+
+def test_memory_mapped_bytes_are_not_counted(device, tmp_path):
+    path = tmp_path / "mapped"
+    path.write_bytes(bytes(1 << 20))
+
+    def fn() -> None:
+        import mmap
+
+        with path.open("r+b") as file:
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+            mapped.zero_()
+
+    assert device.measure_peak(fn, resident=0).peak_bytes == 0
+
+
+def test_errors_pass_through_and_leave_the_meter_usable(device):
+    def fails() -> None:
+        torch.empty(10)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        device.measure_peak(fails, resident=0)
+    assert device.measure_peak(lambda: None, resident=7).peak_bytes == 7
+
+
+def test_the_profiler_prints_nothing_and_leaves_the_environment_alone(device, capfd):
+    before = dict(os.environ)
+    device.measure_peak(lambda: None, resident=0)
+    assert capfd.readouterr() == ("", "")
+    assert dict(os.environ) == before
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 5)), max_size=40))
+def test_peak_of_events_is_the_highest_running_sum(blocks):
+    """Blocks with a size and how many events they live; none released twice, addresses reused once free."""
+    events: list[tuple[int, int]] = []
+    pending: list[tuple[int, int, int]] = []  # due, address, size
+    free = list(range(100))
+    for now, (size, life) in enumerate(blocks):
+        for due in [p for p in pending if p[0] <= now]:
+            pending.remove(due)
+            events.append((due[1], -due[2]))
+            free.insert(0, due[1])
+        address = free.pop(0)
+        events.append((address, size))
+        pending.append((now + life, address, size))
+    running = [0]
+    for _, size in events:
+        running.append(running[-1] + size)
+    assert peak_of(events) == max(running)
+
+
+def test_events_of_unknown_blocks_are_worth_nothing():
+    assert peak_of([(1, -50), (2, 30), (3, -10), (4, 20)]) == 50
+    assert peak_of([(1, 30), (1, -200), (2, 40)]) == 40
+
+
+def test_out_of_memory_is_told_from_other_errors(device):
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 46)
+    assert device.out_of_memory(caught.value)
+    assert device.out_of_memory(MemoryError())
+    assert device.out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not device.out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
+    assert not device.out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not device.out_of_memory(KeyboardInterrupt())
+
+
+def test_time_is_wall_time(device):
+    assert 0.02 <= device.time(lambda: time.sleep(0.02)) < 1.0
+
+
+def test_a_budget_is_no_limit_on_the_cpu(device):
+    with device.limit(1):
+        torch.empty(1000)
+    with device.limit(None):
+        torch.empty(1000)
+    device.release()
+    device.synchronize()
+
+
+def test_description(device):
+    info = device.describe()
+    assert (info.kind, info.copy_queues, info.overhead_bytes) == ("cpu", False, 0)
+    assert info.name
+    assert info.threads == torch.get_num_threads()
+    assert info.capacity_bytes == device.capacity() > device.used_by_others() >= 0

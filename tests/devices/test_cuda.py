@@ -1,0 +1,246 @@
+"""GPUs. Arithmetic is tested everywhere, with numbers in the place of driver and PyTorch; the rest needs a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from autockpt.devices import nvml
+from autockpt.devices.cuda import CudaDevice
+from autockpt.errors import DeviceOutOfMemory
+
+GIB = 2**30
+needs_gpu = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no NVIDIA GPU that PyTorch can use"),
+]
+
+
+@dataclass
+class Gpu:
+    """What the driver and the allocator would answer. 80 GiB, of which others hold 10 and this process's context 1."""
+
+    total: int = 80 * GIB
+    others: int = 10 * GIB
+    context: int = GIB
+    reserved: int = 4 * GIB
+    initialised: bool = False
+    fraction: float = 1.0
+    fractions: list[float] = field(default_factory=list)
+
+    @property
+    def used(self) -> int:
+        return self.others + (self.context + self.reserved if self.initialised else 0)
+
+    def init(self) -> None:
+        self.initialised = True
+
+    def set_fraction(self, value: float, device: Any) -> None:
+        assert 0 <= value <= 1
+        self.fraction = value
+        self.fractions.append(value)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    for name, answer in {
+        "is_initialized": lambda: made.initialised,
+        "init": made.init,
+        "synchronize": lambda device: None,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda device: None,
+        "mem_get_info": lambda device: (made.total - made.used, made.total),
+        "memory_reserved": lambda device: made.reserved,
+        "max_memory_reserved": lambda device: made.reserved + GIB,
+        "max_memory_allocated": lambda device: made.reserved - GIB,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda device: made.fraction)
+    monkeypatch.setattr(torch.cuda.memory, "set_per_process_memory_fraction", made.set_fraction)
+    monkeypatch.setattr(CudaDevice, "_load_libraries", lambda self: None)
+    monkeypatch.setattr(nvml, "total_bytes", lambda index: made.total)
+    monkeypatch.setattr(nvml, "used_bytes", lambda index: made.used)
+    monkeypatch.setattr(nvml, "own_bytes", lambda index: None)
+    return made
+
+
+def test_a_parent_process_asks_the_driver_and_opens_nothing(gpu):
+    device = CudaDevice()
+    assert device.capacity() == 80 * GIB
+    assert device.used_by_others() == 10 * GIB
+    device.release()
+    with device.limit(None):
+        pass
+    assert not gpu.initialised
+
+
+def test_context_is_what_this_process_holds_beside_the_allocator(gpu):
+    device = CudaDevice()
+    assert device.context_bytes() == GIB
+    assert gpu.initialised
+    assert device.used_by_others() == 10 * GIB
+    gpu.context += GIB // 2  # kernels were loaded
+    assert device.context_bytes() == GIB * 3 // 2
+
+
+def test_context_as_the_driver_tells_it_per_process(gpu, monkeypatch):
+    monkeypatch.setattr(nvml, "own_bytes", lambda index: 6 * GIB)
+    assert CudaDevice().context_bytes() == 2 * GIB
+
+
+def test_what_others_hold_counts_as_context_where_nothing_tells_it_apart(gpu, monkeypatch):
+    monkeypatch.setattr(nvml, "used_bytes", lambda index: None)
+    gpu.initialised = True  # by the user's own code, before we could ask
+    assert CudaDevice().context_bytes() == 11 * GIB
+
+
+def test_a_budget_limits_the_allocator_to_what_the_context_leaves(gpu):
+    device = CudaDevice()
+    with device.limit(24 * GIB):
+        assert gpu.fraction == pytest.approx(23 / 80)
+    assert gpu.fraction == 1.0
+    gpu.fraction = 0.1  # the user's own limit is lower
+    with pytest.raises(KeyError), device.limit(24 * GIB):
+        assert gpu.fraction == 0.1
+        raise KeyError
+    assert gpu.fraction == 0.1
+
+
+def test_a_budget_above_all_memory_is_all_memory(gpu):
+    with CudaDevice().limit(200 * GIB):
+        assert gpu.fraction == 1.0
+
+
+def test_a_budget_below_the_context_cannot_be_met(gpu):
+    with pytest.raises(DeviceOutOfMemory, match="context") as caught, CudaDevice().limit(GIB):
+        pass
+    assert caught.value.needed == GIB
+    assert gpu.fractions == []
+
+
+def test_the_peak_is_reserved_and_context_beside_allocated(gpu):
+    calls: list[int] = []
+    peak = CudaDevice().measure_peak(lambda: calls.append(1), resident=123)
+    assert calls == [1]
+    assert (peak.peak_bytes, peak.allocated_bytes) == (6 * GIB, 3 * GIB)
+
+
+def test_time_waits_for_the_gpu_at_both_ends(gpu, monkeypatch):
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    assert CudaDevice().time(lambda: order.append("run")) >= 0
+    assert order == ["wait", "run", "wait"]
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("out of memory"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_out_of_memory_is_told_from_other_errors(error, full):
+    assert CudaDevice().out_of_memory(error) is full
+
+
+class Library:
+    """In the place of the driver's management library: GPU 3 with two processes on it."""
+
+    def __init__(self, *, pids: dict[int, int]) -> None:
+        self.pids = pids
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, handle: Any) -> int:
+        handle._obj.value = 1000 + index.value
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> int:
+        assert handle.value == 1003
+        memory._obj.total, memory._obj.free, memory._obj.used = 800, 300, 500
+        return 0
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: ctypes.c_void_p, count: Any, found: Any) -> int:
+        assert count._obj.value >= len(self.pids)
+        count._obj.value = len(self.pids)
+        for entry, (pid, used) in zip(found, self.pids.items(), strict=False):
+            entry.pid, entry.used = pid, used
+        return 0
+
+
+def test_the_drivers_library_is_read_by_its_own_numbering(monkeypatch):
+    library = Library(pids={1: 70, os.getpid(): 90})
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda index: index + 2)
+    assert (nvml.total_bytes(1), nvml.used_bytes(1), nvml.own_bytes(1)) == (800, 500, 90)
+    library.pids = {1: 70}
+    assert nvml.own_bytes(1) is None
+    library.pids = {os.getpid(): (1 << 64) - 1}
+    assert nvml.own_bytes(1) is None
+
+
+def test_without_the_drivers_library_nothing_is_known(monkeypatch):
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert (nvml.total_bytes(0), nvml.used_bytes(0), nvml.own_bytes(0)) == (None, None, None)
+
+
+@pytest.fixture
+def device():
+    made = CudaDevice()
+    made.release()
+    yield made
+    made.release()
+
+
+class TestOnGpu:
+    pytestmark = needs_gpu
+
+    def test_description(self, device):
+        info = device.describe()
+        assert info.name == torch.cuda.get_device_name(0)
+        assert 0 < info.overhead_bytes < info.capacity_bytes == device.capacity()
+
+    def test_peak_reserved_and_allocated(self, device):
+        held = torch.cuda.memory_allocated()
+
+        def fn() -> None:
+            a = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
+            b = torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda")
+            del a, b
+            torch.empty(8 * 2**20, dtype=torch.uint8, device="cuda")
+
+        peak = device.measure_peak(fn, resident=0)
+        assert peak.allocated_bytes == held + 96 * 2**20
+        assert peak.peak_bytes >= peak.allocated_bytes + device.context_bytes() // 2
+
+    def test_a_budget_is_a_real_limit_and_memory_comes_back(self, device):
+        budget = device.context_bytes() + torch.cuda.memory_reserved() + 256 * 2**20
+        before = torch.cuda.memory.get_per_process_memory_fraction(0)
+        with device.limit(budget):
+            torch.empty(128 * 2**20, dtype=torch.uint8, device="cuda")
+            device.release()
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda")
+            assert device.out_of_memory(caught.value)
+        assert torch.cuda.memory.get_per_process_memory_fraction(0) == before
+        torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda")
+
+    def test_time_includes_queued_work(self, device):
+        a = torch.randn(4096, 4096, device="cuda")
+        seconds = device.time(lambda: [a @ a for _ in range(20)])  # type: ignore[arg-type, return-value]
+        assert seconds > 20 * 2 * 4096**3 / 2e15

@@ -1,0 +1,54 @@
+"""Devices by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autockpt.devices import DEVICES, Device, get_device
+from autockpt.errors import UsageError
+
+
+def test_cpu_is_always_there():
+    device = get_device("cpu")
+    assert isinstance(device, Device)
+    assert (device.kind, device.torch_device) == ("cpu", torch.device("cpu"))
+    assert get_device("cpu:0").kind == "cpu"
+
+
+def test_the_best_is_a_gpu_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    device = get_device()
+    assert (device.kind, device.torch_device) == ("cuda", torch.device("cuda", 0))
+    assert get_device("cuda:1").torch_device == torch.device("cuda", 1)
+    assert isinstance(device, Device)
+    assert not torch.cuda.is_initialized()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert get_device().kind == "cpu"
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda:-1", "", "cpu:", "CUDA"])
+def test_unknown_names_list_the_known(name):
+    with pytest.raises(UsageError, match="unknown device") as caught:
+        get_device(name)
+    assert all(kind in caught.value.remedy for kind in DEVICES)
+
+
+def test_a_device_that_is_not_there_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UsageError, match="built without CUDA") as caught:
+        get_device("cuda")
+    assert "cpu" in caught.value.remedy
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(UsageError, match="no NVIDIA GPU"):
+        get_device("cuda:0")
+
+
+def test_a_number_too_high_names_the_last(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError) as caught:
+        get_device("cuda:2")
+    assert "cuda:1" in caught.value.remedy
+    with pytest.raises(UsageError, match="cpu:1"):
+        get_device("cpu:1")

@@ -1,0 +1,168 @@
+"""Intervals cover the truth as often as they say, and judgements follow from them."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics as plain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from autockpt.history.statistics import (
+    Interval,
+    compare_until,
+    judge,
+    median_interval,
+    noise,
+    ratio_interval,
+    ratios_to,
+    t_quantile,
+)
+
+seconds = st.floats(1e-6, 1e4, allow_nan=False)
+DRAWS = 1500
+
+
+def log_normal(rng: random.Random, n: int, spread: float = 0.02) -> list[float]:
+    return [math.exp(rng.gauss(0.0, spread)) for _ in range(n)]
+
+
+def skewed(rng: random.Random, n: int) -> list[float]:
+    """Steps as a shared machine gives them: a floor, and now and then something in the way. The median is 1."""
+    return [1 + 0.05 * (rng.expovariate(1.0) - math.log(2)) for _ in range(n)]
+
+
+def share_covering(intervals: list[Interval], truth: float) -> float:
+    return sum(i.low <= truth <= i.high for i in intervals) / len(intervals)
+
+
+@pytest.mark.parametrize("draw", [log_normal, skewed])
+@pytest.mark.parametrize("n", [5, 6, 7, 10, 21])
+def test_median_interval_covers_the_median_95_times_in_100(draw, n):
+    rng = random.Random(n)
+    covering = share_covering([median_interval(draw(rng, n)) for _ in range(DRAWS)], 1.0)
+    assert 0.925 <= covering <= 0.985
+
+
+@pytest.mark.parametrize("robust", [False, True])
+@pytest.mark.parametrize("n", [3, 6, 10, 30])
+def test_ratio_interval_covers_the_ratio_95_times_in_100_under_common_drift(robust, n):
+    rng = random.Random(n)
+    found = []
+    for _ in range(DRAWS // 2):
+        drift = [math.exp(rng.gauss(0.0, 0.3)) for _ in range(n)]
+        ours = [1.1 * d * t for d, t in zip(drift, log_normal(rng, n), strict=True)]
+        base = [d * t for d, t in zip(drift, log_normal(rng, n), strict=True)]
+        found.append(ratio_interval(ours, base, robust=robust))
+    assert 0.925 <= share_covering(found, 1.1) <= 0.985
+
+
+def test_robust_interval_is_hardly_moved_by_two_disturbed_rounds():
+    rng = random.Random(0)
+    base, ours = log_normal(rng, 20, 0.005), log_normal(rng, 20, 0.005)
+    ours[3], ours[11] = 5.0, 8.0
+    robust, plain_t = ratio_interval(ours, base, robust=True), ratio_interval(ours, base)
+    assert robust.half_width < 0.01 < plain_t.half_width
+    assert abs(robust.value - 1) < 0.01
+
+
+def test_measuring_until_sure_keeps_its_promise_and_stops_early():
+    rng = random.Random(1)
+    results = [
+        compare_until(lambda n: (log_normal(rng, n, 0.008), log_normal(rng, n, 0.008)), within=0.005)
+        for _ in range(300)
+    ]
+    assert share_covering([r.ratio for r in results], 1.0) >= 0.90
+    assert all(r.settled == (r.ratio.half_width <= 0.005) for r in results)
+    assert all(10 <= r.rounds <= 60 for r in results)
+    assert plain.mean(r.rounds for r in results) < 50
+
+
+def test_measuring_until_sure_says_when_the_rounds_ran_out():
+    rng = random.Random(2)
+    result = compare_until(lambda n: (log_normal(rng, n, 0.2), log_normal(rng, n, 0.2)), within=0.001, at_most=23)
+    assert not result.settled
+    assert result.rounds == 23 == len(result.base)
+
+
+def test_measuring_until_sure_stops_where_nothing_more_comes():
+    result = compare_until(lambda n: ([1.0, 1.1][:n], [1.0, 1.0][:n]) if n == 10 else ([], []), within=1e-6)
+    assert (result.rounds, result.settled) == (2, False)
+
+
+@given(st.lists(seconds, min_size=1, max_size=60))
+def test_the_median_lies_in_its_interval(times):
+    interval = median_interval(times)
+    assert interval.low <= interval.value <= interval.high
+    assert interval.value == plain.median(times)
+    assert 0.0 <= noise(times) <= 1.0
+
+
+@given(st.lists(seconds, min_size=6, max_size=60), st.floats(1e-3, 1e3))
+def test_the_median_interval_scales_with_the_unit(times, factor):
+    once, scaled = median_interval(times), median_interval([t * factor for t in times])
+    assert scaled.low == pytest.approx(once.low * factor)
+    assert scaled.high == pytest.approx(once.high * factor)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=40), st.booleans())
+def test_turning_a_ratio_round_turns_its_interval_round(pairs, robust):
+    ours, base = [p[0] for p in pairs], [p[1] for p in pairs]
+    there, back = ratio_interval(ours, base, robust=robust), ratio_interval(base, ours, robust=robust)
+    assert there.low <= there.value <= there.high
+    assert there.value == pytest.approx(1 / back.value)
+    if math.isfinite(there.high) and there.high < 1e200:
+        assert there.low == pytest.approx(1 / back.high)
+
+
+@given(st.floats(0.5, 0.9995), st.integers(1, 200))
+def test_t_quantile_is_students(probability, degrees):
+    assert t_quantile(probability, degrees) == pytest.approx(stats.t.ppf(probability, degrees), rel=1e-6, abs=1e-9)
+
+
+def test_known_intervals_by_hand():
+    # Six times: the plain interval is [min, max] with 96.9 %, so 95 % lies a little inside.
+    six = median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert (six.low, six.value, six.high) == (pytest.approx(1.357, abs=1e-3), 3.5, pytest.approx(5.643, abs=1e-3))
+    # Two ratios of 1 and e**2: mean log 1, t(0.975, 1) = 12.706, standard error 1.
+    two = ratio_interval([1.0, math.e**2], [1.0, 1.0])
+    assert math.log(two.low) == pytest.approx(1 - 12.7062, abs=1e-3)
+    assert median_interval([3.0]) == Interval(0.0, 3.0, math.inf)
+    assert noise([3.0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("interval", "limit", "verdict"),
+    [
+        (Interval(0.97, 0.98, 0.99), 1.0, "faster"),
+        (Interval(0.99, 1.0, 1.005), 1.01, "faster"),
+        (Interval(1.02, 1.03, 1.04), 1.01, "slower"),
+        (Interval(0.99, 1.0, 1.02), 1.01, "undecided"),
+        (Interval(0.99, 1.0, 1.0), 1.0, "undecided"),
+    ],
+)
+def test_judged_on_the_interval_alone(interval, limit, verdict):
+    assert judge(interval, limit) == verdict
+
+
+def test_ratios_of_many_plans_to_one():
+    times = {"none": [1.0, 2.0, 4.0], "all": [1.3, 2.6, 5.2], "half": [1.1, 2.2, 4.4]}
+    ratios = ratios_to("none", times)
+    assert {name: pytest.approx(r.value) for name, r in ratios.items()} == {"all": 1.3, "half": 1.1}
+
+
+@pytest.mark.parametrize("times", [[], [1.0, 0.0], [1.0, -1.0], [math.nan], [math.inf, 1.0]])
+def test_impossible_times_are_refused(times):
+    with pytest.raises(ValueError):
+        median_interval(times)
+    with pytest.raises(ValueError):
+        ratio_interval(times, times)
+
+
+def test_unpaired_times_are_refused():
+    with pytest.raises(ValueError, match="paired"):
+        ratio_interval([1.0, 2.0], [1.0])

@@ -1,0 +1,46 @@
+"""Conditions for the tests of measuring, and a user's file to measure."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.measuring.small_workloads import FACTORY, make_workload
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_collections() -> Iterator[None]:
+    """Every measured cycle collects garbage first: keep it from looking through all loaded modules each time.
+
+    One thread, because the tests' tensors are tiny and threads that wait for one another on a busy machine are slow.
+    """
+    torch.set_num_threads(1)
+    make_workload().cycle()  # the first optimizer step imports much
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _state_around_each_test() -> Iterator[None]:
+    """Measuring seeds the global generators; no test should see another's."""
+    states = random.getstate(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+
+
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the current directory, with functions that make workloads."""
+    (tmp_path / "my_factory.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_factory", raising=False)
+    return "my_factory"

@@ -1,0 +1,223 @@
+"""The worker process: measures, dies and comes back, and never outlives or hangs its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError, WorkloadError
+from autockpt.measuring import Measurer, WorkerMeasurer
+from autockpt.schema import RECOMPUTE, WorkloadSpec
+from tests.measuring.small_workloads import FACTORY
+
+ALL = {f"layers.{i}": RECOMPUTE for i in range(3)}
+
+
+def spec(function: str = "make") -> WorkloadSpec:
+    return WorkloadSpec(model=f"my_factory:{function}")
+
+
+@pytest.fixture
+def start(factory: str) -> Iterator[Callable[..., WorkerMeasurer]]:
+    """Starts measurers of the user's file and closes them."""
+    made: list[WorkerMeasurer] = []
+
+    def make(function: str = "make", **settings: object) -> WorkerMeasurer:
+        made.append(WorkerMeasurer(spec(function), "cpu", threads=1, **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for measurer in made:
+        measurer.close()
+
+
+def ends(pid: int, within: float = 10.0) -> bool:
+    """Whether a process that is not our child is gone in time."""
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def pid_of(measurer: WorkerMeasurer) -> int:
+    return measurer.call("autockpt.probe:pid", {})["pid"]
+
+
+def test_measures_in_another_process_and_survives_what_goes_wrong_there(start, tmp_path):
+    """One worker for many questions, because each start imports torch anew."""
+    log = tmp_path / "worker.log"
+    measurer = start(log_path=log)
+    as_protocol: Measurer = measurer
+    assert isinstance(as_protocol, Measurer)
+    assert measurer.environment.device.kind == "cpu"
+    assert measurer.environment.device.threads == 1
+    assert measurer.environment.versions["torch"]
+    assert measurer.settings
+    assert isinstance(measurer.notes, tuple)
+
+    plain = measurer.measure({}, steps=3)
+    assert len(plain.times) == 3
+    assert measurer.measure(ALL, steps=1).peak_bytes < plain.peak_bytes
+    times = measurer.compare({"a": {}, "b": ALL}, rounds=2)
+    assert [len(times[name]) for name in ("a", "b")] == [2, 2]
+
+    answer = measurer.call("autockpt.probe:pid", {"x": [1, "two"]})
+    assert answer == {"pid": answer["pid"], "payload": {"x": [1, "two"]}, "kind": "cpu"}
+    assert answer["pid"] != os.getpid()
+    assert "factory imported" in log.read_text()
+
+    with pytest.raises(PlanError, match=r"layers\.9"):
+        measurer.measure({"layers.9": RECOMPUTE})
+    with pytest.raises(MeasurementError, match="KeyError"):
+        measurer.call("autockpt.probe:wrong", {})
+    with pytest.raises(MeasurementError):
+        measurer.call("os:getcwd", {})
+    measurer.call("autockpt.probe:interrupt", {})  # a Ctrl-C on the terminal is not the worker's
+    assert pid_of(measurer) == answer["pid"]
+
+    with pytest.raises(DeviceOutOfMemory, match="killed the worker"):
+        measurer.call("autockpt.probe:kill", {})
+    second = pid_of(measurer)
+    assert second != answer["pid"]
+    assert measurer.measure({}, steps=1).peak_bytes == plain.peak_bytes
+
+    with pytest.raises(MeasurementError, match="exit code 3") as caught:
+        measurer.call("autockpt.probe:leave", {})
+    assert "about to leave" in caught.value.remedy
+    assert str(log) in caught.value.remedy
+
+
+STAND_IN = """
+import json, os, sys, time
+
+def say(**message):
+    os.write(int(sys.argv[2]), json.dumps(message).encode() + b"\\n")
+
+device = {"kind": "cpu", "name": "made up", "capacity_bytes": 1}
+for line in os.fdopen(int(sys.argv[1])):
+    request = json.loads(line)
+    payload = request.get("payload", {})
+    for _ in range(payload.get("beats", 0)):
+        time.sleep(0.4)
+        say(beat="cycle")
+    time.sleep(payload.get("sleep", 0))
+    if request["verb"] == "start":
+        result = {"environment": {"device": device, "versions": {}}, "settings": {}, "notes": []}
+    else:
+        result = {"pid": os.getpid(), "length": len(line)}
+    say(id=request["id"], result=result)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerMeasurer]:
+    """A measurer whose worker only speaks the protocol, and so is there at once."""
+    (tmp_path / "stand_in_worker.py").write_text(STAND_IN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autockpt.measuring.client._MODULE", "stand_in_worker")
+    with WorkerMeasurer(WorkloadSpec(model="llama-tiny"), "cpu") as measurer:
+        yield measurer
+
+
+def test_resting_ends_the_worker_until_the_next_request(stand_in):
+    first = pid_of(stand_in)
+    stand_in.rest()
+    assert ends(first)
+    assert stand_in.environment.device.name == "made up"  # known without a new worker
+    assert pid_of(stand_in) != first
+
+
+def test_silence_is_ended_after_the_stated_time_and_signs_of_life_renew_it(stand_in):
+    first = pid_of(stand_in)
+    stand_in.patience = 1.0
+    assert stand_in.call("autockpt.probe:pid", {"beats": 4})["pid"] == first  # longer than a second in all
+    begin = time.monotonic()
+    with pytest.raises(MeasurementError, match="silent for 1 seconds"):
+        stand_in.call("autockpt.probe:pid", {"sleep": 600})
+    assert time.monotonic() - begin < 20
+    assert ends(first)
+    stand_in.patience = 60.0
+    assert pid_of(stand_in) != first
+
+
+def test_a_frozen_worker_does_not_hang_a_large_request(stand_in):
+    assert stand_in.call("autockpt.probe:pid", {"x": "y" * 300_000})["length"] > 300_000
+    os.kill(pid_of(stand_in), signal.SIGSTOP)
+    stand_in.patience = 1.0
+    with pytest.raises(MeasurementError, match="silent"):
+        stand_in.call("autockpt.probe:pid", {"x": "y" * 300_000})
+
+
+def test_ctrl_c_ends_the_worker(stand_in):
+    first = pid_of(stand_in)
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        stand_in.call("autockpt.probe:pid", {"sleep": 600})
+    assert ends(first)
+    assert pid_of(stand_in) != first
+
+
+def test_closing_ends_the_worker_for_good(stand_in):
+    first = pid_of(stand_in)
+    stand_in.close()
+    stand_in.close()
+    assert ends(first)
+    with pytest.raises(MeasurementError, match="closed"):
+        stand_in.measure({})
+
+
+def test_a_log_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(MeasurementError, match="could not be started"):
+        WorkerMeasurer(WorkloadSpec(model="llama-tiny"), "cpu", log_path=tmp_path / "missing" / "worker.log")
+
+
+def test_the_worker_ends_with_its_parent(factory, tmp_path):
+    """Even a parent that is killed takes it along, in the middle of a request."""
+    script = """
+import threading, time
+from autockpt.measuring import WorkerMeasurer
+from autockpt.schema import WorkloadSpec
+measurer = WorkerMeasurer(WorkloadSpec(model="my_factory:make"), "cpu", threads=1)
+print(measurer.call("autockpt.probe:pid", {})["pid"], flush=True)
+measurer.call("autockpt.probe:sleep", {"seconds": 600})
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert ends(pid)
+
+
+def test_the_users_mistakes_arrive_with_their_place(start):
+    with pytest.raises(WorkloadError, match="width 3 is odd") as caught:
+        start("broken").measure({})
+    line = FACTORY.splitlines().index('    raise ValueError(f"width {width} is odd")') + 1
+    assert f"my_factory.py:{line}" in caught.value.message
+    with pytest.raises(WorkloadError, match=r"my_factory\.py:\d+.*IndexError"):
+        start("failing_step").measure({})
+
+
+def test_running_out_of_memory_keeps_the_worker(start):
+    measurer = start("too_large")
+    pid = pid_of(measurer)
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        measurer.measure(ALL)
+    assert caught.value.needed == 4 << 46
+    assert pid_of(measurer) == pid

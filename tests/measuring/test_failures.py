@@ -1,0 +1,98 @@
+"""Errors on their way between processes, and what they hold on to."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autockpt.errors as errors
+from autockpt.devices import get_device
+from autockpt.errors import AutockptError, DeviceOutOfMemory, InfeasibleError, MeasurementError
+from autockpt.measuring.failures import forget_frames, from_wire, letting_go, needed_bytes, to_wire
+
+CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutockptError)]
+
+
+@given(st.sampled_from(CLASSES), st.text(), st.one_of(st.none(), st.text()))
+def test_every_error_survives_the_wire(cls, message, remedy):
+    error = cls(message, remedy=remedy)
+    back = from_wire(to_wire(error))
+    assert type(back) is cls
+    assert (back.message, back.remedy, back.exit_code) == (error.message, error.remedy, error.exit_code)
+
+
+def test_numbers_survive_the_wire():
+    memory = from_wire(to_wire(DeviceOutOfMemory("full", needed=12)))
+    infeasible = from_wire(to_wire(InfeasibleError("no", smallest_peak=34)))
+    assert isinstance(memory, DeviceOutOfMemory)
+    assert isinstance(infeasible, InfeasibleError)
+    assert (memory.needed, infeasible.smallest_peak) == (12, 34)
+
+
+@pytest.mark.parametrize("name", ["NewerError", "AutockptErrors", "annotations", None])
+def test_unknown_classes_are_measurement_errors(name):
+    error = from_wire({"class": name, "message": "m", "remedy": "r"})
+    assert type(error) is MeasurementError
+    assert (error.message, error.remedy) == ("m", "r")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 140737488355328 bytes.",
+            1 << 47,
+        ),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB", 2 << 30),
+        ("CUDA out of memory. Tried to allocate 512.00 KiB. GPU", 512 << 10),
+        ("CUDA error: out of memory", None),
+    ],
+)
+def test_the_size_that_failed_is_read_off_the_message(text, size):
+    assert needed_bytes(RuntimeError(text)) == size
+
+
+def test_a_forgotten_error_holds_no_tensors_however_it_came_about():
+    alive: list[weakref.ref] = []
+
+    def inner() -> None:
+        activation = torch.ones(3)
+        alive.append(weakref.ref(activation))
+        raise ValueError("first")
+
+    def outer() -> None:
+        kept = torch.ones(4)
+        alive.append(weakref.ref(kept))
+        try:
+            inner()
+        except ValueError as error:
+            raise RuntimeError("second") from error
+
+    caught: list[BaseException] = []
+    try:
+        outer()
+    except RuntimeError as error:
+        caught.append(error)
+    assert all(ref() is not None for ref in alive)
+    forget_frames(caught[0])
+    gc.collect()
+    assert all(ref() is None for ref in alive)
+    assert str(caught[0]) == "second"
+
+
+def test_only_the_devices_own_error_is_translated():
+    with (
+        pytest.raises(DeviceOutOfMemory, match="plan x ran out of memory on cpu") as caught,
+        letting_go(get_device("cpu"), "plan x"),
+    ):
+        raise MemoryError
+    assert caught.value.needed is None
+    for error in (KeyError("k"), KeyboardInterrupt(), DeviceOutOfMemory("as it was")):
+        with pytest.raises(type(error)) as passed, letting_go(get_device("cpu"), "plan x"):
+            raise error
+        assert passed.value is error

@@ -1,0 +1,133 @@
+"""Measuring in the user's own process leaves no trace, whichever way it ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+
+import pytest
+import torch
+
+from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
+from autockpt.measuring import LocalMeasurer, Measurer
+from autockpt.measuring import snapshot as module
+from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, bits, make_workload, same, train
+
+
+@pytest.fixture
+def workload():
+    made = make_workload(Stack(norm=True))
+    train(made)
+    return made
+
+
+def test_measures_and_restores(workload):
+    before = bits(workload)
+    with LocalMeasurer(workload) as measurer:
+        assert isinstance(measurer, Measurer)
+        assert measurer.environment.device.kind == "cpu"
+        plain = measurer.measure({}, steps=2)
+        assert measurer.measure(RECOMPUTE_ALL, steps=1).peak_bytes < plain.peak_bytes
+        assert len(measurer.compare({"a": {}, "b": RECOMPUTE_ALL}, rounds=2)["b"]) == 2
+    assert same(before, bits(workload))
+
+
+def test_the_users_garbage_collector_is_as_before(workload):
+    gc.unfreeze()
+    with LocalMeasurer(workload) as measurer:
+        measurer.measure({}, steps=1)
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with LocalMeasurer(workload) as measurer:
+        measurer.measure({}, steps=1)
+    assert frozen <= gc.get_freeze_count() + 100  # some of them may have gone meanwhile
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt(), SystemExit(3)])
+def test_restores_after_errors_in_the_middle_of_a_step(workload, error):
+    before = bits(workload)
+
+    def fail() -> None:
+        raise error
+
+    workload.model.before = fail
+    before["attributes"] = bits(workload)["attributes"]
+    with pytest.raises(type(error)), LocalMeasurer(workload) as measurer:
+        measurer.measure(RECOMPUTE_ALL)
+    assert same(before, bits(workload))
+
+
+def test_out_of_memory_leaves_the_measurer_usable(workload):
+    before = bits(workload)
+    calls: list[int] = []
+
+    def sometimes() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            torch.empty(1 << 46)
+
+    workload.model.before = sometimes
+    with LocalMeasurer(workload) as measurer:
+        with pytest.raises(DeviceOutOfMemory):
+            measurer.measure({})
+        measurer.measure({}, steps=1)
+    before["attributes"] = bits(workload)["attributes"]
+    assert same(before, bits(workload))
+
+
+def test_ctrl_c_while_restoring_waits_until_it_is_done(workload, monkeypatch):
+    before = bits(workload)
+    measurer = LocalMeasurer(workload)
+    measurer.measure({}, steps=1)
+    release = measurer._device.release
+    monkeypatch.setattr(measurer._device, "release", lambda: (os.kill(os.getpid(), signal.SIGINT), release()))
+    with pytest.raises(KeyboardInterrupt):
+        measurer.close()
+    monkeypatch.undo()
+    assert same(before, bits(workload))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_copying_restores(workload, monkeypatch):
+    before = bits(workload)
+    copied = module._host_copy
+    monkeypatch.setattr(module, "_host_copy", lambda s: (os.kill(os.getpid(), signal.SIGINT), copied(s))[1])
+    with pytest.raises(KeyboardInterrupt):
+        LocalMeasurer(workload)
+    gc.collect()
+    assert same(before, bits(workload))
+
+
+def test_forgotten_measurers_restore_when_they_go(workload):
+    before = bits(workload)
+    measurer = LocalMeasurer(workload)
+    measurer.measure({}, steps=1)
+    del measurer
+    gc.collect()
+    assert same(before, bits(workload))
+
+
+def test_a_closed_measurer_says_so(workload):
+    measurer = LocalMeasurer(workload)
+    measurer.close()
+    measurer.close()
+    with pytest.raises(MeasurementError, match="closed"):
+        measurer.measure({})
+
+
+def test_one_of_many_processes_is_refused_before_anything_happens(workload, monkeypatch):
+    before = bits(workload)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="one of 4 training processes") as caught:
+        LocalMeasurer(workload)
+    assert "autockpt.apply" in caught.value.remedy
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UsageError, match="one of 2"):
+        LocalMeasurer(workload)
+    assert same(before, bits(workload))

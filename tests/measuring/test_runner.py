@@ -1,0 +1,215 @@
+"""Real steps: what is measured, and that nothing is left behind, whatever goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autockpt.devices import get_device
+from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError
+from autockpt.measuring import StepRunner
+from autockpt.measuring.runner import turn_order
+from autockpt.schema import RECOMPUTE
+from autockpt.workload import Workload
+from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
+
+TOO_MUCH = 1 << 46
+
+
+class Weight(nn.Module):
+    """One vector; the loss is the sum of its exponentials, whatever the batch."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+
+    def forward(self, batch: object) -> torch.Tensor:
+        return self.weight.exp().sum()
+
+
+def runner_of(workload: Workload) -> StepRunner:
+    return StepRunner(workload, get_device("cpu"))
+
+
+def test_a_plan_is_measured_whole_and_recomputing_takes_fewer_bytes():
+    runner = runner_of(make_workload())
+    plain = runner.measure({}, steps=6)
+    recomputed = runner.measure(RECOMPUTE_ALL, steps=3, warmup=2)
+    assert plain.steps == len(plain.times) == 6
+    assert min(plain.times) <= plain.step_seconds <= max(plain.times)
+    assert 0 < plain.noise <= 1
+    assert recomputed.peak_bytes < plain.peak_bytes
+    # Weights, two states each and a step counter, gradients and the batch are in it.
+    weights = sum(p.nbytes for p in runner.workload.model.parameters())
+    assert recomputed.peak_bytes > 4 * weights + runner.workload.batch.nbytes
+    assert runner.measure({}, steps=1).peak_bytes == plain.peak_bytes
+
+
+def test_the_peak_equals_the_bytes_of_a_step_by_hand():
+    n = 5000
+    model = Weight(n)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    # At the end of backward: weight, momentum and batch; exp's result and the gradient; the loss and its gradient.
+    workload = Workload(model, torch.ones(7), lambda m, b: m(b), optimizer)
+    expected = (n + n + 7) * 4 + (n + n + 1 + 1) * 4
+    assert runner_of(workload).measure({}, steps=1).peak_bytes == expected
+    # Accumulating keeps the first gradient through the second backward; dividing the loss makes one number more.
+    workload = Workload(model, torch.ones(7), lambda m, b: m(b), optimizer, accumulate=2)
+    assert runner_of(workload).measure({}, steps=1).peak_bytes - expected == pytest.approx(n * 4, abs=64)
+
+
+def test_every_cycle_does_identical_work():
+    losses = []
+    model = Stack(dropout=0.5)
+    workload = make_workload(model)
+    workload.step = lambda m, x: losses.append(m(x).square().mean()) or losses[-1]
+    before = [p.detach().clone() for p in model.parameters()]
+    runner = runner_of(workload)
+    runner.measure({}, steps=2)
+    runner.compare({"a": {}, "b": RECOMPUTE_ALL}, rounds=2)
+    assert len({float(loss.detach()) for loss in losses}) == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert workload.optimizer is not None
+    assert workload.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_plans_take_turns_and_pair_up():
+    runner = runner_of(make_workload())
+    beats: list[str] = []
+    runner.beat = beats.append
+    times = runner.compare({"none": {}, "all": RECOMPUTE_ALL, "one": {"layers.1": RECOMPUTE}}, rounds=4)
+    assert {name: len(t) for name, t in times.items()} == {"none": 4, "all": 4, "one": 4}
+    assert all(t > 0 for ts in times.values() for t in ts)
+    assert beats.count("timed cycle") == 12
+
+
+@given(st.integers(1, 7))
+def test_over_two_rounds_per_plan_each_place_is_taken_equally_often(count):
+    names = [str(i) for i in range(count)]
+    rounds = [turn_order(names, r) for r in range(2 * count)]
+    assert all(sorted(order) == names for order in rounds)
+    for name in names:
+        assert sorted(order.index(name) for order in rounds) == sorted([*range(count), *range(count)])
+
+
+def test_running_out_of_memory_is_reported_and_everything_let_go():
+    model = Stack()
+    workload = make_workload(model)
+    runner = runner_of(workload)
+    alive: list[weakref.ref] = []
+    model.layers[0].register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output)))
+    model.before = lambda: torch.empty(TOO_MUCH)
+    with pytest.raises(DeviceOutOfMemory, match="this plan ran out of memory on cpu") as caught:
+        runner.measure(RECOMPUTE_ALL)
+    assert caught.value.needed == 4 * TOO_MUCH
+    assert alive
+    assert all(ref() is None for ref in alive), "the error still holds activations"
+    assert all(p.grad is None for p in model.parameters())
+    model.before = lambda: None
+    assert runner.measure({}, steps=1).peak_bytes == runner_of(make_workload()).measure({}, steps=1).peak_bytes
+
+
+def test_out_of_memory_in_a_comparison_names_the_plan():
+    model = Stack()
+    model.before = lambda: torch.empty(TOO_MUCH)
+    with pytest.raises(DeviceOutOfMemory, match="'every-2'"):
+        runner_of(make_workload(model)).compare({"every-2": {}}, rounds=1)
+
+
+def test_half_made_optimizer_states_are_taken_back(monkeypatch):
+    workload = make_workload()
+    assert workload.optimizer is not None
+    first = next(workload.model.parameters())
+
+    def dies(self, closure=None):
+        self.state[first]["step"] = torch.zeros(())
+        torch.empty(TOO_MUCH)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", dies)
+        with pytest.raises(DeviceOutOfMemory):
+            runner_of(workload).measure({})
+    assert len(workload.optimizer.state) == 0
+    runner_of(workload).measure({}, steps=1)
+    assert set(workload.optimizer.state[first]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_scaler_survives_a_cycle_that_broke_off_after_unscaling(monkeypatch):
+    model = Stack()
+    workload = make_workload(model, scaler=torch.amp.GradScaler("cpu"), max_grad_norm=1.0)
+    runner = runner_of(workload)
+    runner.measure({}, steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(workload.optimizer, "step", lambda *args, **kwargs: torch.empty(TOO_MUCH))
+        with pytest.raises(DeviceOutOfMemory):
+            runner.measure({}, steps=1)
+    runner.measure({}, steps=1)
+
+
+def test_other_errors_pass_unchanged_and_leave_nothing_attached():
+    model = Stack()
+    runner = runner_of(make_workload(model))
+    model.before = lambda: {}["mine"]
+    with pytest.raises(KeyError, match="mine"):
+        runner.measure(RECOMPUTE_ALL)
+    model.before = lambda: None
+    with pytest.raises(PlanError):
+        runner.measure({"layers.99": RECOMPUTE})
+    assert all("forward" not in vars(m) for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    runner.measure(RECOMPUTE_ALL, steps=1)
+
+
+def test_no_collection_runs_inside_a_timed_cycle():
+    model = Stack()
+    inside: list[bool] = []
+    runner = runner_of(make_workload(model))
+    runner.measure({}, steps=1)
+    model.before = lambda: inside.append(gc.isenabled())
+    runner.time_cycle()
+    assert inside == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("order", "vectors"), [("before forward", 7), ("before backward", 8), ("after step", 7)])
+def test_a_full_step_is_exact_wherever_it_releases_gradients(order, vectors):
+    """The weight and six vectors of scratch in forward; last cycle's gradient beside them if it is still alive then."""
+    n = 4000
+    model = Weight(n)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def full_step() -> None:
+        if order == "before forward":
+            optimizer.zero_grad(set_to_none=True)
+        torch.empty(6 * n)
+        loss = model(())
+        if order == "before backward":
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if order == "after step":
+            optimizer.zero_grad(set_to_none=True)
+
+    workload = Workload(model, (), lambda m, b: m(b), optimizer, full_step=full_step)
+    assert runner_of(workload).measure({}, steps=1).peak_bytes == vectors * n * 4
+
+
+def test_only_functions_of_autockpt_can_be_called(monkeypatch):
+    probe = types.ModuleType("autockpt.probe")
+    probe.echo = lambda runner, payload: {"kind": runner.device.kind, **payload}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "autockpt.probe", probe)
+    runner = runner_of(make_workload())
+    assert runner.call("autockpt.probe:echo", {"x": 1}) == {"kind": "cpu", "x": 1}
+    for ref in ("os:system", "autockpt:apply", "autockpt.probe:__import__.x", "autockpt.probe", "autockptx.y:z"):
+        with pytest.raises(MeasurementError):
+            runner.call(ref, {})
+    with pytest.raises(MeasurementError, match="cannot be found"):
+        runner.call("autockpt.probe:missing", {})
