@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ class LocalMeasurer:
         refuse_many_processes()
         self._device = device or get_device(str(workload.device))
         self._budget = budget_bytes
+        self._environment = environment_of(self._device)
         self._runner = StepRunner(workload, self._device)
         self._snapshot: Snapshot | None = None
         try:
@@ -46,10 +46,10 @@ class LocalMeasurer:
             self.close()
             raise
 
-    @cached_property
+    @property
     def environment(self) -> Environment:
         """The device and versions that the numbers belong to."""
-        return environment_of(self._device)
+        return self._environment
 
     def measure(
         self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None

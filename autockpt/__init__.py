@@ -1,0 +1,45 @@
+"""autockpt decides, by measured training steps, what each layer of a model does with its activations.
+
+    plan = autockpt.search(model, batch, budget="24GB", optimizer=optimizer)
+    autockpt.apply(model, plan)          # or the path of a plan.yaml
+
+Importing this package loads neither torch nor anything else that is slow; names are resolved when they are used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autockpt.errors import AutockptError
+    from autockpt.runtime import apply
+    from autockpt.schema.plan import Plan
+    from autockpt.tracing import trace
+    from autockpt.tuning import search
+    from autockpt.verification import verify
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AutockptError": "autockpt.errors",
+    "Plan": "autockpt.schema.plan",
+    "apply": "autockpt.runtime",
+    "search": "autockpt.tuning",
+    "trace": "autockpt.tracing",
+    "verify": "autockpt.verification",
+}
+
+__all__ = ["AutockptError", "Plan", "__version__", "apply", "search", "trace", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'autockpt' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,76 @@
+"""The trials of a search: numbered, judged under the budget, written down as they end."""
+
+from __future__ import annotations
+
+from autockpt.history.rundir import RunDirectory
+from autockpt.schema import Choice, Trial, plan_hash
+
+
+class Book:
+    """All trials of one question, those of earlier runs first. One plan is measured once: ``find`` knows it by hash."""
+
+    def __init__(self, run: RunDirectory | None) -> None:
+        self._run = run
+        self.trials: list[Trial] = run.trials() if run is not None else []
+        self.resumed = len(self.trials)
+        self._by_hash = {t.plan_hash: t for t in self.trials}
+        self.budget_bytes: int | None = None
+
+    def find(self, choices: dict[str, Choice]) -> Trial | None:
+        """The trial of this plan, if there was one."""
+        return self._by_hash.get(plan_hash(choices))
+
+    def put(self, trial: Trial) -> Trial:
+        """Add a trial, or replace the one of its number; judged if the budget is known. Returns what was written."""
+        trial = self._judged(trial)
+        if trial.number == len(self.trials):
+            self.trials.append(trial)
+        else:
+            self.trials[trial.number] = trial
+        self._by_hash[trial.plan_hash] = trial
+        if self._run is not None:
+            self._run.add_trial(trial)
+        return trial
+
+    def judge(self, budget_bytes: int) -> None:
+        """Hold all trials against the budget: baselines run before it is known in bytes."""
+        self.budget_bytes = budget_bytes
+        for trial in list(self.trials):
+            if self._judged(trial) != trial:
+                self.put(trial)
+
+    def _judged(self, trial: Trial) -> Trial:
+        if trial.measured is None or self.budget_bytes is None:
+            return trial
+        fits = trial.measured.peak_bytes <= self.budget_bytes
+        return trial.model_copy(update={"feasible": fits, "state": "measured" if fits else "over_budget"})
+
+    @property
+    def spent(self) -> int:
+        """Trials that took real steps, those that ran out of memory included."""
+        return sum(t.measured is not None or t.state == "out_of_memory" for t in self.trials)
+
+    @property
+    def measured(self) -> list[Trial]:
+        """Trials with a measurement, fitting or not."""
+        return [t for t in self.trials if t.measured is not None]
+
+    def ranking(self) -> list[Trial]:
+        """Measured trials within the budget, fastest first; none before the budget is known."""
+        if self.budget_bytes is None:
+            return []
+        fitting = [t for t in self.measured if t.feasible]
+        return sorted(fitting, key=lambda t: t.measured.step_seconds if t.measured else 0.0)
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest measured trial within the budget."""
+        return next(iter(self.ranking()), None)
+
+
+def peak_of_trial(trial: Trial) -> int:
+    """Bytes: measured where there is a measurement, else predicted."""
+    if trial.measured is not None:
+        return trial.measured.peak_bytes
+    assert trial.predicted is not None
+    return trial.predicted.peak_bytes

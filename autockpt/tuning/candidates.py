@@ -1,0 +1,94 @@
+"""From a point of the search space to a plan that fits: the solver's, steered by knobs, or per layer and repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+
+from autockpt.schema import Choice, Problem, SearchSpace, option_of, parse_choice, peak_of
+from autockpt.solvers import Ruling, refine
+from autockpt.tuning.study import Parameters
+
+Referee = Callable[[Mapping[str, Choice]], Ruling]
+MakeProblem = Callable[[Mapping[str, float], int], Problem]  # prices by kind, bytes left free -> problem
+
+REFEREE_CALLS = 8
+REPAIRS = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan worth a real step. ``fits`` is what its ghost run says."""
+
+    choices: dict[str, Choice]
+    fits: bool
+
+
+def neutral(space: SearchSpace, margin: float) -> Parameters:
+    """The knobs that trust the profile as it is, with a share of the budget left free."""
+    parameters: Parameters = {
+        name: knob.neutral if knob.neutral is not None else knob.low for name, knob in space.knobs.items()
+    }
+    if "margin" in parameters:
+        parameters["margin"] = min(max(margin, space.knobs["margin"].low), space.knobs["margin"].high)
+    return parameters
+
+
+def from_knobs(
+    parameters: Mapping[str, float | int | str],
+    budget: int,
+    scale: Mapping[str, float],
+    make_problem: MakeProblem,
+    referee: Referee,
+    *,
+    remembered: MutableMapping[tuple[Choice, ...], Ruling] | None = None,
+) -> Candidate:
+    """The solver's plan under these knobs, refined until its ghost run fits ``budget``.
+
+    ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them. ``remembered``
+    holds the rulings of earlier calls.
+    """
+    kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
+    prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
+    free = int(budget * float(parameters.get("margin", 0.0)))
+    problem = make_problem(prices, free)
+    refined = refine(problem, referee, max_calls=REFEREE_CALLS, remembered=remembered)
+    return Candidate(dict(refined.choices), refined.ruling.peak_bytes <= problem.budget + free)
+
+
+def from_layers(
+    parameters: Mapping[str, float | int | str], budget: int, problem: Problem, referee: Referee
+) -> Candidate:
+    """One choice per unit as sampled, repaired to the budget: cheapest bytes first, until the ghost run fits."""
+    choices = {name: parse_choice(kind) for name, kind in parameters.items()}
+    target = budget
+    for _ in range(REPAIRS):
+        choices = _repaired(problem, choices, target)
+        excess = referee(choices).peak_bytes - budget
+        if excess <= 0:
+            return Candidate(choices, True)
+        target = min(target, peak_of(problem, choices)) - excess
+    return Candidate(choices, False)
+
+
+def _repaired(problem: Problem, choices: dict[str, Choice], target: int) -> dict[str, Choice]:
+    """Change single units, fewest extra seconds per byte of peak first, until the linear bound is within ``target``."""
+    choices = dict(choices)
+    peak = peak_of(problem, choices)
+    while peak > target:
+        best: tuple[float, int, str, Choice] | None = None
+        for unit in problem.units:
+            current = option_of(unit, choices[unit.name])
+            for option in unit.options:
+                if option.kept >= current.kept:
+                    continue
+                lower = peak_of(problem, choices | {unit.name: option.choice})
+                if lower < peak:
+                    rate = (option.seconds - current.seconds) / (peak - lower)
+                    if best is None or rate < best[0]:
+                        best = (rate, lower, unit.name, option.choice)
+        if best is None:
+            return choices
+        _, peak, name, choice = best
+        choices[name] = choice
+    return choices

@@ -1,0 +1,73 @@
+"""``--dry-run``: trace, solve, predict; no step is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autockpt.errors import InfeasibleError
+from autockpt.profiling import Profiled, build_problem, point_bytes
+from autockpt.schema import (
+    Budget,
+    Choice,
+    Prediction,
+    ResolvedBudget,
+    SearchSpace,
+    covers,
+    format_bytes,
+)
+from autockpt.solvers import Ruling, exact, refine
+from autockpt.tuning.known import NONE, OURS, known_plans
+
+REFEREE_CALLS = 20
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a dry run says: predictions of the known plans and of the solver's, by name, and the solver's choices."""
+
+    budget: ResolvedBudget
+    predictions: dict[str, Prediction]
+    choices: dict[str, Choice]
+    smallest_peak: int
+    binding: bool
+
+
+def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
+    """Predict the known plans, resolve the budget by simulated peaks, and solve.
+
+    Raises InfeasibleError, with the smallest reachable peak, where no plan fits by its ghost run.
+    """
+    predictor, device = profiled.predictor, profiled.predictor.device
+    known = known_plans([u.name for u in profiled.blocks], space.choices)
+    predictions = {name: predictor.predict(choices) for name, choices in known.items()}
+    unbounded = build_problem(profiled.base, profiled.profile.menus, budget=0)
+    smallest = min(
+        predictor.predict(exact(unbounded).choices).peak_bytes, *(p.peak_bytes for p in predictions.values())
+    )
+    size = budget.resolve(predictions[NONE].peak_bytes, smallest, device.capacity_bytes - profiled.used_by_others)
+    resolved = ResolvedBudget(asked=budget.text, bytes=size, covers=covers(device.kind))
+
+    def rule(choices: Mapping[str, Choice]) -> Ruling:
+        graph = predictor.graph(choices)
+        predictor.learn(choices, graph)
+        return Ruling(graph.peak_bytes, None, point_bytes(profiled.base, graph))
+
+    problem = unbounded.model_copy(update={"budget": size - device.overhead_bytes})
+    refined = refine(problem, rule, max_calls=REFEREE_CALLS)
+    if not refined.feasible:
+        raise infeasible(profiled, size, smallest)
+    predictions[OURS] = predictor.predict(refined.choices)
+    binding = predictions[NONE].peak_bytes > size
+    return Foreseen(resolved, predictions, dict(refined.choices), smallest, binding)
+
+
+def infeasible(profiled: Profiled, size: int, smallest: int) -> InfeasibleError:
+    """The error for a budget of ``size`` bytes that nothing fits, with what the leanest plan's bytes go to."""
+    return InfeasibleError(
+        f"nothing fits {format_bytes(size)}: "
+        f"the leanest plan needs {format_bytes(smallest)}\n{profiled.needs(smallest)}",
+        remedy="Raise the budget, or use a smaller --batch-size (with --accumulate to keep its effect), a shorter "
+        "--seq-len, --lora, or --optimizer sgd.",
+        smallest_peak=smallest,
+    )

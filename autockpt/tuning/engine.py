@@ -1,0 +1,363 @@
+"""The search itself: baselines, solver seeds, refit, Optuna, finals. Measuring steps is the measurer's business."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from autockpt.errors import DeviceOutOfMemory, InfeasibleError
+from autockpt.history.rundir import RunDirectory
+from autockpt.measuring import Measurer
+from autockpt.profiling import Profiled, build_problem, point_bytes
+from autockpt.schema import (
+    Budget,
+    Choice,
+    Measurement,
+    Prediction,
+    Problem,
+    ResolvedBudget,
+    SearchSpace,
+    Trial,
+    TrialState,
+    covers,
+    format_bytes,
+    plan_hash,
+)
+from autockpt.solvers import Ruling, exact
+from autockpt.tuning.book import Book, peak_of_trial
+from autockpt.tuning.candidates import Candidate, from_knobs, from_layers, neutral
+from autockpt.tuning.dryrun import infeasible
+from autockpt.tuning.finals import play, remeasured
+from autockpt.tuning.job import Clock, Limits
+from autockpt.tuning.known import ALL, NONE, known_plans
+from autockpt.tuning.refit import Fit, fit, unseen_bytes
+from autockpt.tuning.study import Parameters, Study
+
+SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
+FINALISTS = 3
+FINAL_SECONDS = 30.0
+REFITS = (1, 3, 6)  # after so many measured candidates the solver's plans are asked for again, at the fitted prices
+MOST_REPEATS = 12  # known plans in a row before the space counts as exhausted
+CONFIRMING_STEPS = 20
+
+Confirm = Callable[[Mapping[str, Choice], int, int], Measurement]  # choices, budget in bytes, steps
+
+
+@dataclass
+class Found:
+    """What a search found. ``best`` None: interrupted before anything that fits was measured."""
+
+    budget: ResolvedBudget
+    best: Trial | None
+    trials: list[Trial]
+    binding: bool
+    smallest_peak: int
+    interrupted: bool = False
+    resumed: int = 0
+    stopped: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+class Engine:
+    """One search over one profiled workload, on one device. Trials are written to the run directory as they end."""
+
+    def __init__(
+        self,
+        *,
+        profiled: Profiled,
+        measurer: Measurer,
+        budget: Budget,
+        space: SearchSpace,
+        limits: Limits,
+        run: RunDirectory | None,
+        storage: str,
+        clock: Clock,
+        confirm: Confirm | None = None,
+    ) -> None:
+        self.profiled, self.measurer, self.space, self.limits = profiled, measurer, space, limits
+        self.storage, self.clock, self.confirm = storage, clock, confirm
+        self.listener = clock.listener
+        self.asked = budget
+        self.units = tuple(u.name for u in profiled.blocks)
+        self.known = known_plans(self.units, space.choices)
+        self.book = Book(run)
+        self.rulings: dict[tuple[Choice, ...], Ruling] = {}
+        self.device = profiled.predictor.device
+        self.room = self.device.capacity_bytes - profiled.used_by_others
+        self.unpriced = build_problem(profiled.base, profiled.profile.menus, budget=0, price={}, margin=0)
+        self.smallest_peak = self._smallest_peak()
+        # Until the baselines have run, the best guess of what the budget is in bytes.
+        foreseen = budget.resolve(self._predict(self.known[NONE]).peak_bytes, self.smallest_peak, self.room)
+        self.budget = ResolvedBudget(asked=budget.text, bytes=foreseen, covers=covers(self.device.kind))
+        self.started = time.monotonic()
+        self.stopped = ""
+        self.notes: list[str] = []
+
+    def run(self) -> Found:
+        """Search until the trials, the time or the possibilities are used up; Ctrl-C ends it with the best so far.
+
+        Raises InfeasibleError where nothing fits the budget, naming the smallest reachable peak.
+        """
+        self._refuse_the_impossible()
+        best, interrupted = None, False
+        try:
+            with self.clock.stage("baselines", len(self.known)):
+                self._measure_baselines()
+            self._resolve_budget()
+            if not self.binding:
+                self.stopped = "saving everything fits the budget, so there is nothing to trade"
+                best = self.book.find(self.known[NONE])
+            else:
+                with self.clock.stage("search", max(0, self.limits.trials - self.book.spent)):
+                    self._search()
+                with self.clock.stage("finals"):
+                    best = self._finals()
+        except KeyboardInterrupt:
+            interrupted = True
+            self.stopped = "interrupted; everything measured so far is kept"
+            best = self.book.best
+        if best is None and not interrupted:
+            raise self._infeasible()
+        return Found(
+            budget=self.budget,
+            best=best,
+            trials=self.book.trials,
+            binding=self.binding,
+            smallest_peak=self.smallest_peak,
+            interrupted=interrupted,
+            resumed=self.book.resumed,
+            stopped=self.stopped,
+            notes=self.notes,
+        )
+
+    @property
+    def binding(self) -> bool:
+        """Whether the budget asks for anything at all."""
+        none = self.book.find(self.known[NONE])
+        return none is None or not none.feasible
+
+    # -- prices and plans -------------------------------------------------------------------------------------------
+
+    @property
+    def prices(self) -> Fit:
+        """What choices cost by all that was measured so far."""
+        return fit(self.unpriced, self.book.measured)
+
+    def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
+        """The planning problem at these prices, with ``free`` bytes of the budget left unused."""
+        return build_problem(
+            self.profiled.base, self.profiled.profile.menus, budget=self._ceiling, price=prices, margin=free
+        )
+
+    @property
+    def _ceiling(self) -> int:
+        """Most bytes that a ghost run may show: the budget less the context and less what ghost runs seem to miss."""
+        return self.budget.bytes - self.device.overhead_bytes - unseen_bytes(self.book.measured)
+
+    def _rule(self, choices: Mapping[str, Choice]) -> Ruling:
+        """What the ghost run of a plan says; the context is not part of the problem's bytes."""
+        graph = self.profiled.predictor.graph(choices)
+        self.profiled.predictor.learn(choices, graph)
+        return Ruling(graph.peak_bytes, None, point_bytes(self.profiled.base, graph))
+
+    def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
+        return self.profiled.predictor.predict(choices)
+
+    def _candidate(self, parameters: Parameters) -> Candidate:
+        if self.space.encoding == "layers":
+            return from_layers(parameters, self._ceiling, self._problem({}, 0), self._rule)
+        return self._solved(parameters)
+
+    def _solved(self, parameters: Parameters) -> Candidate:
+        return from_knobs(
+            parameters, self.budget.bytes, self.prices.scale, self._problem, self._rule, remembered=self.rulings
+        )
+
+    def _seeds(self) -> list[Parameters]:
+        """The solver's plans at several margins, in the terms of the encoding."""
+        if self.space.encoding == "knobs":
+            return [neutral(self.space, margin) for margin in self.space.margins]
+        plans = [*self.known.values(), *(self._solved({"margin": m}).choices for m in self.space.margins)]
+        return [{name: choice.kind for name, choice in plan.items()} for plan in plans]
+
+    # -- the budget -------------------------------------------------------------------------------------------------
+
+    def _smallest_peak(self) -> int:
+        """The least reachable peak in bytes, by ghost runs."""
+        return min(self._predict(c).peak_bytes for c in (exact(self.unpriced).choices, *self.known.values()))
+
+    def _refuse_the_impossible(self) -> None:
+        """A budget in bytes below what any plan needs is refused before a single step is measured."""
+        if self.asked.kind == "bytes" and self.budget.bytes < self.smallest_peak:
+            raise self._infeasible()
+
+    def _resolve_budget(self) -> None:
+        """Turn the budget into bytes by this job's own peaks, measured where they could be."""
+        peaks = {name: peak_of_trial(t) for name, c in self.known.items() if (t := self.book.find(c)) is not None}
+        size = self.asked.resolve(peaks[NONE], min(self.smallest_peak, *peaks.values()), self.room)
+        self.budget = self.budget.model_copy(update={"bytes": size})
+        none = self.book.find(self.known[NONE])
+        if self.asked.kind in ("share", "activation_share") and none is not None and none.measured is None:
+            self.notes.append("save-everything does not fit the device: the percentage is of its simulated peak")
+        if size > self.room:
+            free = format_bytes(self.room)
+            self.notes.append(f"the device has less free than the budget ({free}); what does not fit there was not run")
+        self.book.judge(size)
+
+    def _infeasible(self) -> InfeasibleError:
+        return infeasible(self.profiled, self.budget.bytes, self.smallest_peak)
+
+    # -- trials -----------------------------------------------------------------------------------------------------
+
+    def _measure_baselines(self) -> None:
+        for name, choices in self.known.items():
+            if self.book.find(choices) is None:
+                self._try(choices, name, "baseline", {}, enforce=False)
+            else:
+                self.listener.advance()
+        if not self.book.measured:
+            raise self._infeasible()
+
+    def _search(self) -> None:
+        study = Study(
+            self.space, self.units, name="search", storage=self.storage, seed=self.limits.seed + self.book.resumed
+        )
+        study.enqueue(self._seeds())
+        repeats, fresh = 0, 0
+        while not self._enough(repeats):
+            number, parameters = study.ask()
+            candidate = self._candidate(parameters)
+            trial = self.book.find(candidate.choices)
+            if trial is not None:
+                repeats += 1
+            else:
+                repeats, fresh = 0, fresh + 1
+                name = f"{self.space.encoding} #{number}"
+                trial = self._try(candidate.choices, name, self.space.encoding, parameters, fits=candidate.fits)
+                if fresh in REFITS:
+                    study.enqueue(self._seeds())
+            self._tell(study, number, trial)
+
+    def _try(
+        self,
+        choices: dict[str, Choice],
+        name: str,
+        encoding: str,
+        parameters: Parameters,
+        *,
+        enforce: bool = True,
+        fits: bool = True,
+    ) -> Trial:
+        """Measure a plan with real steps where its ghost run says that this can be worth it; write it down."""
+        predicted = self._predict(choices)
+        state: TrialState = "predicted_over"
+        measured, message = None, f"simulated {format_bytes(predicted.peak_bytes)}"
+        if predicted.peak_bytes <= self.room and (fits or not enforce):
+            try:
+                measured, message = self._measure(choices, predicted, enforce), ""
+                state = "measured"
+            except DeviceOutOfMemory as error:
+                state, message = "out_of_memory", error.message
+        trial = self.book.put(
+            Trial(
+                number=len(self.book.trials),
+                name=name,
+                encoding=encoding,
+                choices=choices,
+                plan_hash=plan_hash(choices),
+                state=state,
+                feasible=state == "measured",
+                predicted=predicted,
+                measured=measured,
+                parameters=parameters,
+                message=message,
+                elapsed_seconds=time.monotonic() - self.started,
+            )
+        )
+        self.listener.trial(trial, self.book.best)
+        return trial
+
+    def _measure(self, choices: Mapping[str, Choice], predicted: Prediction, enforce: bool) -> Measurement:
+        steps = max(3, min(10, round(SECONDS_PER_TRIAL / max(predicted.step_seconds or 1.0, 1e-3))))
+        with self.clock.part("measured steps"):
+            return self.measurer.measure(choices, steps=steps, budget_bytes=self.budget.bytes if enforce else None)
+
+    def _tell(self, study: Study, number: int, trial: Trial) -> None:
+        """Seconds and violation: measured where there is a measurement, predicted where it did not fit."""
+        seconds = (trial.measured or trial.predicted or Prediction(peak_bytes=0)).step_seconds
+        if seconds is None:
+            study.fail(number)
+            return
+        violation = peak_of_trial(trial) / self.budget.bytes - 1
+        study.tell(number, seconds, min(violation, 0.0) if trial.feasible else max(violation, 0.01), trial)
+
+    def _enough(self, repeats: int) -> bool:
+        """Whether the search should end; ``stopped`` then says why."""
+        if self.book.spent >= self.limits.trials:
+            self.stopped = f"all {self.limits.trials} trials are used"
+        elif self.limits.timeout is not None and time.monotonic() - self.started > self.limits.timeout:
+            self.stopped = f"the time limit of {self.limits.timeout:g} s was reached"
+        elif repeats >= MOST_REPEATS:
+            self.stopped = "the space offers no further plan within the budget"
+        elif self._nothing_left():
+            self.stopped = "no plan can be faster than the best by more than the noise, by the refitted bound"
+        return bool(self.stopped)
+
+    def _nothing_left(self) -> bool:
+        """Whether the refitted solver's optimum, less the largest error seen of its predictions, is beaten already."""
+        best = self.book.best
+        candidates = [t for t in self.book.measured if t.encoding != "baseline"]
+        if best is None or best.measured is None or len(candidates) < len(self.space.margins):
+            return False
+        prices = self.prices
+        optimum = exact(self._problem(prices.scale, 0))
+        if not optimum.feasible:
+            return False
+        bound = prices.predict(self.unpriced, optimum.choices) - prices.error_seconds
+        return best.measured.step_seconds * (1 - best.measured.noise) <= bound
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _finals(self) -> Trial | None:
+        """Measure the best few again side by side, confirm the winner, and return it with its final numbers."""
+        finalists = self.book.ranking()[:FINALISTS]
+        while finalists:
+            winner = self._winner(finalists)
+            if self.confirm is None or (winner := self._confirmed(winner)).feasible:
+                return winner
+            finalists = [t for t in finalists if t.number != winner.number]
+        return None
+
+    def _winner(self, finalists: list[Trial]) -> Trial:
+        """The finalist that wins side by side; the times of the finals go into all trials that took part."""
+        taking_part = {t.number for t in finalists}
+        beside = [self.book.find(self.known[name]) for name in (NONE, ALL) if name in self.known]
+        extra = [t for t in beside if t is not None and t.measured is not None and t.number not in taking_part]
+        with self.clock.part("measured steps"):
+            final = play(finalists, extra, self._side_by_side, seconds=FINAL_SECONDS)
+        for number, times in final.times.items():
+            trial = self.book.trials[number]
+            self.book.put(trial.model_copy(update={"measured": remeasured(trial, times)}))
+        if final.undecided:
+            others = ", ".join(f"#{n}" for n in final.undecided)
+            self.notes.append(f"trial #{final.winner} and {others} cannot be told apart at the noise of this machine")
+        return self.book.trials[final.winner]
+
+    def _side_by_side(self, plans: Mapping[str, Mapping[str, Choice]], rounds: int) -> Mapping[str, list[float]]:
+        return self.measurer.compare(plans, rounds=rounds)
+
+    def _confirmed(self, winner: Trial) -> Trial:
+        """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""
+        assert self.confirm is not None and winner.measured is not None
+        with suppress(DeviceOutOfMemory), self.clock.part("measured steps"):
+            again = self.confirm(winner.choices, self.budget.bytes, CONFIRMING_STEPS)
+            if again.peak_bytes <= self.budget.bytes:
+                peak = max(again.peak_bytes, winner.measured.peak_bytes)
+                return self.book.put(
+                    winner.model_copy(update={"measured": winner.measured.model_copy(update={"peak_bytes": peak})})
+                )
+        where = f"over {CONFIRMING_STEPS} steps in a fresh process"
+        self.notes.append(f"trial #{winner.number} did not hold the budget {where}")
+        return self.book.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))

@@ -1,0 +1,70 @@
+"""What is searched for, wherever it runs, and how long each stage takes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from autockpt.schema import Budget, Listener, SearchSpace, StageTime, WorkloadSpec
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a search may work: real trials in all, wall seconds."""
+
+    trials: int
+    timeout: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One question: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model."""
+
+    name: str
+    spec: WorkloadSpec | None
+    settings: Mapping[str, Any]
+    budget: Budget
+    space: SearchSpace
+    limits: Limits
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def workload_key(self) -> str:
+        """What op times other than those of single ops depend on."""
+        described = self.spec.model_dump(mode="json") if self.spec else dict(self.settings)
+        return json.dumps([described, self.name], default=str)
+
+
+class Clock:
+    """Wall time by stage, told to the listener as it passes."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.stages: list[StageTime] = []
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[None]:
+        """Time the block as a stage of ``total`` steps where known."""
+        self.listener.stage(name, total)
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.stages.append(StageTime(name=name, seconds=time.monotonic() - begin))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time the block as a part of whatever stages it lies in; parts of one name add up."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - begin
+            earlier = sum(s.seconds for s in self.stages if s.part and s.name == name)
+            others = [s for s in self.stages if not (s.part and s.name == name)]
+            self.stages = [*others, StageTime(name=name, seconds=earlier + seconds, part=True)]

@@ -1,0 +1,20 @@
+"""The plans that everybody knows, by name: what a search is compared with and starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice
+
+NONE, ALL, EVERY_2, OFFLOAD_ALL, OURS = "none", "recompute all", "every-2", "offload all", "ours"
+
+
+def known_plans(units: Sequence[str], kinds: Sequence[str]) -> dict[str, dict[str, Choice]]:
+    """Choices by unit for each well-known plan that the allowed ``kinds`` can express."""
+    plans: dict[str, dict[str, Choice]] = {NONE: dict.fromkeys(units, SAVE)}
+    if "recompute" in kinds:
+        plans[ALL] = dict.fromkeys(units, RECOMPUTE)
+        plans[EVERY_2] = {name: RECOMPUTE if i % 2 == 0 else SAVE for i, name in enumerate(units)}
+    if "offload" in kinds:
+        plans[OFFLOAD_ALL] = dict.fromkeys(units, OFFLOAD)
+    return plans

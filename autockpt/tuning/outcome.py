@@ -1,0 +1,94 @@
+"""From what a search found to what people get: the plan, and the rows of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autockpt.schema import (
+    Choice,
+    Comparison,
+    Environment,
+    Plan,
+    PlanStatus,
+    Prediction,
+    ResolvedBudget,
+    Trial,
+    Unit,
+    Verdict,
+    WorkloadSpec,
+    plan_hash,
+)
+from autockpt.tuning.job import Job
+from autockpt.tuning.known import OURS
+from autockpt.workload import fingerprint
+
+_VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget", "out_of_memory": "out_of_memory"}
+
+
+def measured_rows(
+    known: Mapping[str, Mapping[str, Choice]], trials: Sequence[Trial], best: Trial | None
+) -> tuple[Comparison, ...]:
+    """The well-known plans that were tried, then ours."""
+    by_hash = {t.plan_hash: t for t in trials}
+    rows = [_row(name, by_hash[h]) for name, c in known.items() if (h := plan_hash(c)) in by_hash]
+    return (*rows, _row(OURS, best)) if best is not None else tuple(rows)
+
+
+def simulated_rows(predictions: Mapping[str, Prediction], *, seconds: bool) -> tuple[Comparison, ...]:
+    """Rows of a dry run. Without ``seconds`` only bytes are shown: nothing was ever timed here."""
+    return tuple(
+        Comparison(
+            name=name,
+            verdict="not_measured",
+            predicted=p if seconds else p.model_copy(update={"step_seconds": None}),
+        )
+        for name, p in predictions.items()
+    )
+
+
+def make_plan(
+    job: Job,
+    choices: Mapping[str, Choice],
+    units: Sequence[Unit],
+    environment: Environment,
+    budget: ResolvedBudget,
+    *,
+    source: PlanStatus,
+    rows: Sequence[Comparison],
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The plan with its provenance; ``rows`` end with the plan's own."""
+    ours = rows[-1]
+    spec: WorkloadSpec | None = job.spec
+    return Plan.create(
+        choices,
+        units,
+        model=job.name,
+        fingerprint=fingerprint(tuple(units)),
+        source=source,
+        workload=spec,
+        settings=plain(job.settings),
+        environment=environment,
+        budget=budget,
+        predicted=ours.predicted,
+        measured=ours.measured,
+        baselines=tuple(rows[:-1]),
+        notes=tuple(notes),
+    )
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool | None]:
+    """Settings as data: whatever is not a plain value, in words."""
+    return {k: v if isinstance(v, str | int | float | bool | None) else str(v) for k, v in settings.items()}
+
+
+def _row(name: str, trial: Trial) -> Comparison:
+    return Comparison(
+        name=name,
+        verdict=_VERDICTS.get(trial.state, "not_measured"),
+        predicted=trial.predicted,
+        measured=trial.measured,
+        plan_hash=trial.plan_hash,
+        note=f"trial #{trial.number}",
+    )

@@ -1,0 +1,70 @@
+"""Fit the profile's prices to what was measured, so that the next solve sees the device as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autockpt.schema import Choice, Problem, Trial, option_of
+
+PRIOR_WEIGHT = 0.3  # one measured trial outweighs the profile about three to one
+SCALE_RANGE = (0.2, 5.0)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``seconds ≈ base_seconds + Σ scale[kind] · priced seconds``; ``error_seconds`` is the largest miss so far."""
+
+    base_seconds: float
+    scale: dict[str, float] = field(default_factory=dict)
+    error_seconds: float = 0.0
+
+    def predict(self, problem: Problem, choices: Mapping[str, Choice]) -> float:
+        """Step seconds of an assignment. ``problem`` must carry unscaled prices."""
+        return self.base_seconds + sum(
+            self.scale.get(kind, 1.0) * seconds for kind, seconds in _features(problem, choices).items()
+        )
+
+
+def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
+    """Least squares with a prior at the profile's own numbers; robust to few trials.
+
+    ``problem`` must carry unscaled prices.
+    """
+    measured = [t for t in trials if t.measured is not None]
+    if not measured:
+        return Fit(problem.base_seconds)
+    rows = [_features(problem, t.choices) for t in measured]
+    kinds = sorted({kind for row in rows for kind in row})
+    seconds = np.array([t.measured.step_seconds for t in measured if t.measured])
+    matrix = np.array([[1.0] + [row.get(kind, 0.0) for kind in kinds] for row in rows])
+    # The prior pulls each scale to 1 with the weight of a fraction of a typical trial; the base is left free.
+    spread = np.maximum(np.abs(matrix[:, 1:]).max(axis=0, initial=0.0), 1e-9)
+    prior = np.hstack([np.zeros((len(kinds), 1)), np.diag(PRIOR_WEIGHT * spread)])
+    left = np.vstack([matrix, prior])
+    right = np.concatenate([seconds, PRIOR_WEIGHT * spread])
+    solution, *_ = np.linalg.lstsq(left, right, rcond=None)
+    scale = {kind: float(np.clip(value, *SCALE_RANGE)) for kind, value in zip(kinds, solution[1:], strict=True)}
+    base = float(np.median(seconds - matrix[:, 1:] @ np.array([scale[kind] for kind in kinds])))
+    partial = Fit(base, scale)
+    errors = [
+        abs(partial.predict(problem, t.choices) - t.measured.step_seconds) for t in measured if t.measured is not None
+    ]
+    return Fit(base, scale, max(errors))
+
+
+def unseen_bytes(trials: Sequence[Trial]) -> int:
+    """The most bytes by which a measured peak exceeded its prediction; zero where none did."""
+    return max([0, *(t.measured.peak_bytes - t.predicted.peak_bytes for t in trials if t.measured and t.predicted)])
+
+
+def _features(problem: Problem, choices: Mapping[str, Choice]) -> dict[str, float]:
+    """Priced extra seconds by choice kind, over all units."""
+    total: dict[str, float] = {}
+    for unit in problem.units:
+        choice = choices[unit.name]
+        if choice.kind != "save":
+            total[choice.kind] = total.get(choice.kind, 0.0) + option_of(unit, choice).seconds
+    return total

@@ -1,0 +1,313 @@
+"""The two doors of a search: ``run_search`` for a described workload, ``search`` for a live one in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from autockpt.devices import get_device
+from autockpt.errors import DeviceOutOfMemory, InfeasibleError, UsageError
+from autockpt.history.rundir import RunDirectory
+from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
+from autockpt.profiling import (
+    Profiled,
+    build_profile,
+    cached_op_times,
+    leanest,
+    measure_op_times,
+    nominal_op_times,
+    uniform_graphs,
+    used_by_others,
+)
+from autockpt.schema import (
+    Budget,
+    Choice,
+    Graph,
+    Listener,
+    Measurement,
+    Plan,
+    SearchOutcome,
+    SearchRequest,
+    SearchSpace,
+    Silence,
+    load_space,
+    parse_budget,
+)
+from autockpt.tracing import Tracer
+from autockpt.tuning.dryrun import foresee
+from autockpt.tuning.engine import Confirm, Engine
+from autockpt.tuning.job import Clock, Job, Limits
+from autockpt.tuning.outcome import make_plan, measured_rows, plain, simulated_rows
+from autockpt.workload import fingerprint, from_live
+
+Uniform = Mapping[str, tuple[dict[str, Choice], Graph]]
+
+
+def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
+    """Search for the workload that ``request`` describes; steps are measured in a worker process.
+
+    Writes the run's directory and plan. Raises UsageError, WorkloadError, InfeasibleError, RunDirectoryError or
+    MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the best plan so far.
+    """
+    clock = Clock(listener or Silence())
+    device = get_device(request.device)
+    with ExitStack() as stack:
+        # The worker imports and builds while the ghost runs go on here.
+        worker = None
+        if not request.dry_run:
+            worker = stack.enter_context(WorkerMeasurer(request.workload, request.device))
+        with clock.stage("trace"):
+            tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
+            uniform = _uniform(tracer, request.space)
+        job = Job(
+            name=request.workload.model,
+            spec=request.workload,
+            settings=dict(tracer.settings),
+            notes=(*request.notes, *tracer.notes, *uniform["save"][1].notes),
+            budget=request.budget,
+            space=request.space,
+            limits=Limits(request.trials, request.timeout, request.seed),
+        )
+        if worker is None:
+            outcome = _foreseen(job, tracer, uniform, clock, request.device)
+        else:
+            with clock.stage("build"):
+                environment = worker.environment
+            question = request.question(environment, model_fingerprint=fingerprint(tracer.units))
+            run = RunDirectory.enter(
+                request.out,
+                question,
+                model=job.name,
+                device=environment.device.kind,
+                budget=request.budget.text,
+                fresh=request.fresh,
+            )
+            stack.enter_context(run.lock())
+            run.add_command(request.command)
+            outcome = _searched(job, tracer, worker, uniform, run, request.storage or run.storage, clock)
+        if request.plan_out is not None and outcome.plan is not None:
+            set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
+            outcome = outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
+        return outcome
+
+
+def search(
+    model: Any,
+    batch: Any,
+    *,
+    budget: str | Budget,
+    step: Callable[[Any, Any], Any] | None = None,
+    optimizer: Any = None,
+    scaler: Any = None,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    autocast: Any = None,
+    full_step: Callable[[], Any] | None = None,
+    snapshot: tuple[Any, ...] = (),
+    space: str | SearchSpace = "knobs",
+    trials: int = 30,
+    timeout: float | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    listener: Listener | None = None,
+) -> Plan:
+    """Search for a live model, in this process: a second copy might not fit.
+
+    ``step(model, batch)`` returns the loss (default: ``model(**batch).loss``); backward, scaler, clipping and
+    ``optimizer`` are run by autockpt. ``budget`` is text such as "24GB", "60%", "60%act" or "auto". Weights, buffers,
+    optimizer, scaler, gradients and random state are the caller's again afterwards, bit for bit, after Ctrl-C too.
+    ``out`` is a folder for the run's directory; None keeps nothing on disk. Returns the best measured plan.
+
+    Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
+    nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was measured.
+    """
+    workload = from_live(
+        model,
+        batch,
+        step=step,
+        optimizer=optimizer,
+        scaler=scaler,
+        accumulate=accumulate,
+        max_grad_norm=max_grad_norm,
+        autocast=autocast,
+        full_step=full_step,
+        snapshot=snapshot,
+    )
+    chosen = load_space(space) if isinstance(space, str) else space
+    clock = Clock(listener or Silence())
+    with ExitStack() as stack:
+        measurer = stack.enter_context(LocalMeasurer(workload))
+        with clock.stage("trace"):
+            tracer = stack.enter_context(Tracer.from_workload(workload))
+            uniform = _uniform(tracer, chosen)
+        parsed = parse_budget(budget)
+        job = Job(
+            name=type(model).__name__,
+            spec=None,
+            settings=dict(workload.settings),
+            notes=(*workload.notes, *uniform["save"][1].notes),
+            budget=parsed,
+            space=chosen,
+            limits=Limits(trials, timeout, seed),
+        )
+        run = None
+        if out is not None:
+            run = _directory_of_live(job, measurer, tracer, Path(out))
+            stack.enter_context(run.lock())
+        outcome = _searched(job, tracer, measurer, uniform, run, run.storage if run else "sqlite://", clock)
+    if outcome.plan is None:
+        raise KeyboardInterrupt
+    return outcome.plan
+
+
+def _uniform(tracer: Tracer, space: SearchSpace) -> Uniform:
+    """Ghost runs of the uniform plans; refuses a model without blocks to choose for."""
+    blocks = tuple(u for u in tracer.units if u.role == "block")
+    if not blocks:
+        raise UsageError(
+            "the model has no repeated blocks, so there is nothing to choose per layer",
+            remedy="autockpt plans for members of an nn.ModuleList or nn.Sequential, and for transformers' layers.",
+        )
+    return uniform_graphs(tracer, blocks, space.choices)
+
+
+def _directory_of_live(job: Job, measurer: Measurer, tracer: Tracer, out: Path) -> RunDirectory:
+    """The run's directory of a live model: its question is the structure and everything else that was said."""
+    environment = measurer.environment
+    question = {
+        "model": job.name,
+        "model_fingerprint": fingerprint(tracer.units),
+        "settings": plain(job.settings),
+        "budget": job.budget.text,
+        "space": job.space.model_dump(mode="json", exclude={"description"}),
+        "device": environment.device.model_dump(mode="json", exclude={"overhead_bytes"}),
+        "seed": job.limits.seed,
+    }
+    return RunDirectory.enter(out, question, model=job.name, device=environment.device.kind, budget=job.budget.text)
+
+
+def _profiled(job: Job, tracer: Tracer, measurer: Measurer, uniform: Uniform) -> Profiled:
+    """Op times, menus and predictions of the workload on the measurer's device."""
+    choices, graph = leanest(uniform)
+    try:
+        times = measure_op_times(measurer, graph, choices, job.workload_key)
+    except DeviceOutOfMemory as error:
+        raise InfeasibleError(
+            f"the leanest plan does not run on this device: {error.message}",
+            remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
+            smallest_peak=graph.peak_bytes,
+        ) from None
+    return build_profile(tracer, times, uniform, used_by_others=used_by_others(measurer))
+
+
+def _searched(
+    job: Job,
+    tracer: Tracer,
+    measurer: Measurer,
+    uniform: Uniform,
+    run: RunDirectory | None,
+    storage: str,
+    clock: Clock,
+) -> SearchOutcome:
+    """Profile, search and write the plan."""
+    environment = measurer.environment
+    with clock.stage("profile"):
+        profiled = _profiled(job, tracer, measurer, uniform)
+    if run is not None:
+        run.write_environment(environment)
+        run.write_graph(profiled.base)
+        run.write_profile(profiled.profile)
+    engine = Engine(
+        profiled=profiled,
+        measurer=measurer,
+        budget=job.budget,
+        space=job.space,
+        limits=job.limits,
+        run=run,
+        storage=storage,
+        clock=clock,
+        confirm=_confirmation(job, measurer),
+    )
+    found = engine.run()
+    rows = measured_rows(engine.known, found.trials, found.best)
+    plan = None
+    if found.best is not None:
+        plan = make_plan(
+            job,
+            found.best.choices,
+            tracer.units,
+            environment,
+            found.budget,
+            source="measured",
+            rows=rows,
+            notes=found.notes,
+        )
+        if run is not None:
+            run.write_plan(plan)
+    return SearchOutcome(
+        plan=plan,
+        budget=found.budget,
+        device=environment.device,
+        rows=rows,
+        settings=plain(job.settings),
+        binding=found.binding,
+        interrupted=found.interrupted,
+        resumed=found.resumed,
+        measured_trials=sum(t.measured is not None for t in found.trials),
+        stopped=found.stopped,
+        run_directory=run.path if run else None,
+        plan_path=run.plan_path if run and plan else None,
+        set_aside=run.set_aside if run else None,
+        smallest_peak=found.smallest_peak,
+        stages=tuple(clock.stages),
+        notes=(*job.notes, *found.notes),
+    )
+
+
+def _foreseen(job: Job, tracer: Tracer, uniform: Uniform, clock: Clock, device_name: str | None) -> SearchOutcome:
+    """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
+    device = get_device(device_name)
+    environment = environment_of(device)
+    _, graph = leanest(uniform)
+    times = cached_op_times(environment, graph, job.workload_key)
+    notes = list(job.notes)
+    if times is None:
+        notes.append(
+            "no op times of this workload are known on this device: choices were ranked by nominal rates, "
+            "and no step times are given (a search without --dry-run measures them)"
+        )
+    with clock.stage("solve"):
+        times_used = times or nominal_op_times(environment, graph)
+        profiled = build_profile(tracer, times_used, uniform, used_by_others=device.used_by_others())
+        foreseen = foresee(profiled, job.budget, job.space)
+    rows = simulated_rows(foreseen.predictions, seconds=times is not None)
+    chosen, resolved = foreseen.choices, foreseen.budget
+    return SearchOutcome(
+        plan=make_plan(job, chosen, tracer.units, environment, resolved, source="simulated", rows=rows, notes=notes),
+        budget=resolved,
+        device=environment.device,
+        rows=rows,
+        settings=plain(job.settings),
+        binding=foreseen.binding,
+        dry_run=True,
+        stopped="dry run",
+        smallest_peak=foreseen.smallest_peak,
+        stages=tuple(clock.stages),
+        notes=tuple(notes),
+    )
+
+
+def _confirmation(job: Job, measurer: Measurer) -> Confirm | None:
+    """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway."""
+    spec = job.spec
+    if spec is None or not isinstance(measurer, WorkerMeasurer) or not measurer.environment.device.enforces_limit:
+        return None
+
+    def confirm(choices: Mapping[str, Choice], budget_bytes: int, steps: int) -> Measurement:
+        measurer.rest()  # two processes on one device would take each other's memory
+        with WorkerMeasurer(spec, measurer.device_name, budget_bytes=budget_bytes) as fresh:
+            return fresh.measure(choices, steps=steps)
+
+    return confirm

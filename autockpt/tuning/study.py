@@ -1,0 +1,98 @@
+"""Optuna behind one small class: ask for parameters, tell what was measured. The only importer of optuna."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
+from optuna.trial import TrialState
+
+from autockpt.errors import RunDirectoryError, UsageError
+from autockpt.schema import SearchSpace, Trial
+
+Parameters = dict[str, float | int | str]
+
+
+class Study:
+    """One study over a search space.
+
+    A trial that ran out of memory or over the budget is told as complete, with its predicted time and a positive
+    violation: told as failed it would teach the sampler nothing.
+    """
+
+    def __init__(self, space: SearchSpace, units: tuple[str, ...], *, name: str, storage: str, seed: int) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        logging.getLogger("alembic").setLevel(logging.ERROR)
+        self.distributions = _distributions(space, units)
+        self._open: dict[int, optuna.Trial] = {}
+        try:
+            self._study = optuna.create_study(
+                study_name=name,
+                storage=storage,
+                sampler=_sampler(space, seed),
+                direction="minimize",
+                load_if_exists=True,
+            )
+            self._reap()
+        except Exception as error:  # optuna passes on whatever the database driver raises
+            raise RunDirectoryError(
+                f"the Optuna study at {storage} cannot be opened: {str(error).splitlines()[0]}",
+                remedy="Move the file away (nothing in it was changed), name another --storage, or use --fresh.",
+            ) from error
+
+    def _reap(self) -> None:
+        """Trials left running by a killed search would hold their place for ever."""
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            self._study.tell(trial.number, state=TrialState.FAIL)
+
+    def enqueue(self, points: Iterable[Mapping[str, Any]]) -> None:
+        """Try these points before the sampler's own, again where they were tried: what they mean may have changed."""
+        for parameters in points:
+            self._study.enqueue_trial(dict(parameters))
+
+    def ask(self) -> tuple[int, Parameters]:
+        """The next point to try: Optuna's trial number and its parameters."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trial = self._study.ask(self.distributions)
+        self._open[trial.number] = trial
+        return trial.number, dict(trial.params)
+
+    def tell(self, number: int, seconds: float, violation: float, record: Trial) -> None:
+        """What became of it: step seconds (measured, or predicted where it did not fit) and the budget's violation.
+
+        ``violation`` is (peak − budget) / budget: zero or less where the plan fits.
+        """
+        trial = self._open.pop(number)
+        trial.set_constraint("over_budget", violation)
+        trial.set_user_attr("plan_hash", record.plan_hash)
+        trial.set_user_attr("choices", {name: str(c) for name, c in record.choices.items()})
+        trial.set_user_attr("trial", record.number)
+        self._study.tell(trial, seconds)
+
+    def fail(self, number: int) -> None:
+        """The trial could not be completed for a reason that says nothing about its parameters."""
+        self._study.tell(self._open.pop(number), state=TrialState.FAIL)
+
+
+def _distributions(space: SearchSpace, units: tuple[str, ...]) -> dict[str, BaseDistribution]:
+    if space.encoding == "layers":
+        return {name: CategoricalDistribution(tuple(space.choices)) for name in units}
+    return {name: FloatDistribution(knob.low, knob.high, log=knob.log) for name, knob in space.knobs.items()}
+
+
+def _sampler(space: SearchSpace, seed: int) -> BaseSampler:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # multivariate TPE is marked experimental
+        if space.sampler == "gp":
+            return GPSampler(seed=seed, n_startup_trials=4)
+        if space.sampler == "tpe":
+            return TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
+        if space.sampler == "random":
+            return RandomSampler(seed=seed)
+    raise UsageError(f"unknown sampler {space.sampler!r}", remedy="Use gp, tpe or random.")

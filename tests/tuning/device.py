@@ -1,0 +1,76 @@
+"""A made-up device for searches: its true op times differ from what the profile believes, and it makes noise."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from autockpt.errors import DeviceOutOfMemory
+from autockpt.profiling import Profiled, build_profile, uniform_graphs
+from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, parse_choice
+from autockpt.simulator import simulate
+from tests.profiling.steps import SECONDS, step
+
+CAPACITY = 1_000_000
+
+
+class MadeUpDevice:
+    """Measures made-up steps. ``f`` and the copies really take other times than the profile says."""
+
+    def __init__(self, units: int = 6, *, noise: float = 0.0, capacity: int = CAPACITY, unseen: int = 0) -> None:
+        self.names = [f"layers.{i}" for i in range(units)]
+        self.noise, self.capacity, self.unseen = noise, capacity, unseen
+        self.draw = random.Random(0)
+        self.measured: list[dict[str, Choice]] = []
+        self.interrupt_after: int | None = None
+        info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=CAPACITY)
+        self.environment = Environment(device=info, versions={"autockpt": "0"})
+
+    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
+        return step(self.names, choices)
+
+    def true_seconds(self, choices: Mapping[str, Choice]) -> float:
+        times = SECONDS | {"f": 1.3}
+        return simulate(self.trace(choices), times, bandwidth_out=25.0, bandwidth_in=25.0).step_seconds
+
+    def true_peak(self, choices: Mapping[str, Choice]) -> int:
+        return self.trace(choices).peak_bytes + self.unseen
+
+    def profiled(self, kinds: tuple[str, ...] = ("save", "recompute", "offload")) -> Profiled:
+        times = OpTimes(environment=self.environment, seconds=SECONDS, copy_out_bandwidth=40.0, copy_in_bandwidth=40.0)
+        blocks = [u for u in self.trace().units if u.role == "block"]
+        return build_profile(self, times, uniform_graphs(self, blocks, kinds))
+
+    def measure(
+        self, choices: Mapping[str, Choice], *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
+    ) -> Measurement:
+        if self.interrupt_after is not None and len(self.measured) >= self.interrupt_after:
+            raise KeyboardInterrupt
+        self.measured.append(dict(choices))
+        peak = self.true_peak(choices)
+        if peak > self.capacity:
+            raise DeviceOutOfMemory("the made-up device is full")
+        return Measurement(peak_bytes=peak, step_seconds=self._noisy(choices), noise=self.noise, steps=steps)
+
+    def compare(
+        self, plans: Mapping[str, Mapping[str, Choice]], *, rounds: int = 5, budget_bytes: int | None = None
+    ) -> dict[str, list[float]]:
+        return {name: [self._noisy(choices) for _ in range(rounds)] for name, choices in plans.items()}
+
+    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError(ref)
+
+    def close(self) -> None: ...
+
+    def _noisy(self, choices: Mapping[str, Choice]) -> float:
+        return self.true_seconds(choices) * (1 + self.draw.gauss(0, self.noise))
+
+    def optimum(self, budget: int) -> float:
+        """Seconds of the fastest plan within the budget, by trying all."""
+        kinds = [parse_choice(k) for k in ("save", "recompute", "offload")]
+        plans = (
+            dict(zip(self.names, picks, strict=True)) for picks in itertools.product(kinds, repeat=len(self.names))
+        )
+        return min(self.true_seconds(p) for p in plans if self.true_peak(p) <= budget)

@@ -1,0 +1,173 @@
+"""The search keeps its promises on a made-up device whose optimum is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autockpt.errors import InfeasibleError, RunDirectoryError
+from autockpt.history.rundir import RunDirectory
+from autockpt.schema import SAVE, Measurement, Silence, Trial, load_space, parse_budget, plan_hash
+from autockpt.tuning.engine import Engine, Found
+from autockpt.tuning.job import Clock, Limits
+from tests.tuning.device import MadeUpDevice
+
+
+class Watcher(Silence):
+    def __init__(self) -> None:
+        self.trials: list[Trial] = []
+        self.stages: list[str] = []
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self.stages.append(name)
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        self.trials.append(trial)
+
+
+def run_in(tmp_path: Path, question: str = "q") -> RunDirectory:
+    return RunDirectory.enter(tmp_path, {"question": question}, model="m", device="cpu", budget="60%")
+
+
+def search(
+    device: MadeUpDevice,
+    budget: str,
+    *,
+    space: str = "knobs",
+    trials: int = 20,
+    run: RunDirectory | None = None,
+    listener: Any = None,
+    **rest: Any,
+) -> Found:
+    storage = run.storage if run else "sqlite://"
+    engine = Engine(
+        profiled=device.profiled(),
+        measurer=device,
+        budget=parse_budget(budget),
+        space=load_space(space),
+        limits=Limits(trials),
+        run=run,
+        storage=storage,
+        clock=Clock(listener or Silence()),
+        **rest,
+    )
+    return engine.run()
+
+
+@pytest.mark.parametrize("space", ["knobs", "layers"])
+@pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
+def test_names_a_plan_close_to_the_optimum_although_the_profile_is_wrong(space: str, budget: str) -> None:
+    device = MadeUpDevice()
+    found = search(device, budget, space=space)
+    assert found.best is not None and found.best.measured is not None
+    assert found.best.measured.peak_bytes <= found.budget.bytes
+    assert device.true_seconds(found.best.choices) <= 1.03 * device.optimum(found.budget.bytes)
+
+
+def test_never_slower_than_the_known_plans_that_fit_under_noise() -> None:
+    device = MadeUpDevice(8, noise=0.02)
+    found = search(device, "55%act")
+    fitting = [t for t in found.trials if t.encoding == "baseline" and t.feasible]
+    assert found.best is not None and fitting
+    assert device.true_seconds(found.best.choices) <= 1.01 * min(device.true_seconds(t.choices) for t in fitting)
+
+
+def test_no_plan_is_measured_twice() -> None:
+    device = MadeUpDevice()
+    found = search(device, "50%act")
+    hashes = [plan_hash(c) for c in device.measured]
+    assert len(hashes) == len(set(hashes))
+    assert [t.number for t in found.trials] == list(range(len(found.trials)))
+
+
+def test_says_so_where_the_budget_does_not_bind() -> None:
+    found = search(MadeUpDevice(), "100%")
+    assert not found.binding
+    assert found.best is not None and all(choice == SAVE for choice in found.best.choices.values())
+
+
+def test_an_impossible_budget_is_refused_before_any_step() -> None:
+    device = MadeUpDevice()
+    with pytest.raises(InfeasibleError) as caught:
+        search(device, "0.9KB")
+    assert device.measured == []
+    assert caught.value.smallest_peak is not None and caught.value.smallest_peak > 1000
+    assert "leanest plan" in caught.value.message
+
+
+def test_what_does_not_fit_the_device_is_an_out_of_memory_trial_and_the_rest_goes_on() -> None:
+    full = MadeUpDevice().true_peak({})
+    device = MadeUpDevice(capacity=full - 1)
+    found = search(device, "60%act")
+    states = {t.name: t.state for t in found.trials}
+    assert states["none"] == "out_of_memory"
+    assert found.best is not None and found.best.feasible
+    assert any("simulated" in note for note in found.notes)
+
+
+def test_bytes_that_ghost_runs_miss_are_learned_from_the_baselines() -> None:
+    device = MadeUpDevice(unseen=12)
+    found = search(device, "50%act")
+    assert found.best is not None and found.best.measured is not None
+    assert found.best.measured.peak_bytes <= found.budget.bytes
+
+
+def test_a_winner_that_does_not_hold_in_a_fresh_process_is_not_named() -> None:
+    refused: list[str] = []
+
+    def confirm(choices: Any, budget: int, steps: int) -> Measurement:
+        refused.append(plan_hash(choices))
+        return Measurement(peak_bytes=budget + (1 if len(refused) == 1 else 0), step_seconds=1.0)
+
+    found = search(MadeUpDevice(), "50%act", confirm=confirm)
+    assert found.best is not None
+    assert found.best.plan_hash != refused[0]
+    assert any("fresh process" in note for note in found.notes)
+
+
+def test_an_interrupt_keeps_everything_and_names_the_best_so_far(tmp_path: Path) -> None:
+    device = MadeUpDevice()
+    device.interrupt_after = 5
+    run = run_in(tmp_path)
+    found = search(device, "50%act", run=run)
+    assert found.interrupted
+    assert found.best is not None and found.best.feasible
+    assert len(run.trials()) == 5
+
+
+def test_the_same_question_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    device = MadeUpDevice()
+    device.interrupt_after = 5
+    search(device, "50%act", run=run_in(tmp_path))
+    device.interrupt_after = None
+    found = search(device, "50%act", run=run_in(tmp_path))
+    hashes = [plan_hash(c) for c in device.measured]
+    assert found.resumed == 5
+    assert len(hashes) == len(set(hashes))
+    assert found.best is not None
+
+
+def test_a_corrupt_study_is_an_error_that_names_the_file_and_changes_nothing(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    damaged = run.path / "study.db"
+    damaged.write_bytes(b"this is no database" * 100)
+    with pytest.raises(RunDirectoryError, match="cannot be opened"):
+        search(MadeUpDevice(), "50%act", run=run)
+    assert damaged.read_bytes() == b"this is no database" * 100
+
+
+def test_trials_are_written_with_their_choices_and_the_listener_hears_of_each(tmp_path: Path) -> None:
+    watcher = Watcher()
+    run = run_in(tmp_path)
+    found = search(MadeUpDevice(), "50%act", run=run, listener=watcher)
+    assert [t.number for t in watcher.trials] == [t.number for t in run.trials()]
+    assert watcher.stages == ["baselines", "search", "finals"]
+    assert found.best is not None and run.trials()[found.best.number].measured == found.best.measured
+
+
+def test_the_number_of_trials_is_a_limit() -> None:
+    device = MadeUpDevice(8, noise=0.01)
+    search(device, "50%act", trials=6)
+    assert len(device.measured) <= 6

@@ -1,0 +1,93 @@
+"""Refitting prices to measurements recovers what the device really does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autockpt.schema import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Choice,
+    Measurement,
+    Option,
+    Prediction,
+    Problem,
+    Trial,
+    UnitOptions,
+    plan_hash,
+)
+from autockpt.tuning.refit import SCALE_RANGE, fit, unseen_bytes
+
+
+def problem(units: int = 4) -> Problem:
+    options = (
+        Option(choice=SAVE, seconds=0.0, kept=100, forward=100, backward=100),
+        Option(choice=RECOMPUTE, seconds=0.02, kept=10, forward=100, backward=100),
+        Option(choice=OFFLOAD, seconds=0.03, kept=5, forward=100, backward=100),
+    )
+    return Problem(
+        units=tuple(UnitOptions(name=f"layers.{i}", options=options) for i in range(units)),
+        points=(),
+        budget=1000,
+        base_seconds=1.0,
+    )
+
+
+def trial(choices: dict[str, Choice], seconds: float, *, predicted: int = 500, measured: int = 500) -> Trial:
+    return Trial(
+        number=0,
+        name="t",
+        encoding="knobs",
+        choices=choices,
+        plan_hash=plan_hash(choices),
+        state="measured",
+        feasible=True,
+        predicted=Prediction(peak_bytes=predicted),
+        measured=Measurement(peak_bytes=measured, step_seconds=seconds),
+    )
+
+
+def plan(*choices: Choice) -> dict[str, Choice]:
+    return {f"layers.{i}": choice for i, choice in enumerate(choices)}
+
+
+def test_without_measurements_the_profile_stands() -> None:
+    fitted = fit(problem(), [])
+    assert fitted.base_seconds == 1.0
+    assert fitted.predict(problem(), plan(SAVE, RECOMPUTE, RECOMPUTE, OFFLOAD)) == pytest.approx(1.07)
+
+
+@given(base=st.floats(0.1, 10), recompute=st.floats(0.4, 2.5), offload=st.floats(0.4, 2.5))
+def test_recovers_prices_from_noise_free_trials(base: float, recompute: float, offload: float) -> None:
+    plans = [
+        plan(SAVE, SAVE, SAVE, SAVE),
+        plan(RECOMPUTE, RECOMPUTE, RECOMPUTE, RECOMPUTE),
+        plan(OFFLOAD, OFFLOAD, OFFLOAD, OFFLOAD),
+        plan(SAVE, RECOMPUTE, SAVE, RECOMPUTE),
+        plan(OFFLOAD, SAVE, OFFLOAD, SAVE),
+    ]
+
+    def truth(choices: dict[str, Choice]) -> float:
+        kinds = [c.kind for c in choices.values()]
+        return base + 0.02 * recompute * kinds.count("recompute") + 0.03 * offload * kinds.count("offload")
+
+    fitted = fit(problem(), [trial(p, truth(p)) for p in plans])
+    unseen = plan(RECOMPUTE, OFFLOAD, SAVE, RECOMPUTE)
+    assert fitted.predict(problem(), unseen) == pytest.approx(truth(unseen), abs=0.02)
+    assert fitted.error_seconds < 0.02
+
+
+def test_one_wild_measurement_cannot_make_a_choice_free() -> None:
+    wild = trial(plan(RECOMPUTE, RECOMPUTE, RECOMPUTE, RECOMPUTE), 0.1)
+    calm = trial(plan(SAVE, SAVE, SAVE, SAVE), 1.0)
+    fitted = fit(problem(), [calm, wild])
+    assert SCALE_RANGE[0] <= fitted.scale["recompute"] <= SCALE_RANGE[1]
+
+
+def test_bytes_that_ghost_runs_miss_are_kept_as_headroom() -> None:
+    trials = [trial(plan(SAVE, SAVE, SAVE, SAVE), 1.0, predicted=500, measured=530)]
+    assert unseen_bytes(trials) == 30
+    assert unseen_bytes([trial(plan(SAVE, SAVE, SAVE, SAVE), 1.0, predicted=500, measured=480)]) == 0
