@@ -1,0 +1,30 @@
+"""What each choice costs on each kind of unit: op times, menus, the planning problem, predictions."""
+
+from autockpt.profiling.menus import build_menus
+from autockpt.profiling.nominal import nominal_op_times
+from autockpt.profiling.predictor import Predictor
+from autockpt.profiling.problem import build_problem, point_bytes
+from autockpt.profiling.profile import (
+    Profiled,
+    build_profile,
+    cached_op_times,
+    leanest,
+    measure_op_times,
+    uniform_graphs,
+    used_by_others,
+)
+
+__all__ = [
+    "Predictor",
+    "Profiled",
+    "build_menus",
+    "build_problem",
+    "build_profile",
+    "cached_op_times",
+    "leanest",
+    "measure_op_times",
+    "nominal_op_times",
+    "point_bytes",
+    "uniform_graphs",
+    "used_by_others",
+]

@@ -1,0 +1,82 @@
+"""Op times kept between runs: one file per device and versions, one entry per op signature."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from autockpt.schema import Environment, OpTimes
+from autockpt.schema.base import Data
+from autockpt.schema.files import atomic_write
+
+
+class _Workload(Data):
+    """What belongs to one workload rather than to single ops; seconds."""
+
+    optimizer_seconds: float
+    host_seconds: float
+
+
+class _Table(Data):
+    environment: Environment
+    seconds: dict[str, float] = Field(default_factory=dict)
+    workloads: dict[str, _Workload] = Field(default_factory=dict)
+    copy_out_bandwidth: float = 0.0
+    copy_in_bandwidth: float = 0.0
+
+
+def cache_directory() -> Path:
+    """``AUTOCKPT_CACHE``, else ``autockpt`` in the user's cache directory."""
+    if own := os.environ.get("AUTOCKPT_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autockpt"
+
+
+def lookup(environment: Environment, workload: str, signatures: Iterable[str]) -> OpTimes | None:
+    """Cached op times, if they cover this workload and all its signatures; None otherwise."""
+    table = _read(environment)
+    if table is None or workload not in table.workloads or any(s not in table.seconds for s in signatures):
+        return None
+    own = table.workloads[workload]
+    return OpTimes(
+        environment=environment,
+        seconds=table.seconds,
+        optimizer_seconds=own.optimizer_seconds,
+        host_seconds=own.host_seconds,
+        copy_out_bandwidth=table.copy_out_bandwidth,
+        copy_in_bandwidth=table.copy_in_bandwidth,
+    )
+
+
+def store(times: OpTimes, workload: str) -> None:
+    """Add op times to the cache. A cache that cannot be written is no error: the next run measures again."""
+    known = _read(times.environment) or _Table(environment=times.environment)
+    own = _Workload(optimizer_seconds=times.optimizer_seconds, host_seconds=times.host_seconds)
+    table = _Table(
+        environment=times.environment,
+        seconds=known.seconds | times.seconds,
+        workloads=known.workloads | {workload: own},
+        copy_out_bandwidth=times.copy_out_bandwidth,
+        copy_in_bandwidth=times.copy_in_bandwidth,
+    )
+    with suppress(OSError):
+        path = _path(times.environment)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, table.model_dump_json())
+
+
+def _read(environment: Environment) -> _Table | None:
+    with suppress(OSError, ValidationError):
+        return _Table.model_validate_json(_path(environment).read_bytes())
+    return None
+
+
+def _path(environment: Environment) -> Path:
+    text = json.dumps(environment.model_dump(mode="json"), sort_keys=True)
+    return cache_directory() / "op_times" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

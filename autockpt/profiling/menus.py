@@ -1,0 +1,230 @@
+"""What each choice costs on each kind of unit, read off ghost runs: no choice needs a cost model of its own.
+
+A choice is ghost-run on one unit with all others saving; every number is a difference to the save-everything run, so
+it includes all that the choice really does. What a choice keeps alive that all units share (an attention mask, rotary
+tables) is left out of what a unit keeps, or it would be counted once per unit. What an offloaded unit leaves behind
+for a while (bytes on their way out, or back early) falls into its neighbours' time; it is charged to the unit itself,
+as if the neighbours did the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autockpt.profiling.segments import Segment, segment_peaks, segments
+from autockpt.schema.choices import SAVE, Choice
+from autockpt.schema.graph import Graph, Unit
+from autockpt.schema.profile import Menu, MenuItem
+from autockpt.simulator import Simulation, bytes_timeline
+
+
+def representatives(blocks: Iterable[Unit]) -> dict[int, Unit]:
+    """The unit of each kind that choices are ghost-run on: a middle one, since the first and the last are special."""
+    by_kind: dict[int, list[Unit]] = {}
+    for unit in blocks:
+        by_kind.setdefault(unit.kind, []).append(unit)
+    return {kind: units[len(units) // 2] for kind, units in by_kind.items()}
+
+
+def build_menus(
+    base: Graph, variants: Mapping[tuple[int, Choice], Graph], simulation: Callable[[Graph], Simulation]
+) -> tuple[Menu, ...]:
+    """The menu of every kind of unit, ``save`` first, then the choices that ``variants`` hold.
+
+    ``base`` is the ghost run with every unit on save; ``variants[kind, choice]`` the one with ``choice`` on the kind's
+    representative alone; ``simulation`` gives a graph's seconds on the device. Bytes are peaks over all micro-batches.
+    """
+    units = [u.name for u in base.blocks()]
+    plain = _Run.of(base, units, simulation)
+    menus = []
+    for kind, unit in representatives(base.blocks()).items():
+        index = units.index(unit.name)
+        changes = {
+            choice: _change(plain, _Run.of(graph, units, simulation), index, unit.name)
+            for (of_kind, choice), graph in variants.items()
+            if of_kind == kind
+        }
+        menus.append(Menu(kind=kind, representative=unit.name, items=_items(plain, index, unit.name, changes)))
+    return tuple(menus)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A ghost run, cut up, with its seconds."""
+
+    graph: Graph
+    units: Sequence[str]
+    parts: tuple[Segment, ...]
+    peaks: dict[tuple, int]
+    simulation: Simulation
+
+    @classmethod
+    def of(cls, graph: Graph, units: Sequence[str], simulation: Callable[[Graph], Simulation]) -> _Run:
+        parts = segments(graph, units)
+        peaks = {s.key: peak for s, peak in zip(parts, segment_peaks(graph, parts), strict=True)}
+        return cls(graph, units, parts, peaks, simulation(graph))
+
+    def foreign_bytes(self, key: tuple, mine: set[str]) -> int:
+        """Bytes of activations made outside the units ``mine`` and alive at the peak of a segment."""
+        part = next((s for s in self.parts if s.key == key), None)
+        if part is None:
+            return 0
+        at = part.first + int(np.argmax(bytes_timeline(self.graph)[part.first : part.end]))
+        return sum(
+            s.bytes
+            for s in self.graph.storages
+            if s.kind == "activation"
+            and s.unit not in mine
+            and 0 <= s.birth <= at
+            and (s.death is None or s.death >= at)
+        )
+
+    def seconds(self, unit: str, phase: str) -> float:
+        return self.simulation.seconds_by_unit[unit][phase]
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a choice changes against saving: bytes while the unit is kept, runs forward, runs backward; seconds."""
+
+    kept: int
+    forward: int
+    backward: int
+    forward_seconds: float
+    backward_seconds: float
+    recompute_seconds: float
+    copy_seconds: float
+
+
+def _change(plain: _Run, variant: _Run, index: int, name: str) -> _Change:
+    kept, forward, backward = _byte_changes(plain, variant, index)
+    times = {phase: variant.seconds(name, phase) for phase in ("forward", "backward", "recompute")}
+    return _Change(
+        kept=kept,
+        forward=forward,
+        backward=backward,
+        forward_seconds=times["forward"],
+        backward_seconds=times["backward"],
+        recompute_seconds=times["recompute"],
+        copy_seconds=_copy_seconds(plain.simulation, variant.simulation, times),
+    )
+
+
+def _byte_changes(plain: _Run, variant: _Run, index: int) -> tuple[int, int, int]:
+    """Differences in kept, forward and backward bytes; the most of any micro-batch."""
+    found: list[tuple[int, int, int]] = []
+    mine = set(
+        plain.units[max(0, index - 1) : index + 1]
+    )  # an input that only this unit keeps is its neighbour's output
+    for m in sorted({s.micro_batch for s in plain.parts}):
+        kept_at, own, neighbours = _places(plain.parts, m, index)
+        if kept_at is None:
+            continue
+        kept = variant.peaks.get(kept_at, plain.peaks[kept_at]) - plain.peaks[kept_at]
+        shared = max(0, variant.foreign_bytes(kept_at, mine) - plain.foreign_bytes(kept_at, mine))
+        both = []
+        for place in ("forward", "backward"):
+            changed = _differences(plain, variant, own[place])
+            left_behind = sum(max(0, d - kept) for d in _differences(plain, variant, neighbours[place]))
+            both.append(sum(changed) + left_behind)
+        found.append((kept - shared, both[0], both[1]))
+    if not found:
+        return 0, 0, 0
+    return max(f[0] for f in found), max(f[1] for f in found), max(f[2] for f in found)
+
+
+def _places(parts: Sequence[Segment], m: int, index: int) -> tuple[tuple | None, dict, dict]:
+    """Where the kept bytes of a unit show in micro-batch ``m``, its own segments, and those of units run meanwhile."""
+    forwards = [s for s in parts if s.micro_batch == m and s.place == "forward"]
+    backwards = [s for s in parts if s.micro_batch == m and s.place == "backward"]
+    own_forward = next((s for s in forwards if s.unit == index), None)
+    if own_forward is None:
+        return None, {}, {}
+    own_backward = next((s for s in backwards if s.unit == index), None)
+    turn = min((s.first for s in backwards), default=parts[-1].end)
+    between = [s for s in parts if s.micro_batch == m and own_forward.end <= s.first]
+    between = [s for s in between if own_backward is None or s.end <= own_backward.first]
+    # The turn from forward to backward (head and loss) is where nothing is on its way; failing that, the nearest part.
+    rest = min(
+        between, key=lambda s: (s.end != turn, s.place in ("forward", "backward"), abs(s.end - turn)), default=None
+    )
+    own = {"forward": [own_forward], "backward": [own_backward] if own_backward else []}
+    neighbours = {
+        "forward": [s for s in forwards if s.first >= own_forward.end],
+        "backward": [s for s in backwards if own_backward is not None and s.end <= own_backward.first],
+    }
+    return (rest or own_forward).key, own, neighbours
+
+
+def _differences(plain: _Run, variant: _Run, parts: Sequence[Segment]) -> list[int]:
+    return [variant.peaks[s.key] - plain.peaks[s.key] for s in parts if s.key in variant.peaks]
+
+
+def _copy_seconds(plain: Simulation, variant: Simulation, times: Mapping[str, float]) -> float:
+    """Time that copies add to the step: seen in the simulation, or as it would be were every unit to copy as much.
+
+    One unit's copies hide behind its neighbours' compute; if all copy, each has only its own compute to hide behind.
+    """
+    seen = variant.copy_seconds - plain.copy_seconds
+    out = variant.queue_seconds["out"] - plain.queue_seconds["out"] - times["forward"]
+    back = variant.queue_seconds["in"] - plain.queue_seconds["in"] - times["backward"] - times["recompute"]
+    return max(0.0, seen, max(0.0, out) + max(0.0, back))
+
+
+def _items(plain: _Run, index: int, name: str, changes: Mapping[Choice, _Change]) -> tuple[MenuItem, ...]:
+    """Menu items on a common level: differences on top of what the unit holds when it saves, never below zero."""
+    still = _Change(0, 0, 0, plain.seconds(name, "forward"), plain.seconds(name, "backward"), 0.0, 0.0)
+    kept, forward, backward = _saved_levels(plain, index, name)
+    kept = max(kept, *(-c.kept for c in changes.values()), 0)
+    forward = max(forward, *(-c.forward for c in changes.values()), 0)
+    backward = max(backward, *(-c.backward for c in changes.values()), 0)
+    return tuple(
+        MenuItem(
+            choice=choice,
+            kept_bytes=kept + c.kept,
+            forward_peak_bytes=forward + c.forward,
+            backward_peak_bytes=backward + c.backward,
+            forward_seconds=c.forward_seconds,
+            backward_seconds=c.backward_seconds,
+            recompute_seconds=c.recompute_seconds,
+            copy_seconds=c.copy_seconds,
+        )
+        for choice, c in [(SAVE, still), *((c, d) for c, d in changes.items() if c != SAVE)]
+    )
+
+
+def _saved_levels(plain: _Run, index: int, name: str) -> tuple[int, int, int]:
+    """Bytes of a saving unit's own storages: kept from forward to backward, and at most during each of them."""
+    spans = {s.place: s for s in reversed(plain.parts) if s.unit == index and s.place in ("forward", "backward")}
+    if "forward" not in spans:
+        return 0, 0, 0
+    forward, backward = spans["forward"], spans.get("backward")
+    last = len(plain.graph.ops)
+    needed = backward.first if backward else last
+    own = [
+        (s.birth, last if s.death is None else s.death, s.bytes)
+        for s in plain.graph.storages
+        if s.unit == name and s.birth >= 0 and s.kind == "activation"
+    ]
+    kept = sum(size for birth, death, size in own if forward.first <= birth < forward.end and death >= needed)
+    return kept, _most(own, forward), _most(own, backward) if backward else 0
+
+
+def _most(own: Sequence[tuple[int, int, int]], span: Segment) -> int:
+    """Most bytes of the given (birth, death, bytes) alive at any op of a segment."""
+    change: dict[int, int] = {}
+    for birth, death, size in own:
+        if birth < span.end and death >= span.first:
+            start = max(birth, span.first)
+            change[start] = change.get(start, 0) + size
+            change[death + 1] = change.get(death + 1, 0) - size
+    most = current = 0
+    for at in sorted(change):
+        if at >= span.end:
+            break
+        current += change[at]
+        most = max(most, current)
+    return most

@@ -1,0 +1,20 @@
+"""Op times for a device on which nothing was timed yet: nominal rates, good for ranking choices, not for seconds."""
+
+from __future__ import annotations
+
+from autockpt.schema import Environment, Graph, OpTimes
+from autockpt.simulator.estimate import work_of
+
+# (FLOP/s, bytes/s of memory, bytes/s to the tier below): orders of magnitude of common hardware, not of this device.
+RATES = {"cpu": (1e11, 1e10, 2e9), "cuda": (1e14, 1e12, 2e10)}
+
+
+def nominal_op_times(environment: Environment, graph: Graph) -> OpTimes:
+    """Seconds of every signature of ``graph`` by a roofline of nominal rates for the kind of device."""
+    flops_rate, memory_rate, link_rate = RATES.get(environment.device.kind, RATES["cuda"])
+    sizes = {s.id: s.bytes for s in graph.storages}
+    seconds: dict[str, float] = {}
+    for op in graph.ops:
+        flops, moved = work_of(op, sizes)
+        seconds.setdefault(graph.signatures[op.signature], max(flops / flops_rate, moved / memory_rate))
+    return OpTimes(environment=environment, seconds=seconds, copy_out_bandwidth=link_rate, copy_in_bandwidth=link_rate)

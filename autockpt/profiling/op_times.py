@@ -1,0 +1,126 @@
+"""Op times: each op signature of a step is timed in real steps on the device, once, and cached per device and versions.
+
+Timing ops where they really run (after their producers, with the caches as the step leaves them) predicts whole steps
+better than timing them alone. One lean cycle, every unit recomputed, runs every op that any plan can run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autockpt.devices import transport_for
+from autockpt.schema.choices import parse_choice
+from autockpt.tracing import signature
+
+if TYPE_CHECKING:
+    from autockpt.measuring import StepRunner
+
+COPY_PROBE_BYTES = 32 * 2**20
+
+
+class _OpTimer(TorchDispatchMode):
+    """Seconds of every op by signature and, apart, of the optimizer phase."""
+
+    def __init__(self, cuda: bool) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.optimizer: float = 0.0
+        self.ops = 0
+        self._pending: list[tuple[str, Any, Any]] | None = [] if cuda else None
+
+    def mark(self, phase: str) -> None:
+        self.phase = phase
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = signature(func, args, kwargs)
+        if self._pending is not None:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            out = func(*args, **kwargs)
+            end.record()
+            self._pending.append((name if self.phase != "optimizer" else "", begin, end))
+            return out
+        start = time.perf_counter()
+        out = func(*args, **kwargs)
+        self._add(name if self.phase != "optimizer" else "", time.perf_counter() - start)
+        return out
+
+    def _add(self, name: str, seconds: float) -> None:
+        if name:
+            self.seconds[name].append(seconds)
+            self.ops += 1
+        else:
+            self.optimizer += seconds
+
+    def finish(self) -> None:
+        if self._pending is not None:
+            torch.cuda.synchronize()
+            for name, begin, end in self._pending:
+                self._add(name, begin.elapsed_time(end) / 1e3)
+            self._pending.clear()
+
+
+def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Time every op of ``payload["cycles"]`` cycles with ``payload["choices"]`` attached. Runs where the model lives.
+
+    Returns seconds per signature (median), the optimizer phase, the host's share per op and the copy bandwidths.
+    """
+    choices = {name: parse_choice(c) for name, c in payload["choices"].items()}
+    cuda = runner.device.kind == "cuda"
+    seconds: dict[str, list[float]] = defaultdict(list)
+    optimizer: list[float] = []
+    residue: list[float] = []
+    with runner.attached(choices):
+        runner.run_cycle()
+        for _ in range(int(payload.get("cycles", 2))):
+            plain = runner.time_cycle()
+            timer = _OpTimer(cuda)
+            with timer:
+                runner.run_cycle(mark=timer.mark)
+            timer.finish()
+            kernels = sum(map(sum, timer.seconds.values()))
+            residue.append((plain - kernels - timer.optimizer) / max(timer.ops, 1))
+            optimizer.append(timer.optimizer)
+            for name, values in timer.seconds.items():
+                seconds[name].extend(values)
+    out, back = _copy_bandwidths(runner)
+    return {
+        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "optimizer_seconds": statistics.median(optimizer),
+        "host_seconds": max(0.0, statistics.median(residue)),
+        "copy_out_bandwidth": out,
+        "copy_in_bandwidth": back,
+    }
+
+
+def memory_of_others(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes on the device that other processes hold."""
+    return {"bytes": runner.device.used_by_others()}
+
+
+def _copy_bandwidths(runner: StepRunner) -> tuple[float, float]:
+    """Bytes per second off the device and back, by the transport that offload uses. Best of three after a warm-up."""
+    transport = transport_for(runner.device.torch_device)
+    source = torch.ones(COPY_PROBE_BYTES, dtype=torch.uint8, device=runner.device.torch_device)
+    best_out = best_back = float("inf")
+    for _ in range(4):
+        runner.device.synchronize()
+        start = time.perf_counter()
+        parcel = transport.send(source)
+        parcel.settle()
+        runner.device.synchronize()
+        middle = time.perf_counter()
+        parcel.get()
+        runner.device.synchronize()
+        best_out, best_back = min(best_out, middle - start), min(best_back, time.perf_counter() - middle)
+        parcel.release()
+    return COPY_PROBE_BYTES / best_out, COPY_PROBE_BYTES / best_back

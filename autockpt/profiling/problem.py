@@ -1,0 +1,90 @@
+"""From a save-everything ghost run and menus to the linear planning problem that solvers take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autockpt.profiling.segments import Segment, segment_peaks, segments
+from autockpt.schema.choices import SAVE
+from autockpt.schema.graph import Graph
+from autockpt.schema.problem import Option, Point, Problem, UnitOptions
+from autockpt.schema.profile import Menu, MenuItem
+
+
+def build_problem(
+    base: Graph,
+    menus: Sequence[Menu],
+    budget: int,
+    *,
+    price: Mapping[str, float] | None = None,
+    margin: int = 0,
+    base_seconds: float | None = None,
+) -> Problem:
+    """The problem whose points are the segments of ``base``: every unit's forward and backward, and the times between.
+
+    A point's ``base`` bytes are what the graph really holds there less what the units then hold by their menus, so
+    saving everything gives the real bytes exactly, gradients that accumulate and every micro-batch included. ``price``
+    multiplies the extra seconds of a choice kind, ``margin`` bytes are left free of ``budget``. ``base_seconds`` is the
+    save-everything step time; without it, the units' own share of it.
+    """
+    by_kind = {menu.kind: menu for menu in menus}
+    blocks = base.blocks()
+    units = [_unit(block.name, by_kind.get(block.kind), price or {}) for block in blocks]
+    saving = [unit.options[0] for unit in units]
+    if base_seconds is None:
+        base_seconds = sum(_own_seconds(by_kind[b.kind].items[0]) for b in blocks if b.kind in by_kind)
+    parts = segments(base, [block.name for block in blocks])
+    before = [0]
+    for option in saving:
+        before.append(before[-1] + option.kept)
+    points = [_point(s, peak, before, saving) for s, peak in zip(parts, segment_peaks(base, parts), strict=True)]
+    return Problem(units=tuple(units), points=tuple(points), budget=budget - margin, base_seconds=base_seconds)
+
+
+def point_bytes(base: Graph, graph: Graph) -> tuple[int | None, ...]:
+    """Bytes that another plan's ghost run really has at the points of ``base``'s problem, in their order.
+
+    None where it has no op there; a part of it that ``base`` lacks counts to the point before it.
+    """
+    names = [block.name for block in base.blocks()]
+    places = {s.key: i for i, s in enumerate(segments(base, names))}
+    out: list[int | None] = [None] * len(places)
+    parts = segments(graph, names)
+    at = 0
+    for s, peak in zip(parts, segment_peaks(graph, parts), strict=True):
+        at = places.get(s.key, at)
+        known = out[at] if at < len(out) else None
+        if at < len(out):
+            out[at] = peak if known is None else max(known, peak)
+    return tuple(out)
+
+
+def _unit(name: str, menu: Menu | None, price: Mapping[str, float]) -> UnitOptions:
+    if menu is None:
+        return UnitOptions(name=name, options=(Option(choice=SAVE, seconds=0.0, kept=0, forward=0, backward=0),))
+    plain = _own_seconds(menu.items[0])
+    options = [
+        Option(
+            choice=item.choice,
+            seconds=(_own_seconds(item) - plain) * price.get(item.choice.kind, 1.0),
+            kept=item.kept_bytes,
+            forward=item.forward_peak_bytes,
+            backward=item.backward_peak_bytes,
+        )
+        for item in menu.items
+    ]
+    return UnitOptions(name=name, options=tuple(options))
+
+
+def _own_seconds(item: MenuItem) -> float:
+    return item.forward_seconds + item.backward_seconds + item.recompute_seconds + item.copy_seconds
+
+
+def _point(part: Segment, peak: int, before: Sequence[int], saving: Sequence[Option]) -> Point:
+    if part.place == "forward" and part.unit is not None:
+        own = saving[part.unit].forward
+        return Point(base=peak - before[part.prefix] - own, prefix=part.prefix, own=part.unit, phase="forward")
+    if part.place == "backward" and part.unit is not None:
+        own = saving[part.unit].backward
+        return Point(base=peak - before[part.prefix] - own, prefix=part.prefix, own=part.unit, phase="backward")
+    return Point(base=peak - before[part.prefix], prefix=part.prefix)

@@ -1,0 +1,138 @@
+"""From ghost runs and op times to a Profile: what each choice costs on each kind of unit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autockpt.profiling import cache
+from autockpt.profiling.menus import build_menus, representatives
+from autockpt.profiling.predictor import Predictor
+from autockpt.schema import (
+    SAVE,
+    Choice,
+    Environment,
+    Graph,
+    OpTimes,
+    Profile,
+    Unit,
+    dump_choice,
+    format_bytes,
+    parse_choice,
+)
+
+TIMED_CYCLES = 2
+
+
+class Traces(Protocol):
+    """Whoever can ghost-run a plan."""
+
+    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph: ...
+
+
+class Runs(Protocol):
+    """Whoever can run a function beside the model on the device."""
+
+    @property
+    def environment(self) -> Environment: ...
+
+    def call(self, ref: str, payload: dict) -> dict: ...
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A profiled workload: ``base`` is the ghost run with every unit on save; sizes in bytes."""
+
+    profile: Profile
+    base: Graph
+    predictor: Predictor
+    used_by_others: int = 0
+
+    @property
+    def blocks(self) -> tuple[Unit, ...]:
+        """The units that plans are made for, in order of execution."""
+        return self.base.blocks()
+
+    def needs(self, smallest_peak: int) -> str:
+        """What the leanest plan's bytes go to, in one line."""
+        gradients = sum(s.bytes for s in self.base.storages if s.kind == "gradient")
+        parts = dict(self.base.resident) | {"gradients": gradients}
+        rest = smallest_peak - sum(parts.values())
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        return f"It holds {listed}, and at least {format_bytes(max(0, rest))} of activations and transients."
+
+
+def measure_op_times(runs: Runs, graph: Graph, lean: Mapping[str, Choice], workload: str) -> OpTimes:
+    """Op times of this workload on the device: from the cache, or measured in real steps with ``lean`` attached.
+
+    ``graph`` is the ghost run of ``lean``. Raises DeviceOutOfMemory where even that plan does not run.
+    """
+    if (known := cached_op_times(runs.environment, graph, workload)) is not None:
+        return known
+    payload = {"choices": {name: dump_choice(c) for name, c in lean.items()}, "cycles": TIMED_CYCLES}
+    found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
+    times = OpTimes(environment=runs.environment, **found)
+    cache.store(times, _key(workload))
+    return times
+
+
+def cached_op_times(environment: Environment, graph: Graph, workload: str) -> OpTimes | None:
+    """Op times of an earlier run on the same device and versions, if they cover ``graph`` and this workload."""
+    return cache.lookup(environment, _key(workload), graph.signatures)
+
+
+def _key(workload: str) -> str:
+    return hashlib.sha256(workload.encode()).hexdigest()[:12]
+
+
+def used_by_others(runs: Runs) -> int:
+    """Bytes on the device that processes other than the measuring one hold."""
+    return int(runs.call("autockpt.profiling.op_times:memory_of_others", {})["bytes"])
+
+
+def leanest(graphs: Mapping[str, tuple[dict[str, Choice], Graph]]) -> tuple[dict[str, Choice], Graph]:
+    """The uniform plan with the smallest peak; recompute where it is among them, since it runs every op there is."""
+    if "recompute" in graphs:
+        return graphs["recompute"]
+    return min(graphs.values(), key=lambda pair: pair[1].peak_bytes)
+
+
+def uniform_graphs(
+    traces: Traces, blocks: Sequence[Unit], kinds: Sequence[str]
+) -> dict[str, tuple[dict[str, Choice], Graph]]:
+    """Ghost runs of every unit on the same choice, by choice kind."""
+    plans = {kind: dict.fromkeys((u.name for u in blocks), parse_choice(kind)) for kind in kinds}
+    return {kind: (choices, traces.trace(choices)) for kind, choices in plans.items()}
+
+
+def build_profile(
+    traces: Traces,
+    times: OpTimes,
+    uniform: Mapping[str, tuple[dict[str, Choice], Graph]],
+    *,
+    used_by_others: int = 0,
+) -> Profiled:
+    """Ghost-run each choice on one unit of each kind and read off what it costs.
+
+    ``uniform`` are the ghost runs of ``uniform_graphs``, save among them.
+    """
+    base = uniform["save"][1]
+    predictor = Predictor(traces.trace, times)
+    for choices, graph in uniform.values():
+        predictor.learn(choices, graph)
+    variants: dict[tuple[int, Choice], Graph] = {}
+    for unit in representatives(base.blocks()).values():
+        for kind in uniform:
+            if (choice := parse_choice(kind)) != SAVE:
+                variants[unit.kind, choice] = predictor.graph({unit.name: choice})
+    menus = build_menus(base, variants, predictor.simulation)
+    profile = Profile(
+        op_times=times,
+        menus=menus,
+        save_all_peak_bytes=base.peak_bytes,
+        save_all_seconds=predictor.simulation(base).step_seconds,
+        leanest_peak_bytes=min(graph.peak_bytes for _, graph in uniform.values()),
+    )
+    return Profiled(profile, base, predictor, used_by_others)

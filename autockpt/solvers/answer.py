@@ -1,0 +1,35 @@
+"""From picked options to an Assignment, judged by the problem's own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autockpt.schema.choices import Choice
+from autockpt.schema.problem import Assignment, Problem, peak_of, seconds_of
+
+INFINITE_BYTES = 1 << 60
+
+
+def as_choices(problem: Problem, picks: Sequence[int]) -> dict[str, Choice]:
+    """The choice of every unit from the index of its option."""
+    return {unit.name: unit.options[pick].choice for unit, pick in zip(problem.units, picks, strict=True)}
+
+
+def judge(problem: Problem, choices: Mapping[str, Choice], *, method: str, gap: float = 0.0) -> Assignment:
+    """An Assignment whose seconds, peak (bytes) and feasibility are recomputed from the problem, never trusted."""
+    peak = peak_of(problem, choices)
+    return Assignment(
+        choices=dict(choices),
+        feasible=peak <= problem.budget,
+        seconds=seconds_of(problem, choices),
+        peak=peak,
+        gap=gap,
+        method=method,
+    )
+
+
+def relative_gap(problem: Problem, seconds: float, bound: float) -> float:
+    """Distance of ``seconds`` from a proven lower ``bound`` (both extra seconds), as a share of the step time."""
+    total = problem.base_seconds + seconds
+    missing = max(0.0, seconds - bound)
+    return 0.0 if missing == 0.0 else missing / max(abs(total), 1e-12)

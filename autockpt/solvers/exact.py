@@ -1,0 +1,20 @@
+"""The one solver to call: exact, by whichever method is fastest for the problem's structure."""
+
+from __future__ import annotations
+
+from autockpt.schema.problem import Assignment, Problem
+from autockpt.solvers.chain import is_chain
+from autockpt.solvers.labels import labels
+from autockpt.solvers.milp import milp
+
+
+def exact(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> Assignment:
+    """The fastest assignment within the budget, with its proven ``gap``; infeasible is a result (see Assignment).
+
+    Problems whose points only count the units before the one that runs, as every step traced by autockpt does, are
+    solved by label setting in milliseconds; any other by the mixed-integer program. ``time_limit`` in seconds,
+    ``gap`` as a share of the step time.
+    """
+    if is_chain(problem):
+        return labels(problem, time_limit=time_limit, gap=gap)
+    return milp(problem, time_limit=time_limit, gap=gap)

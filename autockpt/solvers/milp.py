@@ -1,0 +1,220 @@
+"""The exact mixed-integer linear program, by the HiGHS solver that scipy ships.
+
+One binary variable per unit and option; the bytes kept so far are a chain of continuous variables, so that the matrix
+stays sparse however many points there are. Where swapping two neighbouring identical units provably never harms, the
+plans that differ only by such swaps are cut off, or hundreds of equal units would keep the solver branching for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize, sparse
+
+from autockpt.schema.problem import Assignment, Option, Problem, UnitOptions
+from autockpt.solvers.answer import as_choices, judge, relative_gap
+from autockpt.solvers.chain import as_chain, is_chain, needs, own_bytes, smallest_peak, strongest
+from autockpt.solvers.greedy import greedy
+
+LARGEST = (
+    1e5  # largest byte coefficient after scaling: HiGHS' absolute tolerance of 1e-6 is then below a byte at 100 GB
+)
+SECONDS = 1e3  # the step time after scaling, which keeps HiGHS' absolute gap of 1e-6 negligible
+ROUNDING_TRIES = 5
+
+
+def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> Assignment:
+    """The fastest assignment within the budget, within ``gap`` (share of the step time) of the optimum.
+
+    ``time_limit`` in seconds. The result's ``gap`` is what was proven when the solver stopped; its peak is recomputed
+    in integers, so that rounding in the solver never breaks the budget. Where nothing fits, the result is infeasible
+    and holds an assignment of smallest peak. Should the solver stop without any plan, the greedy one is returned.
+    """
+    deadline = time.monotonic() + time_limit
+    if is_chain(problem) and as_chain(problem).reach[0] < 0:
+        return _infeasible(problem, smallest_peak(problem)[1])
+    model, less, proven = _Model(problem), 0, -math.inf
+    for attempt in range(ROUNDING_TRIES):
+        remaining = max(0.1, deadline - time.monotonic())
+        picks, bound, infeasible = model.fastest(problem.budget - less, remaining, gap)
+        if attempt == 0:
+            proven = bound  # later attempts solve a tighter problem, whose bound proves nothing about this one
+            if infeasible:
+                picks = model.leanest(remaining)
+                return greedy(problem) if picks is None else _infeasible(problem, picks)
+        if picks is None:
+            break
+        answer = judge(problem, as_choices(problem, picks), method="milp")
+        if answer.feasible:
+            return answer.model_copy(update={"gap": relative_gap(problem, answer.seconds, proven)})
+        less += max(answer.peak - problem.budget, model.tolerance * 100**attempt)
+    return greedy(problem)
+
+
+def _infeasible(problem: Problem, picks: list[int]) -> Assignment:
+    answer = judge(problem, as_choices(problem, picks), method="milp")
+    return answer.model_copy(update={"feasible": False, "smallest_peak": answer.peak})
+
+
+@dataclass
+class _Rows:
+    """Rows of a sparse constraint matrix, collected one by one."""
+
+    row: list[int]
+    column: list[int]
+    value: list[float]
+    low: list[float]
+    high: list[float]
+
+    def add(self, terms: list[tuple[int, float]], low: float, high: float) -> None:
+        for column, value in terms:
+            self.row.append(len(self.low))
+            self.column.append(column)
+            self.value.append(value)
+        self.low.append(low)
+        self.high.append(high)
+
+    def constraint(self, columns: int) -> optimize.LinearConstraint:
+        matrix = sparse.csr_array((self.value, (self.row, self.column)), shape=(len(self.low), columns))
+        return optimize.LinearConstraint(matrix, np.array(self.low), np.array(self.high))  # type: ignore[arg-type]
+
+
+class _Model:
+    """Variables: one binary per live option, then the bytes kept before each unit and at the end, then the peak."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.live = [_undominated(unit) for unit in problem.units]
+        sizes = [len(picks) for picks in self.live]
+        self.first = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        self.kept = self.first[-1]
+        self.peak = self.kept + len(problem.units) + 1
+        self.columns = self.peak + 2  # the last one is the constant 1 that carries the base step time
+        coefficients = [abs(v) for u in problem.units for o in u.options for v in (o.kept, o.forward, o.backward)]
+        self.scale = LARGEST / max([1, *coefficients])
+        self.tolerance = math.ceil(1e-6 / self.scale)  # bytes by which HiGHS may overstep a row, at the least
+        self.points = strongest(problem.points)
+        self.structure = self._structure()
+
+    def options(self, i: int) -> list[tuple[int, Option]]:
+        """Columns and options of a unit that are worth choosing."""
+        return [(self.first[i] + k, self.problem.units[i].options[pick]) for k, pick in enumerate(self.live[i])]
+
+    def _structure(self) -> _Rows:
+        rows = _Rows([], [], [], [], [])
+        for i in range(len(self.problem.units)):
+            rows.add([(column, 1.0) for column, _ in self.options(i)], 1.0, 1.0)
+            chain = [(column, o.kept * self.scale) for column, o in self.options(i) if o.kept]
+            rows.add([(self.kept + i, 1.0), (self.kept + i + 1, -1.0), *chain], 0.0, 0.0)
+        reference = max([0, *(p.base for p in self.points)])
+        for p in self.points:
+            own = [] if p.own is None else self.options(p.own)
+            terms = [(self.kept + p.prefix, 1.0), (self.peak, -1.0)]
+            terms += [(column, own_bytes(o, p) * self.scale) for column, o in own]
+            rows.add(terms, -math.inf, (reference - p.base) * self.scale)
+        self.reference = reference
+        if is_chain(self.problem):
+            self._order_identical_neighbours(rows)
+        return rows
+
+    def _order_identical_neighbours(self, rows: _Rows) -> None:
+        """Forbid, between identical neighbours, the order that keeps more bytes earlier, wherever the swap is safe.
+
+        With option a before b and a keeping more, all bytes that the pair needs are judged at once: if the most bytes
+        needed after the swap do not exceed those needed before it, every plan has an equal or better one in the other
+        order (each swap moves kept bytes later, so swapping ends).
+        """
+        own, _ = needs(self.problem)
+        for i in range(len(self.problem.units) - 1):
+            if self.problem.units[i].options != self.problem.units[i + 1].options:
+                continue
+            here, there = self.options(i), self.options(i + 1)
+            barred: dict[int, list[int]] = {}
+            complete = True
+            for (column, a), k in zip(here, self.live[i], strict=True):
+                for (other, b), m in zip(there, self.live[i + 1], strict=True):
+                    if a.kept <= b.kept:
+                        continue
+                    before = max(own[i][k], a.kept + own[i + 1][m])
+                    after = max(own[i][m], b.kept + own[i + 1][k])
+                    if after <= before:
+                        barred.setdefault(column, []).append(other)
+                    else:
+                        complete = False
+            if complete:
+                self._order_completely(rows, here, there)
+            else:
+                for column, others in barred.items():
+                    rows.add([(column, 1.0), *((other, 1.0) for other in others)], -math.inf, 1.0)
+
+    @staticmethod
+    def _order_completely(rows: _Rows, here: list[tuple[int, Option]], there: list[tuple[int, Option]]) -> None:
+        for level in sorted({o.kept for _, o in here})[1:]:
+            more_here = [(column, 1.0) for column, o in here if o.kept >= level]
+            more_there = [(column, -1.0) for column, o in there if o.kept >= level]
+            rows.add(more_here + more_there, -math.inf, 0.0)
+
+    def fastest(self, budget: int, time_limit: float, gap: float) -> tuple[list[int] | None, float, bool]:
+        """Option indices of the fastest assignment, a lower bound on its extra seconds, and whether none exists."""
+        dearest = max([abs(o.seconds) for u in self.problem.units for o in u.options], default=0.0)
+        total = abs(self.problem.base_seconds) + dearest or 1.0
+        cost = np.zeros(self.columns)
+        for i in range(len(self.problem.units)):
+            for column, option in self.options(i):
+                cost[column] = option.seconds * SECONDS / total
+        cost[-1] = self.problem.base_seconds * SECONDS / total
+        result = self._solve(cost, (budget - self.reference) * self.scale, time_limit, gap)
+        bound = getattr(result, "mip_dual_bound", None)
+        seconds = -math.inf if bound is None else float(bound) * total / SECONDS - self.problem.base_seconds
+        return self._picks(result), seconds, result.status == 2
+
+    def leanest(self, time_limit: float) -> list[int] | None:
+        """Option indices of an assignment of least peak, within the solver's tolerance; None when time ran out."""
+        cost = np.zeros(self.columns)
+        cost[self.peak] = 1.0
+        result = self._solve(cost, math.inf, time_limit, 0.0)
+        return self._picks(result)
+
+    def _solve(self, cost: np.ndarray, ceiling: float, time_limit: float, gap: float) -> optimize.OptimizeResult:
+        low, high = np.full(self.columns, -math.inf), np.full(self.columns, math.inf)
+        low[: self.kept], high[: self.kept] = 0.0, 1.0
+        low[self.kept] = high[self.kept] = 0.0
+        high[self.peak] = ceiling
+        if math.isfinite(ceiling):
+            low[self.peak] = ceiling  # the peak is free to be the budget itself: one column less to branch around
+        low[-1] = high[-1] = 1.0
+        integral = np.zeros(self.columns)
+        integral[: self.kept] = 1
+        for presolve in (
+            True,
+            False,
+        ):  # HiGHS' presolve rarely ends in an internal error (status 4), branching does not
+            result = optimize.milp(
+                cost,
+                integrality=integral,
+                bounds=optimize.Bounds(low, high),  # type: ignore[arg-type]
+                constraints=self.structure.constraint(self.columns),
+                options={"time_limit": time_limit, "mip_rel_gap": gap, "presolve": presolve},
+            )
+            if result.status != 4:
+                break
+        return result
+
+    def _picks(self, result: optimize.OptimizeResult) -> list[int] | None:
+        if result.x is None:
+            return None
+        x = np.asarray(result.x)
+        return [live[int(np.argmax(x[self.first[i] : self.first[i + 1]]))] for i, live in enumerate(self.live)]
+
+
+def _undominated(unit: UnitOptions) -> list[int]:
+    """Indices of a unit's options that no other beats in seconds and all bytes alike."""
+    alive: list[int] = []
+    costs = [(o.seconds, o.kept, o.forward, o.backward) for o in unit.options]
+    for j in sorted(range(len(costs)), key=lambda j: costs[j]):
+        if not any(all(a <= b for a, b in zip(costs[k], costs[j], strict=True)) for k in alive):
+            alive.append(j)
+    return alive

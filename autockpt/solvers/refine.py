@@ -1,0 +1,283 @@
+"""Solve, ask the referee, correct, solve again: a plan whose *real* peak fits and that no single change improves.
+
+A Problem adds bytes up linearly; the referee (a ghost run of the very plan) knows better, but costs 50 to 250 ms a
+call. Its readings shift the points' base bytes, so that the linear model is exact at the plan just seen and nearly so
+around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autockpt.schema.choices import Choice
+from autockpt.schema.problem import Assignment, Point, Problem, UnitOptions, option_of, peak_of, seconds_of
+from autockpt.solvers.exact import exact
+from autockpt.solvers.ledger import Ledger
+
+Solver = Callable[[Problem], Assignment]
+Plan = Mapping[str, Choice]
+SLACK_SHARE = 0.002  # of the budget: most that a single change may be over it by the model and still be tried
+POSITIONS = 2  # positions tried per kind of change among units with equal options
+FASTER = 1e-6  # share of the step time; smaller gains are not worth a call
+ROUNDS_PER_CALL = 4  # solver runs per allowed call, most of them answered from memory
+
+
+class Ruling(NamedTuple):
+    """What the referee says of a plan.
+
+    ``point_bytes``, where it can say, holds the bytes at each of the problem's points, in their order (None: unseen).
+    ``seconds`` is the predicted step time; where given, it decides between plans that fit. Leave it None where the
+    problem's own seconds should, as when a tuner has set its prices.
+    """
+
+    peak_bytes: int
+    seconds: float | None = None
+    point_bytes: Sequence[int | None] | None = None
+
+
+Referee = Callable[[Plan], "Ruling | tuple[int, float | None] | int"]  # a bare int is the peak in bytes
+
+
+@dataclass(frozen=True)
+class Refined:
+    """The best plan that the referee let pass. ``assignment.peak`` and ``feasible`` are the referee's, not the model's.
+
+    ``calls`` counts referee calls, remembered rulings not included; ``settled`` says that no single change is left
+    that the corrected model deems possible (False: the calls ran out first). ``offsets`` (bytes per point) correct the
+    linear model around the plan and may be handed to the next ``refine`` of the same graph.
+    """
+
+    assignment: Assignment
+    ruling: Ruling
+    offsets: tuple[int, ...]
+    calls: int
+    settled: bool
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """The choice of every unit."""
+        return self.assignment.choices
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the referee found the plan within the budget."""
+        return self.assignment.feasible
+
+
+def refine(
+    problem: Problem,
+    referee: Referee,
+    *,
+    solve: Solver = exact,
+    max_calls: int = 12,
+    offsets: Sequence[int] | None = None,
+    remembered: MutableMapping[tuple[Choice, ...], Ruling] | None = None,
+) -> Refined:
+    """The fastest plan that fits by the referee's count, with at most ``max_calls`` of its calls.
+
+    ``remembered`` maps plans (choices in unit order) to rulings, is consulted first and added to; share it between
+    calls for the same graph. Where the referee passes no plan, the result is infeasible, holds the leanest plan seen
+    and names its peak as ``smallest_peak``. Raises ValueError for ``max_calls`` < 1.
+    """
+    if max_calls < 1:
+        raise ValueError(f"refine needs at least one referee call, got max_calls={max_calls}")
+    court = _Court(problem, referee, max_calls, {} if remembered is None else remembered)
+    search = _Refinement(problem, court, solve, list(offsets or [0] * len(problem.points)))
+    settled = search.run()
+    return search.result(settled)
+
+
+class _Court:
+    """The referee with a memory and a limit on calls."""
+
+    def __init__(
+        self, problem: Problem, referee: Referee, limit: int, remembered: MutableMapping[tuple[Choice, ...], Ruling]
+    ) -> None:
+        self.problem, self.referee, self.limit, self.remembered = problem, referee, limit, remembered
+        self.calls = 0
+
+    def key(self, plan: Plan) -> tuple[Choice, ...]:
+        return tuple(plan[unit.name] for unit in self.problem.units)
+
+    def ask(self, plan: Plan) -> Ruling | None:
+        """The ruling on a plan; None where it is unknown and no call is left."""
+        key = self.key(plan)
+        if key not in self.remembered:
+            if self.calls >= self.limit:
+                return None
+            self.calls += 1
+            said = self.referee(plan)
+            self.remembered[key] = Ruling(said) if isinstance(said, int) else Ruling._make((*said, None)[:3])
+        return self.remembered[key]
+
+
+class _Refinement:
+    def __init__(self, problem: Problem, court: _Court, solve: Solver, offsets: list[int]) -> None:
+        self.problem, self.court, self.solve, self.offsets = problem, court, solve, offsets
+        self.best: dict[str, Choice] | None = None
+        self.leanest: dict[str, Choice] | None = None
+        self.error = 0  # bytes by which the corrected model missed the last peak
+        self.gap = 0.0
+        self.method = ""
+
+    def run(self) -> bool:
+        """Alternate between re-solving and single changes until neither improves; False where calls ran out."""
+        if not self._solve_until_settled():
+            return False
+        while self.best is not None:
+            improved = self._improve_by_one_change()
+            if improved is None:
+                return False
+            if not improved:
+                return True
+            if not self._solve_until_settled():
+                return False
+        return True
+
+    def _solve_until_settled(self) -> bool:
+        """Solve under corrected bytes until the solver has nothing better to propose; False where calls ran out."""
+        seen: set[tuple[Choice, ...]] = set()
+        for _ in range(ROUNDS_PER_CALL * self.court.limit):
+            proposal = self.solve(shifted(self.problem, self.offsets))
+            self.method, self.gap = proposal.method, proposal.gap
+            if self.best is not None and not self._promises_more(proposal):
+                return True
+            ruling = self._ask(proposal.choices)
+            if ruling is None:
+                return False
+            fits = self._note(proposal.choices, ruling)
+            observed = self._observed(proposal.choices, ruling)
+            key = self.court.key(proposal.choices)
+            if key in seen and (fits or not proposal.feasible):
+                return True
+            seen.add(key)
+            if fits or not proposal.feasible:
+                self.offsets = observed
+            else:  # the stronger of the two corrections puts every plan refused so far out of reach
+                self.offsets = [max(a, b) for a, b in zip(self.offsets, observed, strict=True)]
+        return False
+
+    def _ask(self, plan: Plan) -> Ruling | None:
+        ruling = self.court.ask(plan)
+        if ruling is not None:
+            self.error = abs(ruling.peak_bytes - peak_of(shifted(self.problem, self.offsets), plan))
+        return ruling
+
+    def _promises_more(self, proposal: Assignment) -> bool:
+        assert self.best is not None
+        return proposal.feasible and proposal.seconds < seconds_of(self.problem, self.best) - self._worthwhile()
+
+    def _note(self, plan: Plan, ruling: Ruling) -> bool:
+        """Remember a refereed plan; True where it fits."""
+        if self.leanest is None or ruling.peak_bytes < self._ruling(self.leanest).peak_bytes:
+            self.leanest = dict(plan)
+        if ruling.peak_bytes > self.problem.budget:
+            return False
+        if self.best is None or self._seconds(plan) < self._seconds(self.best) - self._worthwhile():
+            self.best = dict(plan)
+        return True
+
+    def _improve_by_one_change(self) -> bool | None:
+        """Try single changes to cheaper options; True at the first that passes, None where calls ran out."""
+        assert self.best is not None
+        self.offsets = self._observed(self.best, self._ruling(self.best))
+        before = self.best
+        for plan in self._changes():
+            ruling = self._ask(plan)
+            if ruling is None:
+                return None
+            self._note(plan, ruling)
+            if self.best is not before:
+                self.offsets = self._observed(self.best, ruling)
+                return True
+        return False
+
+    def _changes(self) -> list[dict[str, Choice]]:
+        """Plans one change away that the corrected model deems possible, most seconds gained first.
+
+        Units with equal options are interchangeable but for their position: of one kind of change only the positions
+        with the least peak are worth a call.
+        """
+        assert self.best is not None
+        picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
+        ledger = Ledger(shifted(self.problem, self.offsets), picks)
+        ceiling = self.problem.budget + min(self.error, int(SLACK_SHARE * abs(self.problem.budget)))
+        kinds: dict[tuple[object, int, int], list[tuple[int, int, float]]] = {}
+        for i, unit in enumerate(self.problem.units):
+            for j, option in enumerate(unit.options):
+                gain = unit.options[picks[i]].seconds - option.seconds
+                if gain > self._worthwhile() and (peak := ledger.peak_after(i, j)) <= ceiling:
+                    kinds.setdefault((unit.options, picks[i], j), []).append((peak, i, gain))
+        tried = [
+            (gain, peak, i, j) for (_, _, j), places in kinds.items() for peak, i, gain in sorted(places)[:POSITIONS]
+        ]
+        tried.sort(key=lambda change: (-change[0], change[1]))
+        units = self.problem.units
+        return [{**self.best, units[i].name: units[i].options[j].choice} for _, _, i, j in tried]
+
+    def _observed(self, plan: Plan, ruling: Ruling) -> list[int]:
+        """Offsets per point that make the linear model agree with a ruling."""
+        if ruling.point_bytes is None:
+            error = ruling.peak_bytes - peak_of(self.problem, plan)
+            return [error] * len(self.problem.points)
+        unseen = ruling.peak_bytes - max((v for v in ruling.point_bytes if v is not None), default=ruling.peak_bytes)
+        return [
+            old if seen is None else seen - linear + max(0, unseen)
+            for old, seen, linear in zip(
+                self.offsets, ruling.point_bytes, point_values(self.problem, plan), strict=True
+            )
+        ]
+
+    def _ruling(self, plan: Plan) -> Ruling:
+        return self.court.remembered[self.court.key(plan)]
+
+    def _seconds(self, plan: Plan) -> float:
+        seconds = self._ruling(plan).seconds
+        return self.problem.base_seconds + seconds_of(self.problem, plan) if seconds is None else seconds
+
+    def _worthwhile(self) -> float:
+        return FASTER * max(abs(self.problem.base_seconds), 1e-9)
+
+    def result(self, settled: bool) -> Refined:
+        plan = self.best or self.leanest
+        assert plan is not None, "the first plan is always refereed"
+        ruling = self._ruling(plan)
+        assignment = Assignment(
+            choices=plan,
+            feasible=self.best is not None,
+            seconds=seconds_of(self.problem, plan),
+            peak=ruling.peak_bytes,
+            smallest_peak=None if self.best is not None else ruling.peak_bytes,
+            gap=self.gap,
+            method=f"{self.method}, refined",
+        )
+        offsets = tuple(self._observed(plan, ruling))
+        return Refined(assignment, ruling, offsets, self.court.calls, settled)
+
+
+def _index(unit: UnitOptions, choice: Choice) -> int:
+    return unit.options.index(option_of(unit, choice))
+
+
+def shifted(problem: Problem, offsets: Sequence[int]) -> Problem:
+    """The problem with bytes added to the base of each of its points."""
+    points = tuple(
+        p if offset == 0 else Point.model_construct(base=p.base + offset, prefix=p.prefix, own=p.own, phase=p.phase)
+        for p, offset in zip(problem.points, offsets, strict=True)
+    )
+    return problem.model_copy(update={"points": points})
+
+
+def point_values(problem: Problem, plan: Plan) -> list[int]:
+    """Bytes at each of the problem's points under a plan, by the problem's own numbers."""
+    picked = [option_of(unit, plan[unit.name]) for unit in problem.units]
+    before = [0]
+    for option in picked:
+        before.append(before[-1] + option.kept)
+    values = []
+    for p in problem.points:
+        own = 0 if p.own is None else (picked[p.own].forward if p.phase == "forward" else picked[p.own].backward)
+        values.append(p.base + before[p.prefix] + own)
+    return values

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from autockpt.solvers import exact, labels, milp
+from tests.solvers.problems import brute_force, check_exact, small_problems, transformer, uniform_problem
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_problems())
+def test_agrees_with_brute_force(problem):
+    check_exact(problem, milp(problem, gap=0.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_problems(chain=False))
+def test_agrees_with_brute_force_where_points_are_out_of_order(problem):
+    check_exact(problem, milp(problem, gap=0.0))
+    check_exact(problem, exact(problem))
+
+
+@pytest.mark.parametrize("identical", [True, False])
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_agrees_with_label_setting_on_a_transformer(share: float, identical: bool):
+    problem = transformer(32, 6, seed=4, share=share, identical=identical)
+    by_branching, by_labels = milp(problem), labels(problem)
+    assert by_branching.feasible
+    assert by_branching.peak <= problem.budget
+    assert by_labels.seconds <= by_branching.seconds + 1e-9
+    assert by_branching.seconds <= by_labels.seconds + 1e-4 * (problem.base_seconds + by_labels.seconds)
+
+
+def test_identical_units_with_growing_gradients_keep_the_optimum():
+    """The order of equal neighbours is only fixed where that is safe; steep gradients make it unsafe in places."""
+    for gradient in (0, 3, 9, 25):
+        for budget in range(110, 200, 9):
+            problem = uniform_problem(5, budget, gradient=gradient)
+            check_exact(problem, milp(problem, gap=0.0))
+
+
+def test_out_of_time_falls_back_to_a_plan_that_fits():
+    problem = transformer(64, 6, seed=5, share=0.3, identical=False)
+    answer = milp(problem, time_limit=0.0)
+    assert answer.feasible and answer.peak <= problem.budget
+    assert answer.gap >= 0.0
+
+
+def test_rounding_inside_the_solver_does_not_leak_out():
+    """Hundreds of gigabytes, and budgets that single bytes decide: HiGHS' own answer oversteps the first of them."""
+    huge = 2**33
+
+    def scaled(option, i):
+        return {"kept": option.kept * huge + i, "forward": option.forward * huge, "backward": option.backward * huge}
+
+    problem = uniform_problem(6)
+    units = tuple(
+        u.model_copy(update={"options": tuple(o.model_copy(update=scaled(o, i)) for o in u.options)})
+        for i, u in enumerate(problem.units)
+    )
+    points = tuple(p.model_copy(update={"base": p.base * huge}) for p in problem.points)
+    for budget in (120 * huge, 137 * huge + 10, 145 * huge + 15, 145 * huge + 14):
+        large = problem.model_copy(update={"units": units, "points": points, "budget": budget})
+        answer = milp(large, gap=0.0)
+        assert answer.peak <= budget
+        assert answer.seconds == brute_force(large)[0]
