@@ -25,7 +25,8 @@ LAYERS = (
     ("profiling",),
     ("tuning", "integrations"),
     ("verification",),
-    ("cli", "__main__"),
+    ("cli",),
+    ("__main__",),
 )
 SIBLINGS = {("schema", "errors")}
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

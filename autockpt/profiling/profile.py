@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from autockpt.profiling import cache
 from autockpt.profiling.menus import build_menus, representatives
 from autockpt.profiling.predictor import Predictor
+from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.schema import (
     SAVE,
     Choice,
     Environment,
     Graph,
     OpTimes,
+    Problem,
     Profile,
     Unit,
     dump_choice,
     format_bytes,
     parse_choice,
 )
+from autockpt.solvers import Ruling, refine
 
 TIMED_CYCLES = 2
+LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
 
 
 class Traces(Protocol):
@@ -54,6 +58,28 @@ class Profiled:
     def blocks(self) -> tuple[Unit, ...]:
         """The units that plans are made for, in order of execution."""
         return self.base.blocks()
+
+    def problem(self, budget: int, price: Mapping[str, float] | None = None, margin: int = 0) -> Problem:
+        """The planning problem of this workload. ``budget`` in bytes, without the device's own overhead."""
+        return build_problem(
+            self.base,
+            self.profile.menus,
+            budget=budget,
+            price=price,
+            margin=margin,
+            base_seconds=self.profile.save_all_seconds,
+        )
+
+    def rule(self, choices: Mapping[str, Choice]) -> Ruling:
+        """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""
+        graph = self.predictor.graph(choices)
+        self.predictor.learn(choices, graph)
+        return Ruling(graph.peak_bytes, None, point_bytes(self.base, graph))
+
+    def smallest_peak(self, known: Iterable[Mapping[str, Choice]]) -> int:
+        """The least reachable peak in bytes, overhead included: the leanest the solver finds, or of ``known`` plans."""
+        lean = refine(self.problem(0), self.rule, max_calls=LEAN_CALLS)
+        return min(self.predictor.predict(choices).peak_bytes for choices in (lean.choices, *known))
 
     def needs(self, smallest_peak: int) -> str:
         """What the leanest plan's bytes go to, in one line."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autockpt.errors import InfeasibleError
-from autockpt.profiling import Profiled, build_problem, point_bytes
+from autockpt.profiling import Profiled
 from autockpt.schema import (
     Budget,
     Choice,
@@ -16,7 +15,7 @@ from autockpt.schema import (
     covers,
     format_bytes,
 )
-from autockpt.solvers import Ruling, exact, refine
+from autockpt.solvers import refine
 from autockpt.tuning.known import NONE, OURS, known_plans
 
 REFEREE_CALLS = 20
@@ -41,20 +40,10 @@ def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
     predictor, device = profiled.predictor, profiled.predictor.device
     known = known_plans([u.name for u in profiled.blocks], space.choices)
     predictions = {name: predictor.predict(choices) for name, choices in known.items()}
-    unbounded = build_problem(profiled.base, profiled.profile.menus, budget=0)
-    smallest = min(
-        predictor.predict(exact(unbounded).choices).peak_bytes, *(p.peak_bytes for p in predictions.values())
-    )
+    smallest = profiled.smallest_peak(known.values())
     size = budget.resolve(predictions[NONE].peak_bytes, smallest, device.capacity_bytes - profiled.used_by_others)
     resolved = ResolvedBudget(asked=budget.text, bytes=size, covers=covers(device.kind))
-
-    def rule(choices: Mapping[str, Choice]) -> Ruling:
-        graph = predictor.graph(choices)
-        predictor.learn(choices, graph)
-        return Ruling(graph.peak_bytes, None, point_bytes(profiled.base, graph))
-
-    problem = unbounded.model_copy(update={"budget": size - device.overhead_bytes})
-    refined = refine(problem, rule, max_calls=REFEREE_CALLS)
+    refined = refine(profiled.problem(size - device.overhead_bytes), profiled.rule, max_calls=REFEREE_CALLS)
     if not refined.feasible:
         raise infeasible(profiled, size, smallest)
     predictions[OURS] = predictor.predict(refined.choices)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from autockpt.errors import DeviceOutOfMemory, InfeasibleError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import Measurer
-from autockpt.profiling import Profiled, build_problem, point_bytes
+from autockpt.profiling import Profiled
 from autockpt.schema import (
     Budget,
     Choice,
@@ -86,8 +86,8 @@ class Engine:
         self.rulings: dict[tuple[Choice, ...], Ruling] = {}
         self.device = profiled.predictor.device
         self.room = self.device.capacity_bytes - profiled.used_by_others
-        self.unpriced = build_problem(profiled.base, profiled.profile.menus, budget=0, price={}, margin=0)
-        self.smallest_peak = self._smallest_peak()
+        self.unpriced = profiled.problem(0)
+        self.smallest_peak = profiled.smallest_peak(self.known.values())
         # Until the baselines have run, the best guess of what the budget is in bytes.
         foreseen = budget.resolve(self._predict(self.known[NONE]).peak_bytes, self.smallest_peak, self.room)
         self.budget = ResolvedBudget(asked=budget.text, bytes=foreseen, covers=covers(self.device.kind))
@@ -147,32 +147,24 @@ class Engine:
 
     def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
         """The planning problem at these prices, with ``free`` bytes of the budget left unused."""
-        return build_problem(
-            self.profiled.base, self.profiled.profile.menus, budget=self._ceiling, price=prices, margin=free
-        )
+        return self.profiled.problem(self._ceiling, prices, free)
 
     @property
     def _ceiling(self) -> int:
         """Most bytes that a ghost run may show: the budget less the context and less what ghost runs seem to miss."""
         return self.budget.bytes - self.device.overhead_bytes - unseen_bytes(self.book.measured)
 
-    def _rule(self, choices: Mapping[str, Choice]) -> Ruling:
-        """What the ghost run of a plan says; the context is not part of the problem's bytes."""
-        graph = self.profiled.predictor.graph(choices)
-        self.profiled.predictor.learn(choices, graph)
-        return Ruling(graph.peak_bytes, None, point_bytes(self.profiled.base, graph))
-
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
         return self.profiled.predictor.predict(choices)
 
     def _candidate(self, parameters: Parameters) -> Candidate:
         if self.space.encoding == "layers":
-            return from_layers(parameters, self._ceiling, self._problem({}, 0), self._rule)
+            return from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.rule)
         return self._solved(parameters)
 
     def _solved(self, parameters: Parameters) -> Candidate:
         return from_knobs(
-            parameters, self.budget.bytes, self.prices.scale, self._problem, self._rule, remembered=self.rulings
+            parameters, self.budget.bytes, self.prices.scale, self._problem, self.profiled.rule, remembered=self.rulings
         )
 
     def _seeds(self) -> list[Parameters]:
@@ -183,10 +175,6 @@ class Engine:
         return [{name: choice.kind for name, choice in plan.items()} for plan in plans]
 
     # -- the budget -------------------------------------------------------------------------------------------------
-
-    def _smallest_peak(self) -> int:
-        """The least reachable peak in bytes, by ghost runs."""
-        return min(self._predict(c).peak_bytes for c in (exact(self.unpriced).choices, *self.known.values()))
 
     def _refuse_the_impossible(self) -> None:
         """A budget in bytes below what any plan needs is refused before a single step is measured."""

@@ -90,5 +90,4 @@ def _row(name: str, trial: Trial) -> Comparison:
         predicted=trial.predicted,
         measured=trial.measured,
         plan_hash=trial.plan_hash,
-        note=f"trial #{trial.number}",
     )
