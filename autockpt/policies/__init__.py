@@ -1,0 +1,30 @@
+"""What can be done with a unit's activations: one file per choice, and the table of them all."""
+
+from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, call_inner, place, take_off
+from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, Policy, PolicySession
+from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
+from autockpt.policies.offload import OffloadPolicy
+from autockpt.policies.recompute import RecomputePolicy
+from autockpt.policies.replay import recomputing
+from autockpt.policies.save import SavePolicy
+
+POLICIES: dict[str, Policy] = {policy.kind: policy for policy in (SavePolicy(), RecomputePolicy(), OffloadPolicy())}
+
+__all__ = [
+    "POLICIES",
+    "AttachedForward",
+    "Attachment",
+    "ForwardListener",
+    "InPlaceError",
+    "PlannedUnit",
+    "Policy",
+    "PolicySession",
+    "attached_to",
+    "call_inner",
+    "flagged_modules",
+    "place",
+    "recomputing",
+    "refuse_native",
+    "refuse_wrappers",
+    "take_off",
+]

@@ -1,0 +1,92 @@
+"""How a choice sits on a module: as the instance's own ``forward``, so that nothing else about the module changes.
+
+Module hooks, ``state_dict``, parameter names and the class stay what they are. A plain closure would make a deepcopy
+run the original's weights, and a bound method does not survive pickling: a partial over a module-level function does
+both, because module and state are ordinary arguments of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class Attachment:
+    """What one attached forward knows. Copied and pickled with its module; ``_cache…`` fields are left behind.
+
+    ``inner`` is the forward that the instance had before (None: its class's). An attachment that could not be taken
+    off because somebody wrapped it is made inert by ``active = False``.
+    """
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.inner: Callable[..., Any] | None = None
+        self.active = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}
+
+
+class AttachedForward(functools.partial):
+    """``run(module, state, *args, **kwargs)`` in the place of a module's forward; has that forward's signature."""
+
+    @property
+    def module(self) -> nn.Module:
+        return self.args[0]
+
+    @property
+    def state(self) -> Attachment:
+        return self.args[1]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # the Trainer and generate() read which arguments a model takes from here
+        return inspect.signature(inner_forward(self.module, self.state))
+
+
+def inner_forward(module: nn.Module, state: Attachment) -> Callable[..., Any]:
+    """The forward that the attachment stands before. The class is asked anew each time: FSDP2 exchanges it."""
+    return functools.partial(type(module).forward, module) if state.inner is None else state.inner
+
+
+def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward that the attachment stands before."""
+    if state.inner is None:
+        return type(module).forward(module, *args, **kwargs)
+    return state.inner(*args, **kwargs)
+
+
+def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> AttachedForward:
+    """Put an attachment before the module's present forward."""
+    state.inner = module.__dict__.get("forward")
+    forward = AttachedForward(run, module, state)
+    module.__dict__["forward"] = forward
+    return forward
+
+
+def take_off(module: nn.Module, forward: AttachedForward) -> None:
+    """Undo ``place`` exactly. Where another forward was put over it since, that one stays and ours becomes inert."""
+    forward.state.active = False
+    if module.__dict__.get("forward") is not forward:
+        return
+    if forward.state.inner is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward.state.inner
+
+
+def attached_to(module: nn.Module) -> AttachedForward | None:
+    """The active attachment on a module, also where others wrapped its forward since."""
+    forward = module.__dict__.get("forward")
+    while forward is not None:
+        if isinstance(forward, AttachedForward):
+            if forward.state.active:
+                return forward
+            forward = forward.state.inner
+        else:
+            forward = getattr(forward, "__wrapped__", None)
+    return None

@@ -1,0 +1,87 @@
+"""What a policy is: it carries out one kind of choice on live modules. The table of policies is in ``__init__``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from autockpt.devices.base import Transport
+from autockpt.errors import ConflictError
+from autockpt.policies.attachment import Attachment
+from autockpt.schema.choices import Choice
+
+
+class InPlaceError(ConflictError, RuntimeError):
+    """A tensor that backward needs was changed in place. A RuntimeError too, as autograd's own error is."""
+
+
+class PlannedUnit(NamedTuple):
+    """One unit of a plan on a live model."""
+
+    name: str
+    module: nn.Module
+    choice: Choice
+
+
+class ForwardListener(Protocol):
+    """Told by the session when a forward pass of the whole model begins and ends. Copied with the model."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class PolicySession(Protocol):
+    """What a policy may ask of the session that attaches it.
+
+    ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
+    ``transport`` is the way off the device that the caller chose; None: the default one of each device.
+    """
+
+    @property
+    def order(self) -> Sequence[PlannedUnit]: ...
+
+    @property
+    def transport(self) -> Transport | None: ...
+
+    def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
+        """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
+        ...
+
+    def note(self, name: str, words: str) -> None:
+        """Say what was really attached to a unit."""
+        ...
+
+    def listen(self, listener: ForwardListener) -> None:
+        """Have a listener told about forward passes of the whole model."""
+        ...
+
+
+class Policy(Protocol):
+    """Carries out one kind of choice."""
+
+    kind: ClassVar[str]
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        """Attach the choice to ``units``, which stand in order of execution.
+
+        Raises ConflictError where that cannot be made safe.
+        """
+        ...
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        """Least and most matrix products, attentions and convolutions that backward must execute again, of ``forward``.
+
+        Held against real steps by ``verify``, so that a choice that silently does nothing is found out.
+        """
+        ...
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first parameter or buffer; the CPU for a module without either."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,134 @@
+"""Buffers that a forward changes (BatchNorm's running statistics, spectral norm's vectors): running it again must not.
+
+A recompute runs on copies of what such buffers held before the forward, so it sees what the forward saw and its own
+changes are thrown away. Which buffers change is known for BatchNorm and its kin and found out on the first calls for
+all others; autograd's version counters catch those that begin to change later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from autockpt.errors import ConflictError
+from autockpt.policies.base import InPlaceError
+
+_FIRST_CALLS = 2  # buffers may be registered during the first forward
+
+
+class Seen(NamedTuple):
+    """A buffer as one forward met it.
+
+    ``place`` is the path of the owning module inside the unit, and the buffer's name. ``tensor`` is None for a buffer
+    that the forward itself registered. ``before`` is a copy from before the forward, for those it changes in place.
+    """
+
+    owner: nn.Module
+    place: tuple[str, str]
+    tensor: torch.Tensor | None
+    version: int = 0
+    before: torch.Tensor | None = None
+
+
+class BufferWatch:
+    """What is known about the buffers of one unit, from call to call. Copied and pickled with the unit."""
+
+    def __init__(self) -> None:
+        self._changing: set[tuple[str, str]] = set()
+        self._calls = {True: 0, False: 0}  # by the unit's `training`: dropout and statistics differ
+        self._cache_places: list[tuple[nn.Module, tuple[str, str]]] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_cache_places": None}
+
+    def before(self, module: nn.Module) -> list[Seen]:
+        """Look at the buffers before a forward; copy those that change, and all of them on the first calls."""
+        first = self._is_first(module)
+        if self._cache_places is None or first:
+            self._cache_places = list(_places(module))
+        seen = []
+        for owner, place in self._cache_places:
+            if (tensor := owner._buffers.get(place[1])) is not None:
+                copied = tensor.detach().clone() if first or self._changes(owner, place) else None
+                seen.append(Seen(owner, place, tensor, tensor._version, copied))
+        return seen
+
+    def after(self, module: nn.Module, unit: str, seen: list[Seen]) -> list[Seen]:
+        """The same entries after the forward, with the copies that a recompute needs and no others.
+
+        Raises ConflictError where a buffer was changed in place of which no copy was made.
+        """
+        first = self._is_first(module)
+        self._calls[module.training] += 1
+        values_count = first and not _get_current_dispatch_mode_stack()  # under a mode tensors may be without values
+        kept = []
+        for entry in seen:
+            if _changed_in_place(entry, values_count):
+                if entry.before is None:
+                    raise ConflictError(
+                        f"{_name(unit, entry.place)} is a buffer that this forward changed and earlier ones did not",
+                        remedy=f"Use `save` or `offload` on {unit}: recompute would change the buffer twice.",
+                    )
+                self._changing.add(entry.place)
+            kept.append(entry if self._changes(entry.owner, entry.place) else entry._replace(before=None))
+        if first:
+            known = {entry.place for entry in seen}
+            kept += [Seen(owner, place, None) for owner, place in _places(module) if place not in known]
+        return kept
+
+    def _is_first(self, module: nn.Module) -> bool:
+        return self._calls[module.training] < _FIRST_CALLS
+
+    def _changes(self, owner: nn.Module, place: tuple[str, str]) -> bool:
+        # BatchNorm's kernels change the statistics without telling autograd
+        return place in self._changing or (isinstance(owner, _NormBase) and owner.track_running_stats)
+
+
+def _places(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield owner, (path, name)
+
+
+def _name(unit: str, place: tuple[str, str]) -> str:
+    return ".".join(filter(None, (unit, *place)))
+
+
+def _changed_in_place(entry: Seen, compare_values: bool) -> bool:
+    """A buffer that was replaced is not changed: its entry holds on to what the forward read."""
+    if entry.tensor is None:
+        return False
+    if entry.tensor._version != entry.version:
+        return True
+    return compare_values and entry.before is not None and not torch.equal(entry.tensor, entry.before)
+
+
+@contextmanager
+def as_seen(unit: str, seen: list[Seen]) -> Iterator[None]:
+    """Give the modules the buffers that the forward met, and what they hold now back afterwards.
+
+    Raises InPlaceError where a buffer of which no copy exists was changed since.
+    """
+    held = [entry.owner._buffers.get(entry.place[1]) for entry in seen]
+    try:
+        for owner, place, tensor, version, before in seen:
+            if tensor is None:
+                owner._buffers.pop(place[1], None)
+                continue
+            if before is None and tensor._version != version:
+                raise InPlaceError(
+                    f"the buffer {_name(unit, place)} was changed in place between forward and backward",
+                    remedy=f"Change it after backward, or use `save` on {unit}.",
+                )
+            owner._buffers[place[1]] = tensor if before is None else before.clone()
+        yield
+    finally:
+        for entry, tensor in zip(seen, held, strict=True):
+            entry.owner._buffers[entry.place[1]] = tensor

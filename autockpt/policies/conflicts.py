@@ -1,0 +1,42 @@
+"""Other activation checkpointing that is on at the same time: two owners of one layer are an error, not a guess."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autockpt.errors import ConflictError
+
+_FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
+
+
+def flagged_modules(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that have a switch of their own for activation checkpointing, on or off."""
+    return tuple(path for path, module in model.named_modules() if any(hasattr(module, flag) for flag in _FLAGS))
+
+
+def refuse_native(module: nn.Module, name: str) -> None:
+    """Raise ConflictError where a module's own activation checkpointing is switched on."""
+    values = module.__dict__
+    for flag in _FLAGS:
+        if values.get(flag) is True:
+            raise ConflictError(
+                f"{name or type(module).__name__} has {flag}=True while an autockpt plan is applied to the model",
+                remedy="Switch one off: pass activation_checkpointing=False (gradient_checkpointing=False) to the "
+                "trainer or call model.activation_checkpointing_disable(), or remove the plan.",
+            )
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise ConflictError where PyTorch's own checkpoint wrapper is around a part of the model."""
+    for path, module in model.named_modules():
+        if type(module).__name__ == "CheckpointWrapper":
+            raise ConflictError(
+                f"{path} is wrapped for activation checkpointing already (CheckpointWrapper)",
+                remedy="Apply the plan to the unwrapped model: leave out apply_activation_checkpointing or "
+                "FSDP's activation_checkpointing option.",
+            )
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise ConflictError(
+                "nn.DataParallel copies modules in a way that would run a plan on the first device's weights",
+                remedy="Use DistributedDataParallel (torchrun), or a single device.",
+            )

@@ -1,0 +1,98 @@
+"""The KV cache has no place in a training step: a layer that is run again would add its keys and values twice."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from autockpt.errors import ConflictError
+
+# what layers call a cache that is a tuple of tensors, or an object of the model's own
+_CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "past", "cache_params"})
+
+
+def without_cache(
+    module: nn.Module, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer's call with its KV cache taken out and ``use_cache`` off.
+
+    Layers that only read the cache (transformers marks them) keep it. Raises ConflictError where the cache already
+    holds something for this layer: leaving that out would change the result.
+    """
+    if getattr(type(module), "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    cache_type = _cache_type()
+
+    def is_cache(name: str, value: Any) -> bool:
+        if value is None or isinstance(value, torch.Tensor):
+            return False
+        return (cache_type is not None and isinstance(value, cache_type)) or name in _CACHE_NAMES
+
+    if any(isinstance(a, (tuple, list)) or (cache_type is not None and isinstance(a, cache_type)) for a in args):
+        names = _parameter_names(type(module))
+        args = tuple(
+            _emptied(a, module, unit) if is_cache(names[i] if i < len(names) else "", a) else a
+            for i, a in enumerate(args)
+        )
+    changes: dict[str, Any] = {n: _emptied(v, module, unit) for n, v in kwargs.items() if is_cache(n, v)}
+    if kwargs.get("use_cache"):
+        changes["use_cache"] = False
+    return args, ({**kwargs, **changes} if changes else kwargs)
+
+
+def _cache_type() -> type | None:
+    """transformers' base of all caches, without importing transformers for models that do not use it."""
+    return getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+
+
+@functools.lru_cache(maxsize=256)
+def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def _emptied(cache: Any, module: nn.Module, unit: str) -> None:
+    """None in the cache's place, once it is sure that it holds nothing for this layer."""
+    if _holds_something(cache, _layer_index(module)):
+        raise ConflictError(
+            f"{unit} was called with a KV cache that already holds keys and values, while gradients are enabled",
+            remedy="Prefix tuning and training on top of a filled cache work with `save` on this unit only.",
+        )
+
+
+def _layer_index(module: nn.Module) -> int | None:
+    indices = (getattr(inner, "layer_idx", None) for inner in module.modules())
+    return next((i for i in indices if isinstance(i, int)), None)
+
+
+def _holds_something(cache: Any, layer: int | None) -> bool:
+    if isinstance(cache, (tuple, list)):
+        return any(_holds_something(part, layer) for part in cache)
+    if isinstance(cache, torch.Tensor):
+        return cache.numel() > 0
+    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    if any(part is not None for part in parts):
+        return any(_holds_something(part, layer) for part in parts if part is not None)
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return cache is not None
+    mine = layers if layer is None else layers[layer : layer + 1]
+    return any(_layer_holds_something(entry) for entry in mine)
+
+
+def _layer_holds_something(entry: Any) -> bool:
+    """Whether keys, or a recurrent layer's states, were written to a cache's layer."""
+    if isinstance(entry, (tuple, list)):
+        return _holds_something(entry, None)
+    if any(any(vars(entry).get(name, {}).values()) for name in ("is_conv_states_initialized", "has_previous_state")):
+        return True
+    if not getattr(entry, "is_initialized", True):
+        return False
+    length = getattr(entry, "get_seq_length", None)
+    if length is not None:
+        return int(length()) > 0
+    return any(isinstance(v, torch.Tensor) and v.numel() > 0 for v in vars(entry).values())

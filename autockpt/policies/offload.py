@@ -1,0 +1,171 @@
+"""offload: what a unit saves leaves the device after its forward and comes back before its backward."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from autockpt.devices.base import Transport
+from autockpt.devices.transport import transport_for
+from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.base import PlannedUnit, PolicySession, device_of
+from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.kvcache import without_cache
+from autockpt.policies.saved import Group, Packer, unpack
+from autockpt.schema.choices import Choice
+
+
+class Pipeline:
+    """The order of offloaded forwards in one model, and the transports they share.
+
+    With copies beside compute a group is settled when the forward of the unit behind it has ended, so that its copies
+    have had that long; else when its own forward has. In backward each group fetches the one before it.
+    """
+
+    def __init__(self, transport: Transport | None = None) -> None:
+        self._chosen = transport
+        self._start()
+
+    def _start(self) -> None:
+        self._transports: dict[torch.device, Transport] = {}
+        self._pending: list[Group] = []
+        self._last: Group | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        return Pipeline(self._chosen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # streams and mapped files stay behind; the default transport does it wherever this is loaded
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._chosen = None
+        self._start()
+
+    def transport(self, device: torch.device) -> Transport:
+        """The way off this device. Raises MeasurementError for kinds of device that have none."""
+        if self._chosen is not None:
+            return self._chosen
+        if device not in self._transports:
+            self._transports[device] = transport_for(device)
+        return self._transports[device]
+
+    def begin(self) -> None:
+        """A forward of the whole model begins: its units are not neighbours of an earlier forward's."""
+        self._pending.clear()
+        self._last = None
+
+    def open(self, unit: str, transport: Transport) -> Group:
+        """A unit's forward begins."""
+        return Group(unit, self._last, ahead=transport.copy_queues)
+
+    def close(self, group: Group, transport: Transport) -> None:
+        """A unit's forward has ended."""
+        self._last = group
+        self.settle()
+        self._pending.append(group)
+        if not transport.copy_queues:
+            self.settle()
+
+    def newest(self) -> Group | None:
+        """The group whose forward ended last, if it is still waiting to be settled."""
+        return self._pending[-1] if self._pending else None
+
+    def settle(self) -> None:
+        """Let go of the device memory of every group whose forward has ended."""
+        while self._pending:
+            self._pending.pop(0).settle()
+
+    end = settle
+
+
+class OffloadState(Attachment):
+    """An offloaded unit's attachment."""
+
+    def __init__(self, unit: str, pipeline: Pipeline) -> None:
+        super().__init__(unit)
+        self.pipeline = pipeline
+        self._cache_buffers: list[tuple[nn.Module, str]] | None = None
+
+    def buffers(self, module: nn.Module) -> list[torch.Tensor]:
+        if self._cache_buffers is None:
+            self._cache_buffers = [(owner, name) for owner in module.modules() for name in owner._buffers]
+        found = (owner._buffers.get(name) for owner, name in self._cache_buffers)
+        return [b for b in found if b is not None]
+
+
+class OffloadPolicy:
+    kind: ClassVar[str] = "offload"
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        if not units:
+            return
+        pipeline = Pipeline(session.transport)
+        session.listen(pipeline)
+        for unit in units:
+            session.place(unit.name, unit.module, run_offloaded, OffloadState(unit.name, pipeline))
+            session.note(unit.name, "offload: what it saves leaves the device between forward and backward")
+        for unit in _next_others(units, session.order):
+            if pipeline.transport(device_of(unit.module)).copy_queues:
+                session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        return 0, 0
+
+
+def _next_others(units: Sequence[PlannedUnit], order: Sequence[PlannedUnit]) -> Iterator[PlannedUnit]:
+    """Units of another choice that come right after an offloaded one."""
+    offloaded = {unit.name for unit in units}
+    for unit, following in itertools.pairwise(order):
+        if unit.name in offloaded and following.name not in offloaded:
+            yield following
+
+
+def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
+    """The unit's forward; where gradients are enabled, what it saves goes off the device.
+
+    Parameters, buffers, small tensors and tensors from outside stay, the first floating-point argument (the hidden
+    state) does not. Raises ConflictError for a filled KV cache, MeasurementError where the other side is full, and in
+    backward InPlaceError where a saved tensor was changed in place.
+    """
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    refuse_native(module, state.unit)
+    args, kwargs = without_cache(module, state.unit, args, kwargs)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    hidden = next((t for t in tensors if t.is_floating_point()), None)
+    device = device_of(module) if hidden is None else hidden.device
+    buffers = state.buffers(module)
+    outside = [t for t in tensors if t is not hidden] + buffers
+    transport = state.pipeline.transport(device)
+    group = state.pipeline.open(state.unit, transport)
+    with saved_tensors_hooks(Packer(group, transport, device, outside).pack, unpack):
+        output = call_inner(module, state, args, kwargs)
+    state.pipeline.close(group, transport)
+    return output
+
+
+def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a unit behind an offloaded one: when it has ended that one's copies must be done, and when its
+    backward begins they start to come back."""
+    group = state.pipeline.newest() if state.active and torch.is_grad_enabled() else None
+    output = call_inner(module, state, args, kwargs)
+    if group is not None:
+        state.pipeline.settle()
+        outputs = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        node = next((leaf.grad_fn for leaf in outputs if leaf.grad_fn is not None), None)
+        if node is not None:
+            node.register_prehook(functools.partial(_fetch, weakref.ref(group)))
+    return output
+
+
+def _fetch(group: weakref.ref[Group], gradients: Any) -> None:
+    if (alive := group()) is not None:
+        alive.fetch()

@@ -1,0 +1,52 @@
+"""recompute: keep a unit's inputs only and run its forward again in backward (Chen et al. 2016, arXiv:1604.06174)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autockpt.policies.attachment import call_inner
+from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.kvcache import without_cache
+from autockpt.policies.replay import Replay, ReplayState
+from autockpt.schema.choices import Choice
+
+
+class RecomputePolicy:
+    kind: ClassVar[str] = "recompute"
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        for unit in units:
+            session.place(unit.name, unit.module, run_recomputed, ReplayState(unit.name))
+            session.note(unit.name, "recompute: its inputs are kept, its forward runs again in backward")
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        # it stops as soon as all is there that backward needs: a last product, LoRA's beside it, need not run again
+        return min(forward // 2, forward - 1) if forward else 0, forward
+
+
+def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
+    """The unit's forward; where gradients are enabled, what it saves is dropped and made again in backward.
+
+    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place), and in
+    backward InPlaceError where something that it read was changed since.
+    """
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    if torch.compiler.is_compiling():
+        # traced into the compiler's own recompute, which looks after random state and in-place changes itself
+        inner = functools.partial(call_inner, module, state)
+        return checkpoint(inner, args, kwargs, use_reentrant=False, preserve_rng_state=True)
+    refuse_native(module, state.unit)
+    args, kwargs = without_cache(module, state.unit, args, kwargs)
+    replay = Replay(module, state, args, kwargs)
+    versions = [tensor._version for tensor in replay.tensors]
+    output = checkpoint(replay, *replay.tensors, use_reentrant=False, preserve_rng_state=True)
+    replay.finish(versions)
+    return output

@@ -1,0 +1,259 @@
+"""Saved tensors off the device: one parcel per storage, however many views of it autograd saved.
+
+Whatever autograd holds owns the bytes: packed tensors own their storage's parcel, so a forward that no backward follows
+leaves nothing behind. Hooks on saved tensors switch off autograd's own check for in-place changes; here every packed
+tensor, moved or not, carries a probe: an empty tensor that shares the version counter, but not the memory, of the one
+that was saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
+
+from autockpt.devices.base import Transport
+from autockpt.policies.base import InPlaceError
+
+SMALL_BYTES = 16 << 10
+"""Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
+
+# what lies between a weight and the form in which it is used: autocast's 16-bit copy, transposes and other views
+_WEIGHT_STEPS = frozenset(
+    {
+        "TBackward0",
+        "ToCopyBackward0",
+        "TransposeBackward0",
+        "PermuteBackward0",
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ReshapeAliasBackward0",
+        "ExpandBackward0",
+        "AliasBackward0",
+        "UnsqueezeBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "ChunkBackward0",
+    }
+)
+
+
+class Group:
+    """What one forward of one unit moved.
+
+    ``before`` is the group whose forward ran before this one's; ``ahead`` says whether fetching before the bytes are
+    needed pays, which is where copies run beside compute.
+    """
+
+    def __init__(self, unit: str, before: Group | None, ahead: bool) -> None:
+        self.unit = unit
+        self._ahead = ahead
+        self._before = weakref.ref(before) if before is not None else None
+        self._storages: list[weakref.ref[SavedStorage]] = []
+        self._fetched = False
+
+    def add(self, storage: SavedStorage) -> None:
+        self._storages.append(weakref.ref(storage))
+
+    def alive(self) -> list[SavedStorage]:
+        """Storages that a graph still holds, in the order in which they were saved."""
+        return [s for ref in self._storages if (s := ref()) is not None]
+
+    def settle(self) -> None:
+        """From here on the device memory may be used for other things."""
+        for storage in self.alive():
+            storage.parcel.settle()
+
+    def fetch(self) -> None:
+        """Bring this group back, and the one that backward will need next."""
+        self._fetch_own()
+        if self._before is not None and (before := self._before()) is not None:
+            before._fetch_own()
+
+    def _fetch_own(self) -> None:
+        if self._ahead and not self._fetched:
+            self._fetched = True
+            for storage in reversed(self.alive()):
+                storage.parcel.fetch()
+
+    def forget_fetch(self) -> None:
+        """Something was let go after use; a second backward over the same graph starts over."""
+        self._fetched = False
+
+
+class SavedStorage:
+    """One storage that left the device. ``users`` packed tensors look into it."""
+
+    def __init__(self, tensor: torch.Tensor, transport: Transport, group: Group) -> None:
+        self._probe, self._version = _probe(tensor), tensor._version
+        self.group = group
+        self.users = 0
+        self._served = 0
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self.parcel = transport.send(whole)
+        group.add(self)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes sent are still those of ``tensor``, which looks into the same memory."""
+        if not self._probe._version == tensor._version == self._version:
+            return False
+        # equal by coincidence? ``.data`` gives a tensor a counter of its own
+        with _unsafe_preserve_version_counter(tensor):
+            increment_version(tensor)
+            return self._probe._version == tensor._version
+
+    def bytes_for_one_user(self) -> torch.UntypedStorage:
+        """The storage on the device. When every user got it, the parcel lets its own copy go."""
+        self.group.fetch()
+        storage = self.parcel.get().untyped_storage()
+        self._served += 1
+        if self._served >= self.users:
+            self._served = 0
+            self.parcel.release()
+            self.group.forget_fetch()
+        return storage
+
+
+class _Layout(NamedTuple):
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+class Moved:
+    """A saved tensor whose storage left the device."""
+
+    __slots__ = ("_layout", "_probe", "_storage", "_version")
+
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage) -> None:
+        self._storage = storage
+        self._layout = _Layout(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        self._probe, self._version = _probe(tensor), tensor._version
+        storage.users += 1
+
+    def unpack(self) -> torch.Tensor:
+        _check(self._probe, self._version, self._storage.group.unit, self._layout.size)
+        dtype, size, stride, offset = self._layout
+        storage = self._storage.bytes_for_one_user()
+        return torch.empty(0, dtype=dtype, device=self._probe.device).set_(storage, offset, size, stride)
+
+
+class Kept:
+    """A saved tensor that stays. Detached: a graph that holds its own output by way of Python is never freed."""
+
+    __slots__ = ("_tensor", "_unit", "_version")
+
+    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
+        self._tensor, self._version, self._unit = tensor.detach(), tensor._version, unit
+
+    def unpack(self) -> torch.Tensor:
+        _check(self._tensor, self._version, self._unit, self._tensor.size())
+        return self._tensor
+
+
+_empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _probe(tensor: torch.Tensor) -> torch.Tensor:
+    """Shares the tensor's version counter and none of its memory."""
+    probe = tensor.detach()
+    probe.data = _empty(tensor.dtype, tensor.device)
+    return probe
+
+
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    key = (dtype, device)
+    if key not in _empties:
+        _empties[key] = torch.empty(0, dtype=dtype, device=device)
+    return _empties[key]
+
+
+def _check(probe: torch.Tensor, version: int, unit: str, size: torch.Size) -> None:
+    """Raise InPlaceError as autograd itself would."""
+    if probe._version != version:
+        raise InPlaceError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(size)} that {unit} saved is at version {probe._version}, expected {version}",
+            remedy="Replace the in-place operation after this unit by an out-of-place one.",
+        )
+
+
+def unpack(packed: Moved | Kept) -> torch.Tensor:
+    """The hook for autograd's unpacking."""
+    return packed.unpack()
+
+
+class Packer:
+    """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
+
+    ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers.
+    """
+
+    def __init__(
+        self, group: Group, transport: Transport, device: torch.device, outside: Iterable[torch.Tensor]
+    ) -> None:
+        self._group, self._transport, self._device = group, transport, device
+        # the caller keeps these alive during the forward, so an address cannot change its meaning
+        self._outside = {address for t in outside if (address := _address(t)) is not None}
+        self._seen: dict[int, weakref.ref[SavedStorage]] = {}
+
+    def pack(self, tensor: torch.Tensor) -> Moved | Kept:
+        if not self._leaves(tensor):
+            return Kept(tensor, self._group.unit)
+        return Moved(tensor, self._storage_of(tensor))
+
+    def _leaves(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and tensor.device == self._device
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+            and tensor.untyped_storage().nbytes() >= SMALL_BYTES
+            and tensor.untyped_storage()._cdata not in self._outside
+            and not _is_weight(tensor)
+        )
+
+    def _storage_of(self, tensor: torch.Tensor) -> SavedStorage:
+        """The storage's parcel, sent now where this forward has not sent these very bytes yet."""
+        address = tensor.untyped_storage()._cdata
+        known = self._seen.get(address)
+        storage = known() if known is not None else None
+        # Parcels hold their source until the group settles, after this forward: while one lives, so does the address.
+        if storage is None or not storage.holds(tensor):
+            storage = SavedStorage(tensor, self._transport, self._group)
+            self._seen[address] = weakref.ref(storage)
+        return storage
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without one storage
+        return None
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """A parameter, a view of one, or autocast's copy of one, which lives as long as the autocast block anyway."""
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return True
+    node = tensor.grad_fn
+    for _ in range(6):
+        if node is None:
+            return False
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            return isinstance(node.variable, nn.Parameter)  # type: ignore[attr-defined]
+        if name not in _WEIGHT_STEPS:
+            return False
+        before = [n for n, _ in node.next_functions if n is not None]
+        node = before[0] if len(before) == 1 else None
+    return False

@@ -1,0 +1,37 @@
+"""Applying choices to a live model, and taking them off again."""
+
+from autockpt.policies import recomputing
+from autockpt.runtime.apply import Handle, apply, planned_units
+from autockpt.runtime.gradients import GradientCheck, compare, judge
+from autockpt.runtime.observation import (
+    ForwardBackward,
+    Observation,
+    deterministic_algorithms,
+    digest_tensors,
+    kept_state,
+    observe,
+)
+from autockpt.runtime.reruns import RunCounter, UnitRuns
+from autockpt.runtime.session import Session, attach, remove, without_kv_cache
+
+__all__ = [
+    "ForwardBackward",
+    "GradientCheck",
+    "Handle",
+    "Observation",
+    "RunCounter",
+    "Session",
+    "UnitRuns",
+    "apply",
+    "attach",
+    "compare",
+    "deterministic_algorithms",
+    "digest_tensors",
+    "judge",
+    "kept_state",
+    "observe",
+    "planned_units",
+    "recomputing",
+    "remove",
+    "without_kv_cache",
+]

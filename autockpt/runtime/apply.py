@@ -1,0 +1,164 @@
+"""Applying a plan to a live model."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError, PlanError
+from autockpt.runtime.gradients import compare
+from autockpt.runtime.session import Session, attach, without_kv_cache
+from autockpt.schema.choices import Choice
+from autockpt.schema.graph import Unit
+from autockpt.schema.names import fold, outermost
+from autockpt.schema.plan import Plan
+from autockpt.workload.losses import default_step
+from autockpt.workload.settings import short_dtype
+from autockpt.workload.units import discover_units
+
+
+class Handle:
+    """A plan applied to a model. ``print`` shows it; a context manager that removes it at the end.
+
+    ``attached`` says for every unit in words what was really attached, ``notes`` why the plan's promise about memory
+    and time may not hold here.
+    """
+
+    def __init__(self, plan: Plan, choices: Mapping[str, Choice], session: Session, notes: Sequence[str]) -> None:
+        self.plan = plan
+        self.choices = dict(choices)
+        self.notes = tuple(notes)
+        self._session = session
+        self._removed = False
+
+    @property
+    def attached(self) -> dict[str, str]:
+        """What was really attached, by unit."""
+        return dict(self._session.attached)
+
+    def remove(self) -> None:
+        """Take the plan off again; the model is exactly as it was. Idempotent."""
+        self._removed = True
+        self._session.remove()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        state = "removed" if self._removed else "applied"
+        why = self.plan.status_reason
+        lines = [f"autockpt plan, {self.plan.status}{f' ({why})' if why else ''}, {state}:"]
+        folded = fold(self.attached)
+        width = max(map(len, folded), default=0)
+        lines += [f"  {name:<{width}}  {words}" for name, words in folded.items()]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def apply(
+    model: nn.Module,
+    plan: Plan | str | Path,
+    *,
+    check_batch: Any = None,
+    step: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> Handle:
+    """Apply a plan, or a plan file, to a live model; the choices then act whenever gradients are enabled.
+
+    Nothing about the model changes but what its forward keeps: no submodule is replaced, ``state_dict``, parameter
+    names, class and config stay as they are. With ``check_batch`` two steps on it are compared bit by bit with plain
+    training before anything is applied for good (``step(model, batch)`` gives the loss; default: the model's own);
+    weights, gradients, buffers and random states are afterwards as before.
+
+    Where the plan's numbers were found under other circumstances (dtype, LoRA, kind of device, and later a larger
+    batch), one warning says that its promise does not hold here.
+
+    Raises PlanError where the plan is malformed or belongs to another model; ConflictError where it cannot be attached
+    safely, or where the check finds a difference.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    units = discover_units(model)
+    if not units:
+        raise PlanError(
+            f"{type(model).__name__} has no repeated blocks that a plan could speak of",
+            remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
+        )
+    plan.check_structure(planned_units(plan, units))
+    choices = plan.expand(unit.name for unit in units)
+    notes = _doubts(plan, model)
+    if check_batch is not None:
+        _check(model, choices, check_batch, step)
+    session = attach(model, choices)
+    if (guard := session.guard()) is not None and plan.status != "unmeasured":
+        settings = plan.settings
+        guard.planned = (_whole(settings.get("batch_size")), _whole(settings.get("seq_len")))
+    if notes:
+        warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
+    return Handle(plan, choices, session, notes)
+
+
+def planned_units(plan: Plan, units: Sequence[Unit]) -> list[Unit]:
+    """The units to hold against a plan's structure: blocks alone where that knows no sub-units."""
+    planned = list(plan.model.classes)
+    blocks_only = len(outermost(planned)) == len(planned)
+    return [unit for unit in units if unit.role == "block" or not blocks_only]
+
+
+def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, step: Callable[..., Tensor] | None) -> None:
+    """Raise ConflictError where two steps under the choices are not bit-equal with plain training."""
+    run = step or default_step(model, batch)
+
+    def forward_backward(between: Callable[[], None]) -> Tensor:
+        loss = run(model, batch)
+        between()
+        loss.backward()
+        return loss.detach()
+
+    result = compare(model, forward_backward, lambda: attach(model, choices), lambda: without_kv_cache(model))
+    if not result.equal:
+        raise ConflictError(
+            f"under this plan the model does not train as it does without: {result.describe()}",
+            remedy="Some unit's forward cannot be run twice with the same result. Set the units in question to save; "
+            "applying a part of the plan at a time shows which.",
+        )
+
+
+def _doubts(plan: Plan, model: nn.Module) -> list[str]:
+    """Why the plan's promise about memory and time may not hold for this model. Empty for plans without a promise."""
+    if plan.status == "unmeasured":
+        return []
+    doubts = []
+    planned_dtype, dtype = plan.settings.get("dtype"), _dtype_of(model)
+    if planned_dtype and dtype and planned_dtype != dtype:
+        doubts.append(f"the weights are {dtype}, planned as {planned_dtype}")
+    planned_lora = plan.workload is not None and plan.workload.lora is not None
+    lora = any("lora_" in name for name, _ in model.named_parameters())
+    if plan.workload is not None and planned_lora != lora:
+        doubts.append("the model has LoRA adapters, planned without" if lora else "planned with LoRA adapters")
+    if plan.environment is not None:
+        here = next((p.device.type for p in model.parameters()), "cpu")
+        if here not in ("meta", plan.environment.device.kind):
+            doubts.append(f"the model is on {here}, planned for {plan.environment.device.kind}")
+    return doubts
+
+
+def _dtype_of(model: nn.Module) -> str | None:
+    """The type that most of the numbers in the weights have."""
+    counts = Counter[str]()
+    for p in model.parameters():
+        counts[short_dtype(p.dtype)] += p.numel()
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,86 @@
+"""Comparing a plan's gradients with plain training's: bit by bit, on live models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+
+from pydantic import Field
+from torch import nn
+
+from autockpt.runtime.observation import ForwardBackward, Observation, deterministic_algorithms, observe
+from autockpt.schema.base import Data
+
+_SHOWN = 3
+
+
+class GradientCheck(Data):
+    """How a plan's steps compare with a reference's.
+
+    ``repeatable`` is False where the reference, run twice, did not give the same bits even with deterministic
+    algorithms; ``equal`` then means that the plan deviates no more than the reference does from itself.
+    """
+
+    equal: bool
+    repeatable: bool = True
+    deterministic: bool = Field(default=False, description="deterministic algorithms were needed")
+    compared: int = Field(default=0, description="losses, gradients, buffers and random states")
+    differences: tuple[str, ...] = ()
+    deviation: float = Field(default=0.0, description="largest relative difference of two gradient norms")
+
+    def describe(self, reference: str = "plain training") -> str:
+        """The result in one line."""
+        how = " under deterministic algorithms (without them it varies by itself)" if self.deterministic else ""
+        if not self.equal:
+            more = f" and {len(self.differences) - _SHOWN} more" if len(self.differences) > _SHOWN else ""
+            return (
+                f"{len(self.differences)} of {self.compared} values differ from {reference}{how}: "
+                f"{', '.join(self.differences[:_SHOWN])}{more}; gradient norms by up to {self.deviation:.1e}"
+            )
+        if not self.repeatable:
+            return f"{reference} does not repeat itself bit by bit, and the plan deviates from it no more{how}"
+        what = f"losses, gradients, buffers and random states of two steps ({self.compared} values)"
+        return f"{what} are bit-equal with {reference}{how}"
+
+
+def compare(
+    model: nn.Module,
+    forward_backward: ForwardBackward,
+    plan: Callable[[], AbstractContextManager[object]],
+    reference: Callable[[], AbstractContextManager[object]],
+) -> GradientCheck:
+    """Two accumulating steps under ``reference()``, the same again, then under ``plan()``.
+
+    Both attach on entry and remove on exit. Where the reference does not repeat itself, all is done again with
+    deterministic algorithms. The model's weights, gradients, buffers and random states are afterwards as before.
+    """
+
+    def run(attached: Callable[[], AbstractContextManager[object]], deterministic: bool) -> Observation:
+        with ExitStack() as stack:
+            if deterministic:
+                stack.enter_context(deterministic_algorithms())
+            stack.enter_context(attached())
+            return observe(model, forward_backward)
+
+    deterministic = False
+    first, second = run(reference, False), run(reference, False)
+    if first.differences(second):
+        deterministic = True
+        first, second = run(reference, True), run(reference, True)
+    return judge(first, second, run(plan, deterministic), deterministic)
+
+
+def judge(first: Observation, second: Observation, planned: Observation, deterministic: bool) -> GradientCheck:
+    """The verdict on a plan's observation, given two of the reference."""
+    varying = set(first.differences(second))
+    differences = first.differences(planned)
+    deviation = first.largest_deviation(planned)
+    excused = varying and set(differences) <= varying and deviation <= 4 * first.largest_deviation(second)
+    return GradientCheck(
+        equal=not differences or bool(excused),
+        repeatable=not varying,
+        deterministic=deterministic,
+        compared=len(first.digests),
+        differences=tuple(differences),
+        deviation=deviation,
+    )

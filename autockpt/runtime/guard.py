@@ -1,0 +1,126 @@
+"""What must be looked after for the model as a whole while choices are attached to its units."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autockpt.policies import Attachment, ForwardListener, call_inner, refuse_native
+
+
+class GuardState(Attachment):
+    """The root's attachment: who wants to know about forward passes, and which switches must stay off.
+
+    ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known.
+    """
+
+    def __init__(self, flagged: Iterable[str]) -> None:
+        super().__init__("")
+        self.flagged = tuple(flagged)
+        self.listeners: list[ForwardListener] = []
+        self.planned: tuple[int | None, int | None] = (None, None)
+
+    def watched(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Modules with a switch of their own for activation checkpointing, found by path so that copies find theirs."""
+        for path in self.flagged:
+            module: nn.Module | None = root
+            for part in path.split(".") if path else ():
+                module = module._modules.get(part) if module is not None else None
+            if module is not None:
+                yield path, module
+
+
+def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: Any) -> Any:
+    """The whole model's forward. Raises ConflictError where a trainer switched on checkpointing of its own since."""
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    for path, watched in state.watched(module):
+        refuse_native(watched, path)
+    _warn_of_larger_batch(state, args, kwargs)
+    for listener in state.listeners:
+        listener.begin()
+    output = call_inner(module, state, args, kwargs)
+    for listener in state.listeners:
+        listener.end()
+    return output
+
+
+def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Say once that the promise no longer holds; shapes are those of the first tensor with a batch dimension."""
+    batch, length = state.planned
+    if batch is None and length is None:
+        return
+    first = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 0), None)
+    if first is None:
+        return
+    tokens = first.dim() == 2 and not first.is_floating_point()
+    too_many = batch is not None and first.shape[0] > batch
+    too_long = length is not None and tokens and first.shape[1] > length
+    if too_many or too_long:
+        state.planned = (None, None)
+        planned = " × ".join(str(n) for n in (batch, length if tokens else None) if n is not None)
+        warnings.warn(
+            f"a batch of {' × '.join(map(str, first.shape[: 2 if tokens else 1]))} is larger than the plan was made "
+            f"for ({planned}): its promise about memory no longer holds. Search again with the larger shape.",
+            stacklevel=4,
+        )
+
+
+class CacheState(Attachment):
+    """The attachment that keeps a language model from building a KV cache in training steps."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.warned = False
+
+
+def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwargs: Any) -> Any:
+    """The model's forward with ``use_cache`` off wherever gradients are enabled. The config stays as it is."""
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    position = _position(type(module))
+    if position is not None and position < len(args):
+        asked = args[position]
+        args = (*args[:position], False, *args[position + 1 :])
+    else:
+        asked = kwargs.get("use_cache")
+        kwargs = {**kwargs, "use_cache": False}
+    if asked and not state.warned:
+        state.warned = True
+        warnings.warn(
+            "use_cache=True is switched off while gradients are enabled and an autockpt plan is applied: "
+            "the outputs hold no past_key_values.",
+            stacklevel=4,
+        )
+    return call_inner(module, state, args, kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _position(cls: type[nn.Module]) -> int | None:
+    """Where ``use_cache`` stands among the parameters behind ``self`` of a class's forward; None where it has none."""
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+    return names.index("use_cache") if "use_cache" in names else None
+
+
+def cache_owners(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+    """The outermost modules around attached units whose forward takes ``use_cache``; units themselves do not count."""
+    attached = {id(unit) for unit in units}
+    found: list[nn.Module] = []
+
+    def search(module: nn.Module) -> None:
+        if id(module) in attached or not any(id(inner) in attached for inner in module.modules()):
+            return
+        if _position(type(module)) is not None:
+            found.append(module)
+            return
+        for child in module.children():
+            search(child)
+
+    search(model)
+    return found

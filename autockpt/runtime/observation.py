@@ -1,0 +1,138 @@
+"""What training steps leave behind, bit by bit, as short digests that can be compared across plans and processes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from autockpt.schema.base import Data
+
+ForwardBackward = Callable[[Callable[[], None]], Tensor]
+"""One forward and backward; calls its argument between the two and returns the loss. Gradients stay in ``.grad``."""
+
+
+class Observation(Data):
+    """Digests by what they are of (``step 2: gradient model.norm.weight``), and norms of the gradients."""
+
+    digests: dict[str, str]
+    norms: dict[str, float]
+
+    def differences(self, other: Observation) -> list[str]:
+        """What is not bit-equal, in order; entries that only one of the two has count as well."""
+        names = list(dict.fromkeys((*self.digests, *other.digests)))
+        return [name for name in names if self.digests.get(name) != other.digests.get(name)]
+
+    def largest_deviation(self, other: Observation) -> float:
+        """The largest relative difference of two gradients' norms; a measure of size, not a proof."""
+        pairs = ((norm, other.norms.get(name, 0.0)) for name, norm in self.norms.items())
+        return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b), default=0.0)
+
+
+def observe(model: nn.Module, forward_backward: ForwardBackward, *, steps: int = 2) -> Observation:
+    """Run ``steps`` accumulating forwards and backwards and note all that they compute or change.
+
+    Losses, random states after each forward and backward, buffers and gradients. The weights stay; buffers, gradients
+    and random states are put back afterwards.
+    """
+    digests: dict[str, str] = {}
+    norms: dict[str, float] = {}
+    with kept_state(model):
+        for i in range(1, steps + 1):
+            prefix = f"step {i}: "
+
+            def between(prefix: str = prefix) -> None:
+                digests[f"{prefix}random state after forward"] = _digest_of_random_state()
+
+            loss = forward_backward(between)
+            digests[f"{prefix}loss"] = _digest(loss)
+            digests[f"{prefix}random state after backward"] = _digest_of_random_state()
+            for name, buffer in model.named_buffers():
+                digests[f"{prefix}buffer {name}"] = _digest(buffer)
+            for name, parameter in model.named_parameters():
+                gradient = parameter.grad
+                digests[f"{prefix}gradient {name}"] = "none" if gradient is None else _digest(gradient)
+                if gradient is not None:
+                    norms[f"{prefix}gradient {name}"] = float(_local(gradient).detach().float().norm())
+    return Observation(digests=digests, norms=norms)
+
+
+@contextmanager
+def kept_state(model: nn.Module) -> Iterator[None]:
+    """Gradients, buffers and random states as they were, whatever the block does. Gradients are set aside inside it."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(owner, name, b, b.detach().clone()) for owner, name, b in _buffers(model)]
+    cpu, python = torch.get_rng_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for owner, name, buffer, before in buffers:
+                owner._buffers[name] = buffer
+                buffer.copy_(before)
+        torch.set_rng_state(cpu)
+        random.setstate(python)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """PyTorch's deterministic kernels where it has them; operations without one run as they are."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for owner in model.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield owner, name, buffer
+
+
+def _local(tensor: Tensor) -> Tensor:
+    to_local = getattr(tensor, "to_local", None)  # FSDP2 and tensor parallelism: this process's share
+    return tensor if to_local is None else to_local()
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A digest of every tensor: equal where type, shape and all bits are."""
+    return {name: _digest(tensor) for name, tensor in tensors.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    """A digest of a tensor's type, shape and bytes; one host copy of it is made."""
+    tensor = _local(tensor).detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.blake2b(header + flat.numpy().tobytes(), digest_size=12).hexdigest()
+
+
+def _digest_of_random_state() -> str:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return " ".join(map(_digest, states))

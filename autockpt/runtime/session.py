@@ -1,0 +1,153 @@
+"""Choices attached to a live model: what sits where, and how it comes off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from autockpt.devices.base import Transport
+from autockpt.errors import ConflictError, PlanError
+from autockpt.policies import (
+    POLICIES,
+    AttachedForward,
+    Attachment,
+    ForwardListener,
+    PlannedUnit,
+    attached_to,
+    flagged_modules,
+    place,
+    refuse_native,
+    refuse_wrappers,
+    take_off,
+)
+from autockpt.runtime.guard import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
+from autockpt.schema.choices import Choice
+from autockpt.schema.names import check_nesting
+from autockpt.workload.names import unwrap
+from autockpt.workload.units import discover_units, module_of
+
+
+class Session:
+    """Choices attached to a model, until ``remove``. Also a context manager.
+
+    ``attached`` says for every unit in words what was really attached.
+    """
+
+    def __init__(self, units: Sequence[PlannedUnit], transport: Transport | None) -> None:
+        self.attached: dict[str, str] = {}
+        self.order = tuple(units)
+        self.transport = transport
+        self.listeners: list[ForwardListener] = []
+        self._placed: list[tuple[nn.Module, AttachedForward]] = []
+
+    def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
+        """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
+        self._placed.append((module, place(module, run, state)))
+
+    def note(self, name: str, words: str) -> None:
+        """Say what was really attached to a unit."""
+        self.attached[name] = words
+
+    def listen(self, listener: ForwardListener) -> None:
+        """Have a listener told about forward passes of the whole model."""
+        self.listeners.append(listener)
+
+    def guard(self) -> GuardState | None:
+        """The attachment that looks after the whole model; None where nothing was attached."""
+        states = (forward.state for _, forward in self._placed)
+        return next((state for state in states if isinstance(state, GuardState)), None)
+
+    def remove(self) -> None:
+        """Take everything off again; the model is as it was. Idempotent.
+
+        Graphs of forwards that have run already keep working.
+        """
+        while self._placed:
+            take_off(*self._placed.pop())
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def attach(model: nn.Module, choices: Mapping[str, Choice], *, transport: Transport | None = None) -> Session:
+    """Attach choices to a live model.
+
+    ``choices`` are by exact unit name, in order of execution, free of wrapper prefixes (PEFT, compile, DDP, Lightning);
+    units that are not named save. ``transport`` replaces the device's own for offload. From here on the choices act
+    whenever gradients are enabled, in ``eval()`` too. Where every choice is ``save`` nothing at all is attached.
+
+    Raises PlanError for a name that the model does not have and for a choice inside another; ConflictError where a plan
+    is attached already, the model's own activation checkpointing is on, or a choice cannot be made safe. The model is
+    then as it was.
+    """
+    check_nesting(choices)
+    units = [PlannedUnit(name, unwrap(module_of(model, name)), choice) for name, choice in choices.items()]
+    _check_free(model, units)
+    session = Session(units, transport)
+    try:
+        for kind, policy in POLICIES.items():
+            policy.attach([unit for unit in units if unit.choice.kind == kind], session)
+        session.attached = {unit.name: session.attached[unit.name] for unit in units}
+        if session._placed:
+            _look_after(model, [unit.module for unit in units if unit.choice.kind != "save"], session)
+    except BaseException:
+        session.remove()
+        raise
+    return session
+
+
+def without_kv_cache(model: nn.Module) -> Session:
+    """What a plan does to the model beside its choices, and nothing else: plain training to compare a plan with.
+
+    The KV cache changes the order of sums, so with it even plain training has other last bits.
+    """
+    session = Session((), None)
+    blocks = [module_of(model, unit.name) for unit in discover_units(model) if unit.role == "block"]
+    for owner in cache_owners(model, blocks):
+        session.place("", owner, run_without_cache, CacheState())
+    return session
+
+
+def remove(model: nn.Module) -> None:
+    """Take every attached choice off a model, whoever attached it: for copies and loaded pickles, which carry a plan
+    without its session. Idempotent."""
+    for module in model.modules():
+        while (forward := attached_to(module)) is not None:
+            take_off(module, forward)
+
+
+def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
+    names: dict[int, str] = {}
+    for unit in units:
+        if (other := names.setdefault(id(unit.module), unit.name)) != unit.name:
+            raise PlanError(
+                f"{other} and {unit.name} are one and the same module",
+                remedy="Make a choice for one of the names only.",
+            )
+    for path, module in model.named_modules():
+        if attached_to(module) is not None:
+            raise ConflictError(
+                f"a plan is applied to this model already (at {path or 'its root'})",
+                remedy="Remove it first: handle.remove(), or autockpt.runtime.remove(model) for a copied model.",
+            )
+    if any(unit.choice.kind != "save" for unit in units):
+        refuse_wrappers(model)
+        for path, module in model.named_modules():
+            refuse_native(module, path)
+
+
+def _look_after(model: nn.Module, attached: Sequence[nn.Module], session: Session) -> None:
+    for owner in cache_owners(model, attached):
+        session.place("", owner, run_without_cache, CacheState())
+    root = unwrap(model)
+    state = GuardState(flagged_modules(root))
+    state.listeners = session.listeners
+    session.place("", root, run_guarded, state)

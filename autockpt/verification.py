@@ -1,0 +1,363 @@
+"""Holding a plan against its promises with real steps: gradients, what is executed again, peak and step time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from autockpt.devices import transport_for
+from autockpt.errors import AutockptError, DeviceOutOfMemory, PlanError
+from autockpt.measuring import LocalMeasurer, Measurer, StepRunner, WorkerMeasurer
+from autockpt.measuring.conditions import seed_all
+from autockpt.measuring.snapshot import Snapshot
+from autockpt.policies import POLICIES
+from autockpt.runtime import (
+    Observation,
+    RunCounter,
+    UnitRuns,
+    attach,
+    deterministic_algorithms,
+    digest_tensors,
+    judge,
+    kept_state,
+    observe,
+    planned_units,
+    without_kv_cache,
+)
+from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice
+from autockpt.schema.graph import Unit
+from autockpt.schema.plan import Plan
+from autockpt.schema.request import Listener, Silence
+from autockpt.schema.sizes import format_bytes
+from autockpt.schema.trial import Measurement
+from autockpt.schema.verification import Check, CheckState, VerifyReport
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload import Workload, discover_units
+
+PEAK_SLACK = 0.01
+"""A measured peak may exceed a promised one by this share: allocators differ a little from run to run."""
+TIME_SLACK = 0.10
+"""A step may be slower than promised by this share, and the noise of both measurements."""
+
+Choices = Mapping[str, Choice]
+
+
+def verify(
+    plan: Plan | str | Path,
+    workload: WorkloadSpec | Workload | None = None,
+    *,
+    device: str | None = None,
+    listener: Listener | None = None,
+    measurer: Measurer | None = None,
+    steps: int = 10,
+) -> VerifyReport:
+    """Run a plan's training steps beside plain ones and hold the plan against what it promises.
+
+    ``workload`` defaults to what the plan was made for. A spec is run in a worker process; a live workload in this one,
+    whose state is restored. ``measurer`` replaces either. ``steps`` cycles are timed.
+
+    Checks, in order: *gradients* of two steps bit-equal with plain training, with losses, buffers and random states (at
+    full shape where plain training fits, else at the largest shape at which it does, and against recomputing every
+    layer at full shape); *recomputed ops* by unit as the plan says; *peak* and *step time* as promised.
+
+    Raises PlanError where the plan does not belong to the model, or does not say what to run.
+    """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    subject = workload if workload is not None else plan.workload
+    if subject is None and measurer is None:
+        raise PlanError(
+            "the plan does not say which training step it was made for",
+            remedy="Name it: --model, --batch-size, --seq-len and what else your step uses.",
+        )
+    with _open(subject, device, measurer) as runs:
+        return _Verification(plan, subject, runs, device, listener or Silence(), steps).report()
+
+
+@contextmanager
+def _open(subject: WorkloadSpec | Workload | None, device: str | None, given: Measurer | None) -> Iterator[Measurer]:
+    if given is not None:
+        yield given
+        return
+    assert subject is not None
+    made = WorkerMeasurer(subject, device) if isinstance(subject, WorkloadSpec) else LocalMeasurer(subject)
+    try:
+        yield cast(Measurer, made)
+    finally:
+        made.close()
+
+
+class _Verification:
+    """One run of all checks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        subject: WorkloadSpec | Workload | None,
+        measurer: Measurer,
+        device: str | None,
+        listener: Listener,
+        steps: int,
+    ) -> None:
+        self.plan, self.subject, self.measurer = plan, subject, measurer
+        self.device, self.listener, self.steps = device, listener, steps
+        self.notes: list[str] = []
+
+    def report(self) -> VerifyReport:
+        self.listener.stage("build the model")
+        units = [Unit.model_validate(u) for u in self._call("describe_units", {})["units"]]
+        self.plan.check_structure(planned_units(self.plan, units))
+        self.choices = self.plan.expand(unit.name for unit in units)
+        self.blocks = [unit.name for unit in units if unit.role == "block"]
+        if self.plan.status_reason:
+            self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
+        checks = [*self._gradients(), self._reruns(), *self._promises()]
+        return VerifyReport(checks=tuple(checks), notes=tuple(self.notes))
+
+    def _call(self, function: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return self.measurer.call(f"{__name__}:{function}", payload)
+
+    # --- gradients
+
+    def _gradients(self) -> Iterator[Check]:
+        self.listener.stage("compare gradients with plain training")
+        try:
+            yield compare_on(self.measurer, "gradients", self.choices, None)
+            return
+        except DeviceOutOfMemory as error:
+            self.notes.append(f"plain training does not fit at full shape: {error.message}")
+        yield self._smaller_shape()
+        self.listener.stage("compare gradients with recomputing every layer")
+        everything = dict.fromkeys(self.blocks, RECOMPUTE)
+        try:
+            yield compare_on(self.measurer, "gradients at full shape", self.choices, everything)
+        except DeviceOutOfMemory as error:
+            yield Check(name="gradients at full shape", state="failed", detail=f"out of memory: {error.message}")
+
+    def _smaller_shape(self) -> Check:
+        """Against plain training, at the largest halved shape at which that fits."""
+        name = "gradients at a smaller shape"
+        if not isinstance(self.subject, WorkloadSpec):
+            return Check(name=name, state="skipped", detail="a live workload has one shape only")
+        settings = getattr(self.measurer, "settings", {})
+        for spec in smaller_shapes(self.subject, settings.get("batch_size"), settings.get("seq_len")):
+            shape = f"batch {spec.batch_size}" + (f" × {spec.seq_len}" if spec.seq_len else "")
+            self.listener.stage(f"compare gradients with plain training at {shape}")
+            rest = getattr(self.measurer, "rest", None)
+            if rest is not None:
+                rest()  # two models would share the device
+            try:
+                with _open(spec, self.device, None) as measurer:
+                    check = compare_on(measurer, name, self.choices, None)
+                    return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
+            except DeviceOutOfMemory:
+                continue
+        return Check(name=name, state="skipped", detail="plain training fits at no shape")
+
+    # --- recomputed ops
+
+    def _reruns(self) -> Check:
+        self.listener.stage("count recomputed ops")
+        wired = {name: dump_choice(choice) for name, choice in self.choices.items()}
+        try:
+            found = self._call("count_runs", {"choices": wired})["units"]
+        except DeviceOutOfMemory as error:
+            return Check(name="recomputed ops", state="failed", detail=f"out of memory: {error.message}")
+        return judge_runs(self.choices, {name: UnitRuns.model_validate(runs) for name, runs in found.items()})
+
+    # --- peak and step time
+
+    def _promises(self) -> Iterator[Check]:
+        self.listener.stage("measure peak and step time")
+        budget = self.plan.budget.bytes if self.plan.budget is not None else None
+        try:
+            measured = self.measurer.measure(self.choices, steps=self.steps, budget_bytes=budget)
+        except DeviceOutOfMemory as error:
+            yield Check(name="peak", state="failed", detail=f"out of memory: {error.message}")
+            yield Check(name="step time", state="skipped", detail="no step could be timed")
+            return
+        yield judge_peak(self.plan, measured)
+        same = self.plan.environment is not None and self.plan.environment.device == self.measurer.environment.device
+        yield judge_time(self.plan, measured, same)
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def smaller_shapes(spec: WorkloadSpec, batch_size: int | None, seq_len: int | None) -> Iterator[WorkloadSpec]:
+    """The spec with its batch halved down to one row, then its sequence down to 64 tokens; the largest first."""
+    batch_size = spec.batch_size or batch_size or 1
+    seq_len = spec.seq_len or seq_len
+    while batch_size > 1:
+        batch_size //= 2
+        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
+    while seq_len is not None and seq_len >= 128:
+        seq_len //= 2
+        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len, "pad_to": None})
+
+
+def compare_on(measurer: Measurer, name: str, choices: Choices, reference: Choices | None) -> Check:
+    """Compare two steps under ``choices`` with two under ``reference`` (None: plain training), bit by bit.
+
+    Passes DeviceOutOfMemory on where the *reference* does not fit; a plan that does not fit has failed.
+    """
+
+    def run(which: Choices | None, deterministic: bool) -> Observation:
+        wired = None if which is None else {n: dump_choice(c) for n, c in which.items()}
+        payload = {"choices": wired, "deterministic": deterministic}
+        return Observation.model_validate(measurer.call(f"{__name__}:observe_steps", payload))
+
+    deterministic = False
+    first, second = run(reference, False), run(reference, False)
+    if first.differences(second):
+        deterministic = True
+        first, second = run(reference, True), run(reference, True)
+    try:
+        planned = run(choices, deterministic)
+    except DeviceOutOfMemory as error:
+        return Check(name=name, state="failed", detail=f"the plan runs out of memory: {error.message}")
+    except AutockptError as error:
+        return Check(name=name, state="failed", detail=error.message)
+    result = judge(first, second, planned, deterministic)
+    words = "plain training" if reference is None else "recomputing every layer"
+    return Check(name=name, state="passed" if result.equal else "failed", detail=result.describe(words))
+
+
+def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
+    """Whether every unit executed again what its choice says. Units whose output needs no gradient are left out."""
+    wrong, again, forward, moved, counted = [], 0, 0, 0, 0
+    for name, choice in choices.items():
+        runs = found.get(name, UnitRuns())
+        moved += runs.moved_bytes
+        if not runs.trains:
+            continue
+        counted += 1
+        forward += runs.forward
+        again += runs.again
+        least, most = POLICIES[choice.kind].reruns(choice, runs.forward)
+        if not least <= runs.again <= most:
+            wrong.append(f"{name} ({choice}: {runs.again} of {runs.forward})")
+    sent = f", {format_bytes(moved)} moved off the device" if moved else ""
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return Check(name="recomputed ops", state="failed", detail=f"not as planned: {', '.join(wrong[:3])}{more}")
+    if not counted or not forward:
+        detail = "no unit executes matrix products, attentions or convolutions that take part in backward"
+        return Check(name="recomputed ops", state="skipped", detail=detail)
+    detail = f"{again} of {forward} matrix products, attentions and convolutions in {counted} units run again{sent}"
+    return Check(name="recomputed ops", state="passed", detail=detail)
+
+
+def judge_peak(plan: Plan, measured: Measurement) -> Check:
+    """The measured peak against the budget and the promised peak."""
+    promise = plan.measured or plan.predicted if plan.status != "unmeasured" else None
+    here = format_bytes(measured.peak_bytes)
+    parts, state = [here], cast(CheckState, "skipped")
+    if promise is not None:
+        parts.append(f"promised {format_bytes(promise.peak_bytes)}")
+        state = "passed" if measured.peak_bytes <= promise.peak_bytes * (1 + PEAK_SLACK) else "failed"
+    if plan.budget is not None:
+        parts.append(f"budget {format_bytes(plan.budget.bytes)}")
+        if measured.peak_bytes > plan.budget.bytes:
+            state = "failed"
+        elif state == "skipped":
+            state = "passed"
+    if state == "skipped":
+        parts.append("nothing was promised")
+    return Check(name="peak", state=state, detail=", ".join(parts))
+
+
+def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
+    """The measured step time against the promised one, where both come from the same kind of device."""
+    here = f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"
+    promise = plan.measured if plan.status == "measured" else None
+    if promise is None:
+        return Check(name="step time", state="skipped", detail=f"{here}, nothing measured was promised")
+    detail = f"{here}, promised {promise.step_seconds * 1e3:.1f} ms ± {promise.noise:.1%}"
+    if not same_device:
+        return Check(name="step time", state="skipped", detail=f"{detail} on another device")
+    limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
+    return Check(name="step time", state="passed" if measured.step_seconds <= limit else "failed", detail=detail)
+
+
+# --- beside the model: run there by Measurer.call ---------------------------------------------------------------------
+
+
+def describe_units(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
+    """The units of the runner's model."""
+    return {"units": [unit.model_dump(mode="json") for unit in discover_units(runner.workload.model)]}
+
+
+def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
+    """An Observation of two steps: under ``payload["choices"]``, or plainly where that is None."""
+    workload = runner.workload
+    choices = None if payload["choices"] is None else _choices(payload["choices"])
+    what = "plain training" if choices is None else "the plan"
+    with (
+        runner.attached({}, what=what),
+        deterministic_algorithms() if payload.get("deterministic") else nullcontext(),
+        without_kv_cache(workload.model) if choices is None else attach(workload.model, choices),
+    ):
+        if workload.full_step is not None:
+            return _observe_full_steps(runner).model_dump()
+        seed_all(_seed(workload), runner.device.torch_device)
+        return observe(workload.model, _forward_backward(workload)).model_dump()
+
+
+def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
+    """What every unit executes in one step under ``payload["choices"]``, once and again, and moves off the device."""
+    workload = runner.workload
+    choices = _choices(payload["choices"])
+    counter = RunCounter(workload.model, choices)
+    transport = counter.transport(transport_for(runner.device.torch_device))
+    with runner.attached({}, what="the plan"), attach(workload.model, choices, transport=transport):
+        seed_all(_seed(workload), runner.device.torch_device)
+        with _restored(workload), counter.counting():
+            workload.full_step() if workload.full_step is not None else workload.forward_backward()
+    return {"units": {name: runs.model_dump() for name, runs in counter.result().items()}}
+
+
+def _observe_full_steps(runner: StepRunner) -> Observation:
+    """Two whole cycles of the user's own; what they leave behind in weights and buffers."""
+    workload = runner.workload
+    assert workload.full_step is not None
+    digests: dict[str, str] = {}
+    with _restored(workload):
+        seed_all(_seed(workload), runner.device.torch_device)
+        for i in (1, 2):
+            workload.full_step()
+            state = {**dict(workload.model.named_parameters()), **dict(workload.model.named_buffers())}
+            digests |= {f"step {i}: {name}": digest for name, digest in digest_tensors(state).items()}
+    return Observation(digests=digests, norms={})
+
+
+@contextmanager
+def _restored(workload: Workload) -> Iterator[None]:
+    """A user's own cycle changes weights: all of it is put back. Ours leaves only gradients and buffers behind."""
+    if workload.full_step is None:
+        with kept_state(workload.model):
+            yield
+        return
+    snapshot = Snapshot(workload)
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+def _forward_backward(workload: Workload) -> Callable[[Callable[[], None]], Tensor]:
+    def run(between: Callable[[], None]) -> Tensor:
+        return workload.forward_backward(lambda phase: between() if phase == "backward" else None)
+
+    return run
+
+
+def _choices(wired: Mapping[str, Any]) -> dict[str, Choice]:
+    return {name: parse_choice(choice) for name, choice in wired.items()}
+
+
+def _seed(workload: Workload) -> int:
+    return workload.spec.seed if workload.spec is not None else 0

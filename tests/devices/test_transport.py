@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from autockpt.devices import hostpool, transport
+from autockpt.devices.base import Parcel, Transport
+from autockpt.devices.hostpool import Pool
+from autockpt.devices.transport import CpuTransport, transport_for
+from autockpt.errors import MeasurementError
+from tests.policies.deferred import DeferredTransport
+
+
+def some_bytes(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["mapped file", "copy queues"])
+def way(request, tmp_path):
+    return CpuTransport(tmp_path) if request.param == "mapped file" else DeferredTransport()
+
+
+def test_protocols(way):
+    assert isinstance(way, Transport)
+    assert isinstance(way.send(some_bytes(10)), Parcel)
+
+
+def test_bytes_come_back(way):
+    source = some_bytes(100_003)
+    wanted = source.clone()
+    parcel = way.send(source)
+    assert parcel.nbytes == 100_003
+    parcel.fetch()  # nothing to do yet
+    assert parcel.get().data_ptr() == source.data_ptr()  # it has not left
+    parcel.settle()
+    parcel.settle()
+    source.zero_()
+    del source
+    parcel.fetch()
+    parcel.fetch()
+    first = parcel.get()
+    assert torch.equal(first, wanted)
+    assert first.untyped_storage().nbytes() == 100_003
+    assert first.storage_offset() == 0
+    assert parcel.get().data_ptr() == first.data_ptr()
+    parcel.release()
+    parcel.release()
+    assert torch.equal(first, wanted)  # what was given out stays valid
+    first.zero_()
+    assert torch.equal(parcel.get(), wanted)
+
+
+def test_settling_lets_go_of_the_source(way):
+    import weakref
+
+    source = some_bytes(1000)
+    alive = weakref.ref(source)
+    parcel = way.send(source)
+    del source
+    assert alive() is not None
+    parcel.settle()
+    assert alive() is None
+    assert torch.equal(parcel.get(), some_bytes(1000))
+
+
+def test_parcels_at_the_same_time_do_not_mix(way):
+    parcels = [way.send(some_bytes(5000, seed)) for seed in range(30)]
+    for parcel in parcels:
+        parcel.settle()
+    for seed in (3, 29, 0, 7):
+        assert torch.equal(parcels[seed].get(), some_bytes(5000, seed))
+
+
+def test_host_memory_is_used_again(way):
+    def step(sizes):
+        parcels = [way.send(some_bytes(size, i)) for i, size in enumerate(sizes)]
+        for parcel in parcels:
+            parcel.settle()
+        for i, (size, parcel) in enumerate(zip(sizes, parcels, strict=True)):
+            assert torch.equal(parcel.get(), some_bytes(size, i))
+
+    step([70_000, 3, 70_000, 129])
+    held = way.pool.held_bytes
+    assert held
+    for _ in range(5):
+        step([129, 70_000, 70_000, 3])
+    assert way.pool.held_bytes == held
+
+
+def test_a_parcel_that_nobody_fetches_gives_its_memory_back(way):
+    way.send(some_bytes(1000))
+    gc.collect()
+    way.pool._sort_returned()
+    assert all(area.pieces == 0 for area in way.pool._areas)
+
+
+def test_sizes_of_other_steps_are_given_up(monkeypatch):
+    made = []
+
+    def allocate(nbytes):
+        made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    pool = Pool(allocate, lambda nbytes, held: 1000)
+    for length in range(100, 1100, 100):
+        pieces = [pool.take(length) for _ in range(10)]
+        for piece in pieces:
+            pool.give(piece)
+    assert pool.held_bytes <= 11_000
+    assert sum(made) > 40_000
+
+
+def test_pieces_are_of_the_exact_size_and_apart():
+    pool = Pool(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), lambda nbytes, held: 4096)
+    pieces = [pool.take(size) for size in (1, 63, 64, 65, 1000)]
+    for i, piece in enumerate(pieces):
+        piece.memory.fill_(i + 1)
+    assert [p.memory.numel() for p in pieces] == [1, 63, 64, 65, 1000]
+    assert all(bool((piece.memory == i + 1).all()) for i, piece in enumerate(pieces))
+
+
+# --- the mapped file
+
+
+def test_the_file_has_no_name(tmp_path):
+    parcel = CpuTransport(tmp_path).send(some_bytes(1000))
+    assert list(tmp_path.iterdir()) == []
+    assert parcel.nbytes == 1000
+
+
+def test_nothing_is_left_behind_by_a_killed_process(tmp_path):
+    program = (
+        "import sys, os, signal, torch\n"
+        "from autockpt.devices.transport import CpuTransport\n"
+        "p = CpuTransport(sys.argv[1]).send(torch.ones(1 << 20, dtype=torch.uint8))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(transport.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(root)}, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
+    def full(fd, offset, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(MeasurementError, match="No space left on device") as caught:
+        CpuTransport(tmp_path).send(some_bytes(1000))
+    assert str(tmp_path) in caught.value.message
+    assert "TMPDIR" in caught.value.remedy
+
+
+def test_a_full_disk_is_noticed_without_fallocate(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    way = CpuTransport(tmp_path)
+    assert torch.equal(way.send(some_bytes(1000)).get(), some_bytes(1000))
+    with pytest.raises(OSError, match="No space left"):
+        transport._reserve(0, 1 << 60, str(tmp_path))
+
+
+def test_a_directory_that_is_not_there_is_a_clear_error(tmp_path):
+    with pytest.raises(MeasurementError, match="cannot keep"):
+        CpuTransport(tmp_path / "gone").send(some_bytes(1000))
+
+
+def test_tmpdir_is_respected(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert CpuTransport().directory == str(tmp_path)
+
+
+def test_many_small_tensors_need_few_files(tmp_path):
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    way = CpuTransport(tmp_path)
+    parcels = [way.send(some_bytes(20_000, seed)) for seed in range(500)]
+    after = len(os.listdir("/proc/self/fd")) if before else 0
+    assert after - before <= 2
+    assert len(parcels) == 500
+
+
+def test_mapped_bytes_are_not_allocator_memory(tmp_path):
+    way = CpuTransport(tmp_path)
+    source = some_bytes(1 << 20)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        parcel = way.send(source)
+        parcel.settle()
+    moved = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert sum(moved) < 1 << 10
+    assert torch.equal(parcel.get(), source)
+
+
+def test_transports_by_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert isinstance(transport_for("cpu"), CpuTransport)
+    assert not transport_for("cpu").copy_queues
+    with pytest.raises(MeasurementError, match="meta device"):
+        transport_for(torch.device("meta"))
+
+
+# --- copy queues
+
+
+def test_a_source_let_go_too_early_would_be_noticed():
+    way = DeferredTransport()
+    parcel = way.send(some_bytes(1000))
+    parcel._source = None  # what a missing wait would amount to
+    assert bool((parcel.get() == 0xEE).all())
+
+
+def test_copies_nobody_waited_for_are_reported_to_the_allocator():
+    way = DeferredTransport()
+    parcel = way.send(some_bytes(1000))
+    del parcel
+    assert way.queues.abandoned == 1000
+    parcel = way.send(some_bytes(500))
+    parcel.settle()
+    parcel.fetch()
+    parcel.release()
+    assert way.queues.abandoned == 1500
+    assert torch.equal(parcel.get(), some_bytes(500))
+    parcel.release()
+    assert way.queues.abandoned == 1500
+
+
+def test_host_memory_is_not_overwritten_while_it_is_still_read():
+    way = DeferredTransport()
+    first = way.send(some_bytes(1000, 1))
+    first.settle()
+    first.fetch()
+    arriving = first._back
+    first._queues.abandon = lambda buffer, direction: None
+    event = first._arrived
+    del first
+    second = way.send(some_bytes(1000, 2))  # the same host memory
+    second.settle()
+    assert event.done
+    assert torch.equal(arriving, some_bytes(1000, 1))
+    assert torch.equal(second.get(), some_bytes(1000, 2))
+
+
+def test_area_sizes():
+    assert DeferredTransport().send(some_bytes(10)).nbytes == 10
+    assert hostpool.AREA_BYTES >= 1 << 20
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_cuda_moves_bytes_through_pinned_memory():
+    way = transport_for("cuda")
+    assert way.copy_queues
+    for seed in range(3):
+        source = some_bytes(9 << 20, seed).cuda()
+        parcel = way.send(source)
+        assert parcel._piece.memory.is_pinned()
+        parcel.settle()
+        source.zero_()
+        del source
+        parcel.fetch()
+        assert torch.equal(parcel.get().cpu(), some_bytes(9 << 20, seed))
+        del parcel
+    assert way.pool.held_bytes < 2 * (9 << 20)

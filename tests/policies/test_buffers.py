@@ -1,0 +1,176 @@
+"""Buffers that a forward changes, under every policy that runs it again."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError
+from autockpt.policies import InPlaceError
+from autockpt.policies.buffers import BufferWatch
+from autockpt.runtime import attach
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE
+from tests.policies.zoo import assert_equal
+
+
+class Counting(nn.Module):
+    """Scales by how often it was called before; ``how`` says in which way it keeps count."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(8, 8)
+        if how != "registered late":
+            self.register_buffer("count", torch.ones(()))
+        self.register_buffer("constant", torch.full((), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "registered late" and not hasattr(self, "count"):
+            self.register_buffer("count", torch.ones(()))
+        out = torch.sigmoid(self.linear(x) * self.constant + self.count)
+        if self.how == "in place":
+            self.count.add_(0.25)
+        elif self.how == "behind autograd's back":
+            self.count.data.add_(0.25)
+        elif self.how in ("replaced", "registered late"):
+            self.count = self.count + 0.25
+        elif self.how == "in training" and self.training:
+            self.count.mul_(1.5)
+        return out
+
+
+MAKERS = {
+    how: lambda how=how: Counting(how)
+    for how in ("in place", "behind autograd's back", "replaced", "registered late", "in training")
+} | {
+    "batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sigmoid()),
+    "cumulative batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)),
+    "batch norm by hand": lambda: HandMadeNorm(),
+    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Sigmoid()),
+    "old spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Sigmoid()),
+    "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Sigmoid()),
+    "instance norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.InstanceNorm1d(4, track_running_stats=True)),
+}
+
+
+class HandMadeNorm(nn.Module):
+    """Statistics that no norm layer owns, changed by a kernel that does not tell autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(self.linear(x), self.mean, self.var, training=self.training).sigmoid()
+
+
+def make(name: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(MAKERS[name]() for _ in range(2)))
+
+
+def run(model: nn.Module, *, together: bool = False) -> dict[str, Tensor]:
+    """Three steps, evaluation between them; or three forwards before their backwards."""
+    torch.manual_seed(1)
+    seen: dict[str, Tensor] = {}
+    losses = []
+    for i in range(3):
+        losses.append(model(torch.randn(4, 8)).pow(2).sum())
+        if not together:
+            losses.pop().backward()
+            model.eval()
+            model(torch.randn(4, 8)).sum().backward()
+            model.train()
+        seen |= {f"{i} buffer {n}": b.clone() for n, b in model.named_buffers()}
+        if not together:
+            seen |= {f"{i} {n}": p.grad.clone() for n, p in model.named_parameters()}
+    for loss in losses:
+        loss.backward()
+    seen |= {n: p.grad.clone() for n, p in model.named_parameters()}
+    return seen
+
+
+@pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_step_changes_them_once(name, choice):
+    wanted, model = run(make(name)), make(name)
+    with attach(model, {"0": choice, "1": choice}):
+        assert_equal(run(model), wanted)
+
+
+@pytest.mark.parametrize("name", [n for n in MAKERS if "spectral" not in n])
+def test_forwards_before_their_backwards(name):
+    wanted, model = run(make(name), together=True), make(name)
+    with attach(model, {"0": RECOMPUTE, "1": RECOMPUTE}):
+        assert_equal(run(model, together=True), wanted)
+
+
+def test_a_buffer_that_begins_to_change_later_is_refused_by_name():
+    class Late(Counting):
+        calls = 0
+
+        def forward(self, x):
+            out = super().forward(x)
+            if self.calls > 3:
+                self.constant.mul_(2)
+            return out
+
+    model = nn.Sequential(Late("nothing"), nn.Linear(8, 8))
+    with attach(model, {"0": RECOMPUTE}):
+        for calls in range(4):
+            Late.calls = calls
+            model(torch.randn(4, 8)).sum().backward()
+        Late.calls = 4
+        with pytest.raises(ConflictError, match=r"0\.constant is a buffer that this forward changed"):
+            model(torch.randn(4, 8))
+
+
+def test_a_constant_buffer_changed_before_backward_is_an_error():
+    inner = Counting("nothing")
+    model = nn.Sequential(inner, nn.Linear(8, 8))
+    with attach(model, {"0": RECOMPUTE}):
+        for _ in range(3):
+            model(torch.randn(4, 8)).sum().backward()
+        loss = model(torch.randn(4, 8)).sum()
+        inner.constant.add_(1)
+        with pytest.raises(InPlaceError, match=r"buffer 0\.constant"):
+            loss.backward()
+        assert float(inner.constant) == 1.5
+
+
+def test_the_model_keeps_its_own_buffers_after_an_error_in_recompute():
+    class Failing(Counting):
+        fail = False
+
+        def forward(self, x):
+            if self.fail:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    model = nn.Sequential(Failing("in place"), nn.Linear(8, 8))
+    mine = model[0].count
+    with attach(model, {"0": RECOMPUTE}):
+        loss = model(torch.randn(4, 8)).sum()
+        model[0].fail = True
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    assert model[0].count is mine
+    assert float(mine) == 1.25
+
+
+def test_what_was_learned_is_copied_and_pickled():
+    watch, module = BufferWatch(), Counting("in place")
+    for _ in range(2):
+        seen = watch.before(module)
+        module(torch.randn(4, 8))
+        watch.after(module, "unit", seen)
+    for twin in (copy.deepcopy(watch), pickle.loads(pickle.dumps(watch))):
+        other = copy.deepcopy(module)
+        copies = {entry.place: entry.before is not None for entry in twin.before(other)}
+        assert copies == {("", "count"): True, ("", "constant"): False}

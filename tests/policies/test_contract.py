@@ -1,0 +1,466 @@
+"""What every policy in the table must do; new ones are found there without being named here."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.policies import POLICIES
+from autockpt.runtime import attach, remove
+from autockpt.schema.choices import CHOICE_TYPES, RECOMPUTE, Choice, parse_choice
+from tests.policies.deferred import DeferredTransport
+from tests.policies.zoo import CASES, Case, assert_equal, bytes_alive_after, plain, precision, train
+
+KINDS = sorted(POLICIES)
+NO_CACHE = {"use_cache": False}
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=str)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_dtype = pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+few_cases = pytest.mark.parametrize("case", [CASES[n] for n in ("gpt2", "t5", "cnn", "sequential")], ids=str)
+language_models = pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "t5")], ids=str)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Callable[[Case, str], dict[str, Tensor]]:
+    results: dict[tuple[str, str], dict[str, Tensor]] = {}
+
+    def get(case: Case, dtype: str) -> dict[str, Tensor]:
+        key = (case.name, dtype)
+        if key not in results:
+            results[key] = plain(case, dtype)
+        return results[key]
+
+    return get
+
+
+def planned(case: Case, kind: str) -> tuple[nn.Module, dict[str, Choice]]:
+    model = case.make()
+    return model, case.choices(model, parse_choice(kind))
+
+
+def step(case: Case, model: nn.Module, **extra: Any) -> Tensor:
+    return case.step(model, case.batch(), **(NO_CACHE if case.takes_cache else {}), **extra)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_table_and_union_agree():
+    assert set(POLICIES) == {t.model_fields["kind"].default for t in CHOICE_TYPES}
+    assert all(kind == policy.kind for kind, policy in POLICIES.items())
+
+
+@each_dtype
+@each_kind
+@each_case
+def test_two_steps_are_bit_equal(case, kind, dtype, reference):
+    model, choices = planned(case, kind)
+    with attach(model, choices) as session:
+        # the cache changes the order of sums; only a plan that attaches something switches it off by itself
+        extra = NO_CACHE if case.takes_cache and session.guard() is None else {}
+        assert_equal(train(model, case, dtype, **extra), reference(case, dtype))
+
+
+@each_dtype
+@each_kind
+@each_case
+def test_copies_beside_compute_are_waited_for(case, kind, dtype, reference):
+    model, choices = planned(case, kind)
+    transport = DeferredTransport()
+    with attach(model, choices, transport=transport):
+        extra = NO_CACHE if case.takes_cache else {}
+        assert_equal(train(model, case, dtype, **extra), reference(case, dtype))
+    assert transport.pieces_in_use() == 0
+
+
+@each_case
+def test_every_choice_beside_every_other(case, reference):
+    model = case.make()
+    mixed = {name: parse_choice(KINDS[i % len(KINDS)]) for i, name in enumerate(case.units(model))}
+    with attach(model, mixed, transport=DeferredTransport()):
+        assert_equal(train(model, case, "bf16"), reference(case, "bf16"))
+
+
+def _accumulation(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    for _ in range(3):
+        (step(case, model) / 3).backward()
+    return gradients(model)
+
+
+def _autograd_grad(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    some = dict(list(model.named_parameters())[2:5])
+    return dict(zip(some, torch.autograd.grad(step(case, model), list(some.values())), strict=True))
+
+
+def _two_forwards_in_one_autocast(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    with precision("bf16"):
+        loss = step(case, model) + step(case, model)
+    loss.backward()
+    return gradients(model)
+
+
+def _backward_inside_autocast(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    with precision("bf16"):
+        step(case, model).backward()
+        step(case, model).backward()
+    return gradients(model)
+
+
+def _graphs_freed_in_another_order(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    first, second, third = (step(case, model) for _ in range(3))
+    second.backward()
+    del first
+    third.backward()
+    return gradients(model)
+
+
+def _forward_without_backward(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    step(case, model)
+    step(case, model).backward()
+    return gradients(model)
+
+
+def _exception_in_forward(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    last = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))][-3]
+    hook = last.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        step(case, model)
+    hook.remove()
+    step(case, model).backward()
+    return gradients(model)
+
+
+def _graph_used_twice(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    loss = step(case, model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return gradients(model)
+
+
+def _evaluation_between(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    loss = step(case, model)
+    model.eval()
+    with torch.no_grad():
+        step(case, model)
+    model.train()
+    loss.backward()
+    return gradients(model)
+
+
+def _evaluation_with_gradients(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    model.eval()
+    step(case, model).backward()
+    return gradients(model)
+
+
+SCENARIOS = [v for n, v in list(globals().items()) if n.startswith("_") and getattr(v, "__module__", "") == __name__]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__.strip("_"))
+@each_kind
+@few_cases
+def test_is_bit_equal_in(scenario, case, kind):
+    torch.manual_seed(5)
+    model = case.make()
+    wanted = scenario(case, model) | dict(model.named_buffers())
+    model, choices = planned(case, kind)
+    transport = DeferredTransport()
+    torch.manual_seed(5)
+    with attach(model, choices, transport=transport):
+        assert_equal(scenario(case, model) | dict(model.named_buffers()), wanted)
+    assert transport.pieces_in_use() == 0
+
+
+@each_kind
+def test_double_backward(kind):
+    case = CASES["sequential"]
+
+    def penalty(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        x = case.batch().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+        return gradients(model)
+
+    model, choices = planned(case, kind)
+    wanted = penalty(case.make())
+    with attach(model, choices):
+        assert_equal(penalty(model), wanted)
+
+
+@each_kind
+@each_case
+def test_keeps_less_in_training_and_in_evaluation(case, kind):
+    model, choices = planned(case, kind)
+    for training in (True, False):
+        model.train(training)
+        step(case, model)
+        free = bytes_alive_after(lambda: step(case, model))
+        with attach(model, choices) as session:
+            step(case, model)
+            kept = bytes_alive_after(lambda: step(case, model))
+            if session.guard() is None:
+                assert kept == free
+            else:
+                assert kept < 0.75 * free
+
+
+@each_kind
+@each_case
+def test_does_nothing_without_gradients(case, kind):
+    model, choices = planned(case, kind)
+    model.eval()
+    transport = DeferredTransport()
+    with torch.no_grad():
+        wanted = case.step(model, case.batch())
+        with attach(model, choices, transport=transport):
+            assert torch.equal(case.step(model, case.batch()), wanted)
+    assert transport.queues.sent == 0
+
+
+@each_kind
+@language_models
+def test_generates_with_its_cache(case, kind):
+    model, choices = planned(case, kind)
+    model.eval()
+    ids = case.batch()["input_ids"][:2, :8]
+    wanted = model.generate(ids, max_new_tokens=5, do_sample=False)
+    with attach(model, choices):
+        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), wanted)
+        with torch.no_grad():
+            assert model(**case.batch()).past_key_values is not None
+        if kind != "save":
+            assert model(**case.batch()).past_key_values is None
+
+
+@each_kind
+@each_case
+def test_leaves_the_model_as_it_was(case, kind, reference):
+    model, choices = planned(case, kind)
+
+    def look() -> Any:
+        return (
+            type(model),
+            list(model.state_dict()),
+            [n for n, _ in model.named_parameters()],
+            [(n, type(m)) for n, m in model.named_modules()],
+            model.config.to_dict() if hasattr(model, "config") else None,
+        )
+
+    def instance_fields() -> list[set[str]]:
+        return [set(m.__dict__) for m in model.modules()]
+
+    extra = NO_CACHE if case.takes_cache else {}
+    train(model, case, **extra)  # transformers writes a problem_type into the config at the first loss
+    before, fields = look(), instance_fields()
+    session = attach(model, choices)
+    assert look() == before
+    session.remove()
+    session.remove()
+    assert instance_fields() == fields
+    with attach(model, choices):
+        train(model, case, **extra)
+        assert look() == before
+    assert look() == before
+    assert instance_fields() == fields
+    model.load_state_dict(case.make().state_dict())
+    with attach(model, choices):
+        assert_equal(train(model, case, **extra), reference(case, "fp32"))
+
+
+@each_kind
+@each_case
+def test_copies_and_pickles_run_their_own_weights(case, kind, reference):
+    model, choices = planned(case, kind)
+    extra = NO_CACHE if case.takes_cache else {}
+    with attach(model, choices) as session:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            attached = session.guard() is not None
+            assert (twin.__dict__.get("forward") is not None) == attached
+            assert_equal(train(twin, case, **extra), reference(case, "fp32"))
+            with torch.no_grad():
+                for p in twin.parameters():
+                    p.fill_(float("nan"))
+            assert torch.isnan(case.step(twin, case.batch(), **extra))
+            assert not torch.isnan(case.step(model, case.batch(), **extra))
+            remove(twin)
+            assert not any("forward" in m.__dict__ for m in twin.modules())
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@each_kind
+@language_models
+def test_saves_the_users_own_config(case, kind, tmp_path):
+    model, choices = planned(case, kind)
+    model.save_pretrained(tmp_path / "before")
+    with attach(model, choices):
+        step(case, model).backward()
+        model.save_pretrained(tmp_path / "during")
+    texts = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("before", "during")]
+    assert texts[0] == texts[1]
+    again = type(model).from_pretrained(tmp_path / "during")
+    assert_equal(again.state_dict(), model.state_dict())
+
+
+class Glue(nn.Module):
+    """Two units with an operation on what passes between them."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(2))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.units[0](x)
+        out = self.units[1](hidden)
+        self.between(hidden, out)
+        return out
+
+
+@each_kind
+def test_changed_input_is_an_error(kind):
+    model = Glue(lambda hidden, out: hidden.add_(1))
+    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(2)}, transport=DeferredTransport()):
+        loss = model(torch.randn(128, 64)).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@each_kind
+def test_changed_output_is_an_error_or_right(kind):
+    torch.manual_seed(5)
+    x = torch.randn(128, 64)
+    exact = Glue(lambda hidden, out: None)
+    exact(x).sum().backward()
+    model = Glue(lambda hidden, out: out.add_(1))
+    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(2)}, transport=DeferredTransport()):
+        try:
+            model(x).sum().backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:
+            assert_equal(gradients(model), gradients(exact))
+
+
+@each_kind
+@few_cases
+def test_changed_weight_is_an_error(case, kind):
+    model, choices = planned(case, kind)
+    with attach(model, choices, transport=DeferredTransport()):
+        loss = step(case, model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Twice(nn.Module):
+    """One unit called several times, once skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (0, 2, 0, 1, 1):
+            x = self.units[i](x)
+        return self.units[0](x)
+
+
+@each_kind
+def test_shared_and_skipped_units(kind):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(7)
+        model(torch.randn(128, 64)).sum().backward()
+        return gradients(model)
+
+    wanted, model = run(Twice()), Twice()
+    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(3)}, transport=DeferredTransport()):
+        assert_equal(run(model), wanted)
+
+
+@each_kind
+@each_case
+def test_hooks_on_units_run_once(case, kind):
+    model, choices = planned(case, kind)
+    calls: list[str] = []
+    unit = model.get_submodule(next(iter(choices)))
+    unit.register_forward_pre_hook(lambda *_: calls.append("before"))
+    unit.register_forward_hook(lambda *_: calls.append("after"))
+    unit.register_full_backward_hook(lambda *_: calls.append("backward"))
+    with attach(model, choices):
+        step(case, model).backward()
+    assert calls == ["before", "after", "backward"]
+
+
+@each_kind
+@each_dtype
+@language_models
+def test_lora_with_a_frozen_base(case, kind, dtype):
+    peft = pytest.importorskip("peft")
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return peft.get_peft_model(case.make(), peft.LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear"))
+
+    wanted, model = train(make(), case, dtype, **NO_CACHE), make()
+    with attach(model, case.choices(model, parse_choice(kind))):
+        assert_equal(train(model, case, dtype, **NO_CACHE), wanted)
+
+
+@each_kind
+@few_cases
+def test_a_frozen_model_and_gradients_of_the_input_only(case, kind):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(7)
+        model.requires_grad_(False)
+        if case.name in ("gpt2", "t5"):
+            batch = case.batch()
+            vectors = model.get_input_embeddings()(batch.pop("input_ids")).requires_grad_()
+            loss = model(inputs_embeds=vectors, **NO_CACHE, **batch).loss
+        else:
+            vectors = case.batch().requires_grad_()
+            loss = case.step(model, vectors)
+        loss.backward()
+        assert vectors.grad is not None
+        return {"gradient": vectors.grad}
+
+    model, choices = planned(case, kind)
+    wanted = run(case.make())
+    with attach(model, choices):
+        assert_equal(run(model), wanted)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "save"])
+def test_a_switch_of_the_trainers_own_is_a_conflict(kind):
+    from autockpt.errors import ConflictError
+
+    model, choices = planned(CASES["llama"], kind)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ConflictError, match="checkpointing=True"):
+        attach(model, choices)
+    model.gradient_checkpointing_disable()
+    with attach(model, choices | {"model.layers.1": parse_choice("save")}):
+        model.model.layers[1].gradient_checkpointing = True  # on a unit that nothing is attached to
+        with pytest.raises(ConflictError, match=r"model\.layers\.1 has gradient_checkpointing=True"):
+            step(CASES["llama"], model)
+    with attach(CASES["llama"].make(), {"model.layers.0": RECOMPUTE}):
+        pass

@@ -1,0 +1,407 @@
+"""What only moving saved tensors away and back can get wrong."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.devices.transport import CpuTransport
+from autockpt.policies import InPlaceError
+from autockpt.policies.saved import SMALL_BYTES, Group, SavedStorage
+from autockpt.runtime import attach
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from tests.policies.deferred import DeferredTransport
+from tests.policies.zoo import assert_equal, bytes_alive_after
+
+N = SMALL_BYTES // 4  # this many fp32 numbers are just large enough to be moved
+
+
+class Unit(nn.Module):
+    def __init__(self, body: Callable[[nn.Module, Any], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(N) + 0.5)
+        self.body = body
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.body(self, *args)
+
+
+class Model(nn.Module):
+    """Units in a row; ``glue`` is what happens to the output of each."""
+
+    def __init__(self, body: Callable[..., Tensor], n: int = 3, glue: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(Unit(body) for _ in range(n))
+        self.glue = glue or (lambda x: None)
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        for unit in self.units:
+            x = unit(x, *more)
+            self.glue(x)
+        return x
+
+    def offloaded(self) -> dict[str, Any]:
+        return {f"units.{i}": OFFLOAD for i in range(len(self.units))}
+
+
+def run(model: nn.Module, *more: Any, steps: int = 2) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    seen: dict[str, Tensor] = {}
+    for i in range(steps):
+        x = torch.rand(N).requires_grad_()
+        model(x, *more).sum().backward()
+        seen |= {f"{i} {n}": p.grad.clone() for n, p in model.named_parameters()} | {f"{i} input": x.grad.clone()}
+    return seen
+
+
+class SaveViews(torch.autograd.Function):
+    """Saves many views of one storage and hands back what it reads from them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        whole = x.detach().sin().view(2, -1)
+        ctx.save_for_backward(
+            whole,
+            whole,
+            whole.t(),
+            whole[1, 5:],
+            whole[0, :1].expand(whole.shape[1]),
+            whole[:, ::3],
+            whole.view(torch.int32),
+            whole.flatten()[7:-9].unfold(0, 4, 2),
+        )
+        return whole.flatten() + 0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        saved = ctx.saved_tensors
+        layouts = [(t.size(), t.stride(), t.storage_offset(), t.dtype, t.untyped_storage().nbytes()) for t in saved]
+        SaveViews.seen = layouts, {t.untyped_storage().data_ptr() for t in saved}
+        return gradient * float(sum(t.double().sum() for t in saved if t.is_floating_point()))
+
+    seen: Any = None
+
+
+def test_all_views_of_a_storage_come_back_from_one_copy():
+    def body(unit, x):
+        return SaveViews.apply(x) * unit.weight
+
+    wanted = run(Model(body, n=1), steps=1)
+    layouts = SaveViews.seen[0]
+    model, transport = Model(body, n=1), DeferredTransport()
+    with attach(model, model.offloaded(), transport=transport):
+        assert_equal(run(model, steps=1), wanted)
+    assert SaveViews.seen[0] == layouts
+    assert len(SaveViews.seen[1]) == 1
+    assert transport.queues.sent == transport.queues.fetched == 2 * 4 * N  # and the product's factor
+
+
+def sent_by(body: Callable[..., Tensor], *more: Any) -> int:
+    """Bytes that one unit sends."""
+    model, transport = Model(body, n=1), DeferredTransport()
+    with attach(model, model.offloaded(), transport=transport):
+        model(torch.rand(N).requires_grad_(), *more)
+    return transport.queues.sent
+
+
+def test_what_is_moved_and_what_is_not():
+    big = 4 * N
+    assert sent_by(lambda unit, x: x.sigmoid() * unit.weight) == big  # saved twice, moved once; the weight stays
+    assert sent_by(lambda unit, x: (x * unit.weight).sin().cos()) == 3 * big  # the hidden state, product, sine
+    assert sent_by(lambda unit, x: (x.view(2, -1) * unit.weight.view(2, -1)).sin()) == 2 * big  # views of weights stay
+    assert sent_by(lambda unit, x: (unit.weight[:9] * x[:9]).sin().cos()) == big  # of small tensors only the input's
+    mask = torch.rand(N)
+    assert sent_by(lambda unit, x, m: x * unit.weight * m, mask) == big  # not the mask
+    assert sent_by(lambda unit, x, m: (x * m.view(2, -1).flatten()).sin(), mask) == big  # nor a view of it
+
+
+def test_buffers_stay():
+    model, transport = Model(lambda unit, x: (x * unit.table).sin(), n=1), DeferredTransport()
+    model.units[0].register_buffer("table", torch.rand(N))
+    with attach(model, model.offloaded(), transport=transport):
+        model(torch.rand(N).requires_grad_())
+    assert transport.queues.sent == 4 * N
+
+
+def test_autocast_copies_of_weights_stay():
+    model, transport = (
+        nn.Sequential(nn.Sequential(nn.Linear(128, 128), nn.Sigmoid()), nn.Identity()),
+        DeferredTransport(),
+    )
+    with attach(model, {"0": OFFLOAD}, transport=transport), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.rand(256, 128))
+    assert transport.queues.sent == 2 * (256 * 128 * 2)  # the input in 16 bits and the sigmoid
+    assert SMALL_BYTES <= 128 * 128 * 2
+
+
+def test_frozen_weights_stay_too():
+    model, transport = Model(lambda unit, x: (x * unit.weight).sin(), n=1), DeferredTransport()
+    model.requires_grad_(False)
+    with attach(model, model.offloaded(), transport=transport):
+        model(torch.rand(N).requires_grad_())
+    assert transport.queues.sent == 4 * N
+
+
+def test_memory_that_is_used_again_is_not_taken_for_the_old():
+    def body(unit, x):
+        total = x * 0
+        for i in range(4):  # each round's graph dies before the next, which gets its memory
+            part = (x.detach() * (i + 1)).requires_grad_()
+            (gradient,) = torch.autograd.grad(part.sin().exp().sum(), part)
+            total = total + gradient * unit.weight
+            del part, gradient
+        return total
+
+    wanted, model = run(Model(body)), Model(body)
+    with attach(model, model.offloaded(), transport=DeferredTransport()):
+        assert_equal(run(model), wanted)
+
+
+def test_the_same_memory_with_other_contents_is_sent_again():
+    def body(unit, x):
+        scratch = torch.empty(N)
+        out = x
+        for i in range(3):
+            scratch.data.copy_(x.detach() * (i + 1))  # .data does not count as a change for autograd
+            out = out + torch.mul(unit.weight, scratch.data.clone())
+        first = torch.full((N,), 2.0)
+        first.add_(1)
+        out = out * unit.weight * first
+        other = first.data
+        other.mul_(5)
+        return out + unit.weight * other
+
+    wanted, model = run(Model(body, n=1)), Model(body, n=1)
+    transport = DeferredTransport()
+    with attach(model, model.offloaded(), transport=transport):
+        got = run(model)
+    # plain autograd itself reads `first` after it was overwritten, so only the last term's gradient is compared
+    assert got.keys() == wanted.keys()
+    storage = SavedStorage(first := torch.ones(N), transport, Group("unit", None, ahead=False))
+    assert storage.holds(first)
+    assert storage.holds(first.detach())
+    assert not storage.holds(first.data)
+    first.add_(1)
+    assert not storage.holds(first)
+
+
+def test_a_tensor_changed_after_it_was_saved_and_sent_again():
+    """Legal where the first saved tensor is never used: its graph is gone."""
+
+    def body(unit, x):
+        base = x.detach().clone()
+        unused = unit.weight * base
+        del unused
+        base.add_(1)
+        return unit.weight * base * x
+
+    wanted, model = run(Model(body)), Model(body)
+    with attach(model, model.offloaded(), transport=DeferredTransport()):
+        assert_equal(run(model), wanted)
+
+
+@pytest.mark.parametrize(
+    ("saved", "when"),
+    [("output", "at once"), ("output", "afterwards"), ("input", "afterwards"), ("small", "afterwards")],
+)
+def test_changes_in_place_are_errors_with_the_units_name(saved, when):
+    body = {
+        "input": lambda unit, x: x * unit.weight,
+        "output": lambda unit, x: (x * unit.weight).exp(),
+        "small": lambda unit, x: x[:16] * unit.weight[:16],
+    }[saved]
+    kept: list[Tensor] = []
+    model = Model(body, n=3, glue=kept.append if when == "afterwards" else lambda x: x.add_(1))
+    with attach(model, model.offloaded(), transport=DeferredTransport()):
+        loss = model(torch.rand(N)).sum()
+        for tensor in kept:
+            with torch.no_grad():
+                tensor.add_(1)
+        with pytest.raises(InPlaceError, match=r"modified by an inplace operation.*units\.\d saved"):
+            loss.backward()
+
+
+def test_a_changed_weight_is_an_error():
+    model = Model(lambda unit, x: x * unit.weight)
+    with attach(model, model.offloaded()):
+        loss = model(torch.rand(N)).sum()
+        with torch.no_grad():
+            model.units[1].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_nothing_leaks_without_backward():
+    model, transport = Model(lambda unit, x: (x * unit.weight).sin().exp()), DeferredTransport()
+    with attach(model, model.offloaded(), transport=transport):
+        for _ in range(3):
+            model(torch.rand(N))
+        out = model(torch.rand(N))
+        assert transport.pieces_in_use() > 0
+        del out
+        assert transport.pieces_in_use() == 0  # by reference count alone
+        held = transport.pool.held_bytes
+        run(model, steps=5)
+        assert transport.pool.held_bytes == held
+        assert transport.pieces_in_use() == 0
+
+
+def test_a_graph_that_saves_its_own_output_is_freed():
+    def body(unit, x):
+        return (x[:16] * unit.weight[:16]).exp().repeat(N // 16)  # small, kept, and saved by the node that made it
+
+    class Mine(Tensor):
+        pass
+
+    model = Model(body)
+    alive: list[Any] = []
+    gc.disable()
+    try:
+        with attach(model, model.offloaded()):
+            x = torch.rand(N).as_subclass(Mine).requires_grad_()
+            alive.append(weakref.ref(x))
+            model(x)
+            del x
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_memory_is_given_back_while_the_forward_runs():
+    """With copies beside compute a group stays until the next unit has run; without, it goes at once."""
+
+    def body(unit, x):
+        return (x * unit.weight).sin().exp().cos()
+
+    def kept(n: int, transport: Any) -> int:
+        model = Model(body, n=n)
+        with attach(model, model.offloaded(), transport=transport):
+            model(torch.rand(N))
+            return bytes_alive_after(lambda: model(torch.rand(N)))
+
+    for make in (CpuTransport, DeferredTransport):
+        assert kept(8, make()) <= kept(2, make()) + 1024
+
+
+class Log(DeferredTransport):
+    """Notes when parcels are settled and fetched; ``now`` says where the step is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.lines = "", []
+        inner = self.queues
+        wait, copy_in = inner.wait, inner.copy_in
+
+        def waited(event):
+            if not event.done:
+                self.lines.append(f"{self.now}: wait")
+            wait(event)
+
+        def fetched(source, after):
+            self.lines.append(f"{self.now}: fetch")
+            return copy_in(source, after)
+
+        inner.wait, inner.copy_in = waited, fetched
+
+
+def test_when_copies_are_waited_for_and_started():
+    log = Log()
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, unit):
+            ctx.unit = unit
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            log.now = f"before backward of {ctx.unit}"
+            return gradient, None
+
+    class Marked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.units = nn.ModuleList(Unit(lambda unit, x: x * unit.weight) for _ in range(4))
+
+        def forward(self, x):
+            for i, unit in enumerate(self.units):
+                x = unit(x)
+                log.now = f"forward of {i} done"
+                x = Mark.apply(x, i)
+            return x
+
+    model = Marked()
+    choices = {"units.0": OFFLOAD, "units.1": OFFLOAD, "units.2": RECOMPUTE, "units.3": SAVE}
+    with attach(model, choices, transport=log):
+        model(torch.rand(N).requires_grad_()).sum().backward()
+    # 0 is settled when 1 has ended and 1 when 2 has: the log's clock is set after each forward
+    assert log.lines[:2] == ["forward of 0 done: wait", "forward of 1 done: wait"]
+    # 1 is fetched when 2's backward begins, together with 0 one ahead; both arrive when they are needed
+    assert log.lines[2:] == [
+        "before backward of 2: fetch",
+        "before backward of 2: fetch",
+        "before backward of 1: wait",
+        "before backward of 0: wait",
+    ]
+
+
+def test_without_copy_queues_nothing_is_fetched_ahead():
+    calls: list[str] = []
+
+    class Watched(CpuTransport):
+        def send(self, source):
+            parcel = super().send(source)
+            parcel.fetch = lambda: calls.append("fetch")  # type: ignore[method-assign]
+            return parcel
+
+    model = Model(lambda unit, x: x * unit.weight)
+    with attach(model, model.offloaded(), transport=Watched()):
+        run(model)
+    assert calls == []
+
+
+def test_units_that_are_not_reached_in_backward():
+    def body(unit, x):
+        return (x * unit.weight).sin()
+
+    def part(model):
+        outputs = []
+        model.glue = outputs.append
+        x = torch.rand(N, generator=torch.Generator().manual_seed(1))
+        model(x)
+        outputs[1].sum().backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    wanted, model = part(Model(body)), Model(body)
+    with attach(model, model.offloaded(), transport=DeferredTransport()):
+        assert_equal(part(model), wanted)
+
+
+def test_odd_tensors_stay():
+    def body(unit, x):
+        sparse = torch.eye(4).to_sparse()
+        turned = torch.view_as_complex(x.view(-1, 2)).conj()
+        part = torch.view_as_real(turned * turned.resolve_conj()).flatten()
+        return part * unit.weight + torch.sparse.mm(sparse, x[:16].view(4, 4)).sum()
+
+    wanted, model = run(Model(body)), Model(body)
+    with attach(model, model.offloaded(), transport=DeferredTransport()):
+        assert_equal(run(model), wanted)
+
+
+def test_hooks_of_the_users_own_inside_the_unit():
+    def body(unit, x):
+        with torch.autograd.graph.save_on_cpu():
+            return (x * unit.weight).sin() * x
+
+    wanted, model = run(Model(body)), Model(body)
+    with attach(model, model.offloaded(), transport=DeferredTransport()):
+        assert_equal(run(model), wanted)

@@ -1,0 +1,250 @@
+"""What only running a forward a second time can get wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autockpt.errors import ConflictError
+from autockpt.policies import InPlaceError, recomputing
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE
+from tests.policies.zoo import assert_equal
+
+
+class Unit(nn.Module):
+    """A unit whose forward is given from outside; ``calls`` counts how often it ran."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.body = forward
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.body(self, *args, **kwargs)
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[..., Any], call: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(Unit(body) for _ in range(2))
+        self.call = call or (lambda unit, x: unit(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = self.call(unit, x)
+        return x
+
+
+CHOICES = {"units.0": RECOMPUTE, "units.1": RECOMPUTE}
+
+
+def run(model: nn.Module, steps: int = 2) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    seen: dict[str, Tensor] = {}
+    for i in range(steps):
+        x = torch.randn(4, 8).requires_grad_()
+        model(x).pow(2).sum().backward()
+        seen |= {f"{i} {n}": p.grad.clone() for n, p in model.named_parameters()}
+        seen |= {f"{i} buffer {n}": b.clone() for n, b in model.named_buffers()}
+        seen[f"{i} input"] = x.grad.clone()
+        seen[f"{i} random"] = torch.tensor([random.random(), np.random.rand()])
+    return seen
+
+
+def assert_as_plain(make: Callable[[], nn.Module], choices: dict[str, Any] = CHOICES) -> None:
+    wanted, model = run(make()), make()
+    with attach(model, choices):
+        assert_equal(run(model), wanted)
+
+
+def test_the_forward_runs_twice_and_only_where_gradients_are_enabled():
+    model = Model(lambda unit, x: unit.linear(x).sigmoid())
+    with attach(model, CHOICES):
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+        assert [unit.calls for unit in model.units] == [1, 1]
+        run(model, steps=1)
+        assert [unit.calls for unit in model.units] == [3, 3]
+        model.eval()
+        run(model, steps=1)
+        assert [unit.calls for unit in model.units] == [5, 5]
+
+
+def test_random_numbers_of_python_and_numpy():
+    assert_as_plain(lambda: Model(lambda unit, x: unit.linear(x).sigmoid() * random.random()))
+    assert_as_plain(lambda: Model(lambda unit, x: unit.linear(x).sigmoid() * float(np.random.rand())))
+    assert_as_plain(lambda: Model(lambda unit, x: unit.linear(x).sigmoid() * random.gauss(0, 1)))
+
+
+def test_python_random_numbers_that_are_first_used_in_a_later_step():
+    step = 0
+
+    def body(unit, x):
+        return unit.linear(x).sigmoid() * (random.random() if step > 2 else 1.0)
+
+    def train(model: nn.Module) -> dict[str, Tensor]:
+        nonlocal step
+        seen: dict[str, Tensor] = {}
+        random.seed(1)
+        torch.manual_seed(1)
+        for step in range(5):
+            model(torch.randn(4, 8)).pow(2).sum().backward()
+            seen |= {f"{step} {n}": p.grad.clone() for n, p in model.named_parameters()}
+        return seen
+
+    wanted, model = train(Model(body)), Model(body)
+    with attach(model, CHOICES):
+        assert_equal(train(model), wanted)
+
+
+def test_every_way_of_passing_tensors():
+    def body(unit, first=None, second=None, pair=(None, None), deep=None, flag=True, *, last):
+        x = first if second is None else second
+        cos, sin = pair
+        return (unit.linear(x) * cos + sin).sigmoid() * deep["a"][0] + last
+
+    def call(unit, x):
+        pair = (x.sin(), x.cos())
+        return unit(None, x, pair=pair, deep={"a": [x * 0.5, 3], "b": None}, last=x)
+
+    assert_as_plain(lambda: Model(body, call))
+    assert_as_plain(lambda: Model(body, lambda unit, x: unit(first=x, pair=(x, 2.0), deep={"a": (x,)}, last=1)))
+
+
+def test_named_tuples_and_objects_with_tensors_inside():
+    @dataclass
+    class Masks:
+        scale: Tensor
+
+    def body(unit, x, masks, best):
+        return unit.linear(x).sigmoid() * masks.scale + best.values.sum()
+
+    def call(unit, x):
+        return unit(x, masks=Masks(x.detach().abs()), best=x.max(dim=0))
+
+    assert_as_plain(lambda: Model(body, call))
+
+
+@pytest.mark.parametrize("where", ["positional", "keyword", "nested", "object", "mapping object"])
+def test_a_changed_argument_is_an_error(where):
+    def body(unit, x, extra=None, pair=None, thing=None):
+        factor = {
+            "positional": lambda: extra,
+            "keyword": lambda: extra,
+            "nested": lambda: pair["a"][0],
+            "object": lambda: thing.scale,
+            "mapping object": lambda: thing.data["scale"],
+        }[where]()
+        return unit.linear(x).sigmoid() * factor
+
+    def call(unit, x):
+        if where == "positional":
+            return unit(x, scale)
+        if where == "keyword":
+            return unit(x=x, extra=scale)
+        if where == "nested":
+            return unit(x, pair={"a": [scale]})
+        thing = SimpleNamespace(scale=scale) if where == "object" else SimpleNamespace(data={"scale": scale})
+        return unit(x, thing=thing)
+
+    scale = torch.rand(8)
+    model = Model(body, call)
+    with attach(model, CHOICES):
+        loss = model(torch.randn(4, 8)).sum()
+        scale.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_what_a_layer_writes_into_its_arguments_arrives_once():
+    def body(unit, x, notes, sums):
+        y = unit.linear(x).sigmoid()
+        notes.append(float(y.detach().sum()))
+        sums["last"] = y.detach().sum()
+        return y
+
+    notes: list[float] = []
+    sums: dict[str, Tensor] = {}
+    model = Model(body, lambda unit, x: unit(x, notes, sums))
+    with attach(model, CHOICES):
+        run(model, steps=1)
+    assert len(notes) == 2
+    assert float(sums["last"]) == notes[1]
+
+
+def test_an_input_changed_by_the_unit_is_refused_at_once():
+    model = Model(lambda unit, x: unit.linear(torch.relu_(x)))
+    with attach(model, CHOICES), pytest.raises(ConflictError, match=r"units\.0 changes one of its inputs") as caught:
+        model(torch.randn(4, 8))
+    assert "save" in caught.value.remedy
+
+
+def test_a_parameter_changed_by_the_unit_is_refused_at_once():
+    def body(unit, x):
+        with torch.no_grad():
+            unit.linear.bias.clamp_(-1, 1)
+        return unit.linear(x).sigmoid()
+
+    model = Model(body)
+    with attach(model, CHOICES), pytest.raises(ConflictError, match=r"units\.0 changes one of its parameters"):
+        model(torch.randn(4, 8))
+
+
+def test_a_bias_changed_before_backward_is_an_error():
+    model = Model(lambda unit, x: unit.linear(x).sigmoid())
+    with attach(model, CHOICES):
+        loss = model(torch.randn(4, 8)).sum()
+        with torch.no_grad():
+            model.units[0].linear.bias.add_(1)  # plain autograd does not need it; running again does
+        with pytest.raises(InPlaceError, match=r"parameter of units\.0"):
+            loss.backward()
+
+
+def test_inside_a_checkpoint_of_the_users_own():
+    class Outer(Model):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    assert_as_plain(lambda: Outer(lambda unit, x: torch.dropout(unit.linear(x).sigmoid(), 0.3, True)))
+
+
+def test_units_with_a_checkpoint_of_their_own_inside():
+    def body(unit, x):
+        return checkpoint(lambda y: torch.dropout(unit.linear(y).sigmoid(), 0.3, True), x, use_reentrant=False)
+
+    assert_as_plain(lambda: Model(body))
+
+
+def test_hooks_can_tell_a_recompute():
+    model = Model(lambda unit, x: unit.linear(x).sigmoid())
+    seen: list[str | None] = []
+    model.units[1].linear.register_forward_hook(lambda *_: seen.append(recomputing()))
+    with attach(model, CHOICES):
+        run(model, steps=1)
+    assert seen == [None, "units.1"]
+    assert recomputing() is None
+
+
+def test_integer_and_missing_tensors():
+    def body(unit, index, x=None, nothing=None):
+        return unit.linear(x)[index].sigmoid(), None
+
+    model = Model(body, lambda unit, x: unit(torch.tensor([2, 0, 1, 1]), x, None)[0])
+    wanted = run(Model(body, lambda unit, x: unit(torch.tensor([2, 0, 1, 1]), x, None)[0]))
+    with attach(model, CHOICES):
+        assert_equal(run(model), wanted)

@@ -1,0 +1,218 @@
+"""Tiny models of different build, and what a training run on them leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from autockpt.schema.choices import Choice
+from autockpt.workload.units import discover_units
+
+Step = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``make()`` builds the model with fixed weights; ``step(model, batch, **extra)`` gives a loss."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    step: Callable[..., Tensor]
+    takes_cache: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def units(self, model: nn.Module) -> list[str]:
+        return [u.name for u in discover_units(model) if u.role == "block"]
+
+    def choices(self, model: nn.Module, choice: Choice) -> dict[str, Choice]:
+        return dict.fromkeys(self.units(model), choice)
+
+
+def language_step(model: nn.Module, batch: dict[str, Tensor], **extra: Any) -> Tensor:
+    return model(**batch, **extra).loss
+
+
+def feature_step(model: nn.Module, batch: Tensor, **extra: Any) -> Tensor:
+    return model(batch, **extra).float().pow(2).mean()
+
+
+class ConvBlock(nn.Module):
+    """A residual block as ResNet has them: in-place activations, BatchNorm, dropout."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels, momentum=None)
+        self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout2d(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.act(self.norm1(self.first(x)))
+        out = self.drop(self.norm2(self.second(out)))
+        out += x
+        return self.act(out)
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(ConvBlock(8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return make().train()
+
+    return build
+
+
+def _tokens(length: int = 64, rows: int = 6, padded: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 64, (rows, length), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if padded:
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][0, -5:] = 0
+    return batch
+
+
+def _pixels() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {"pixel_values": torch.randn(16, 3, 32, 32, generator=generator), "labels": torch.arange(16) % 3}
+
+
+def _features(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=3, n_head=4)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def _t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=4,
+        hidden_dropout_prob=0.1,
+        num_labels=3,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("llama", _seeded(_llama), _tokens, language_step, takes_cache=True),
+        Case("gpt2", _seeded(_gpt2), _tokens, language_step, takes_cache=True),
+        Case("bert", _seeded(_bert), _tokens, language_step),
+        Case("t5", _seeded(_t5), _tokens, language_step, takes_cache=True),
+        Case("vit", _seeded(_vit), _pixels, language_step),
+        Case("cnn", _seeded(Cnn), _features(8, 3, 16, 16), feature_step),
+        Case("sequential", _seeded(_sequential), _features(256, 64), feature_step),
+    )
+}
+
+
+@contextmanager
+def precision(name: str) -> Iterator[None]:
+    """``fp32``, or ``bf16``: autocast."""
+    with torch.autocast("cpu", dtype=torch.bfloat16) if name == "bf16" else nullcontext():
+        yield
+
+
+def train(model: nn.Module, case: Case, dtype: str = "fp32", steps: int = 2, **extra: Any) -> dict[str, Tensor]:
+    """Everything that ``steps`` training steps compute or change, for comparison bit by bit."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = case.batch()
+    seen: dict[str, Tensor] = {}
+    for i in range(steps):
+        with precision(dtype):
+            loss = case.step(model, batch, **extra)
+        seen[f"{i} loss"] = loss.detach().clone()
+        seen[f"{i} random state after forward"] = torch.get_rng_state()
+        loss.backward()
+        seen[f"{i} random state after backward"] = torch.get_rng_state()
+        seen |= {f"{i} gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        seen |= {f"{i} buffer {n}": b.clone() for n, b in model.named_buffers()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Bit-equal in every entry."""
+    assert got.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(got[name], wanted[name])]
+    assert not different, different
+
+
+def plain(case: Case, dtype: str = "fp32", steps: int = 2) -> dict[str, Tensor]:
+    """The same training without any plan; language models without their KV cache."""
+    return train(case.make(), case, dtype, steps, **({"use_cache": False} if case.takes_cache else {}))
+
+
+def bytes_alive_after(forward: Callable[[], Any]) -> int:
+    """Bytes that the CPU allocator still holds of what ``forward`` allocated, while its result is alive."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = forward()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    del result
+    return sum(e.nbytes() for e in events if e.name() == "[memory]")

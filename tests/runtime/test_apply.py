@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autockpt
+from autockpt.errors import ConflictError, PlanError
+from autockpt.runtime import apply
+from autockpt.schema import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    DeviceInfo,
+    Environment,
+    Measurement,
+    Plan,
+    WorkloadSpec,
+)
+from autockpt.workload import discover_units, fingerprint
+from tests.policies.zoo import CASES, assert_equal, plain, train
+
+LLAMA = CASES["llama"]
+
+
+def measured(model: nn.Module, choices: dict[str, Any], **more: Any) -> Plan:
+    units = discover_units(model)
+    defaults = {
+        "settings": {"dtype": "fp32", "batch_size": 6, "seq_len": 64},
+        "workload": WorkloadSpec(model="tiny"),
+        "environment": Environment(device=DeviceInfo(kind="cpu", name="CPU", capacity_bytes=1), versions={}),
+        "measured": Measurement(peak_bytes=1, step_seconds=1.0),
+    }
+    full = {u.name: choices.get(u.name, SAVE) for u in units if u.role == "block"}
+    return Plan.create(full, units, fingerprint=fingerprint(units), source="measured", **(defaults | more))
+
+
+@pytest.fixture(autouse=True)
+def no_other_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def test_a_plan_file_in_three_lines(tmp_path):
+    (tmp_path / "plan.yaml").write_text(
+        "autockpt: 1\nchoices:\n  model.layers.0-1: recompute\n  model.layers.2: offload\n"
+    )
+    model = LLAMA.make()
+    with autockpt.apply(model, tmp_path / "plan.yaml") as handle:
+        assert_equal(train(model, LLAMA), plain(LLAMA))
+        text = str(handle)
+        assert "unmeasured (the plan was written by hand), applied" in text
+        assert "model.layers.0-1  recompute" in text
+        assert "model.layers.2    offload" in text
+        assert list(handle.attached) == [f"model.layers.{i}" for i in range(3)]
+        assert handle.choices["model.layers.2"] == OFFLOAD
+    assert "removed" in str(handle)
+    handle.remove()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_a_measured_plan_says_nothing_where_it_holds():
+    model = LLAMA.make()
+    plan = measured(model, {"model.layers.1": RECOMPUTE})
+    with apply(model, plan) as handle:
+        assert handle.notes == ()
+        assert str(handle).startswith("autockpt plan, measured, applied:")
+        model(**LLAMA.batch())
+
+
+def test_plans_of_another_model_are_refused():
+    model = LLAMA.make()
+    plan = measured(model, {"model.layers.1": RECOMPUTE})
+    for other in ("gpt2", "sequential"):
+        with pytest.raises(PlanError, match="made for another model") as caught:
+            apply(CASES[other].make(), plan)
+        assert caught.value.remedy
+    smaller = LLAMA.make()
+    del smaller.model.layers[2]
+    with pytest.raises(PlanError, match=r"model\.layers\.2"):
+        apply(smaller, plan)
+    with pytest.raises(PlanError, match="no repeated blocks"):
+        apply(nn.Linear(2, 2), plan)
+    with pytest.raises(PlanError, match="matches no unit"):
+        apply(model, Plan(choices={"model.layer.0": RECOMPUTE}))
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_a_missing_or_malformed_file(tmp_path):
+    with pytest.raises(PlanError):
+        apply(LLAMA.make(), tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"settings": {"dtype": "bf16"}}, "the weights are fp32, planned as bf16"),
+        ({"workload": WorkloadSpec(model="tiny", lora=4)}, "planned with LoRA adapters"),
+        (
+            {"environment": Environment(device=DeviceInfo(kind="cuda", name="GPU", capacity_bytes=1), versions={})},
+            "the model is on cpu, planned for cuda",
+        ),
+    ],
+)
+def test_other_circumstances_are_one_warning(change, words):
+    model = LLAMA.make()
+    with pytest.warns(UserWarning, match="promise does not hold here") as caught:
+        handle = apply(model, measured(model, {"model.layers.1": RECOMPUTE}, **change))
+    assert len(caught) == 1
+    assert words in str(caught[0].message)
+    assert f"note: {words}" in str(handle)
+    assert caught[0].filename == __file__
+
+
+def test_lora_that_was_not_planned():
+    peft = pytest.importorskip("peft")
+    plan = measured(LLAMA.make(), {"model.layers.1": RECOMPUTE})
+    model = peft.get_peft_model(LLAMA.make(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.warns(UserWarning, match="LoRA adapters, planned without"):
+        handle = apply(model, plan)
+    assert handle.attached["model.layers.1"].startswith("recompute")
+
+
+def test_an_unmeasured_plan_promises_nothing():
+    model = LLAMA.make().to(torch.bfloat16)
+    with apply(model, Plan(choices={"model.layers.1": RECOMPUTE})) as handle:
+        assert handle.notes == ()
+        longer = {k: torch.cat([v, v]) for k, v in LLAMA.batch().items()}
+        model(**longer)
+
+
+def test_a_larger_batch_than_planned_is_one_warning():
+    model = LLAMA.make()
+    longer = {k: torch.cat([v, v]) for k, v in LLAMA.batch().items()}
+    with apply(model, measured(model, {"model.layers.1": RECOMPUTE})):
+        with pytest.warns(UserWarning, match="12 × 64 is larger than the plan was made for"):
+            model(**longer)
+        model(**longer)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_check_passes_and_leaves_no_trace(name):
+    case = CASES[name]
+    model = case.make()
+    plan = Plan(choices={u: (RECOMPUTE, OFFLOAD, SAVE)[i % 3] for i, u in enumerate(case.units(model))})
+    batch = case.batch()
+    step = case.step if name in ("cnn", "sequential") else None
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    with apply(model, plan, check_batch=batch, step=step):
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert_equal(model.state_dict(), before)
+        assert all(p.grad is gradients[n] and bool((p.grad == 1).all()) for n, p in model.named_parameters())
+
+
+class Forgetful(nn.Module):
+    """Counts its calls outside of any buffer, so its forward cannot be run again unnoticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.act = nn.Sigmoid()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.act(self.linear(x) * (1 + self.calls % 2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_the_check_finds_what_cannot_be_repeated():
+    model = Forgetful()
+    plan = Plan(choices={"layers.0": RECOMPUTE})
+    with pytest.raises(ConflictError, match="does not train as it does without") as caught:
+        apply(model, plan, check_batch=torch.randn(3, 4), step=lambda m, batch: m(batch))
+    assert "gradient layers.0.linear.weight" in caught.value.message
+    assert not any("forward" in m.__dict__ for m in model.modules())

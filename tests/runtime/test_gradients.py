@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from autockpt.runtime import Observation, compare, deterministic_algorithms, judge, observe
+
+
+def forward_backward(model: nn.Module, x: torch.Tensor):
+    def run(between):
+        loss = model(x).pow(2).sum()
+        between()
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2, bias=False))
+
+
+def test_an_observation_holds_everything_and_changes_nothing(model):
+    x = torch.randn(8, 4)
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    seen = observe(model, forward_backward(model, x), steps=2)
+    assert set(seen.digests) == {
+        f"step {i}: {what}"
+        for i in (1, 2)
+        for what in (
+            "loss",
+            "random state after forward",
+            "random state after backward",
+            *(f"buffer {n}" for n, _ in model.named_buffers()),
+            *(f"gradient {n}" for n, _ in model.named_parameters()),
+        )
+    }
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(p.grad is None for p in model.parameters())
+    assert Observation.model_validate_json(seen.model_dump_json()) == seen
+    assert not seen.differences(observe(model, forward_backward(model, x), steps=2))
+
+
+def test_the_last_bit_of_one_gradient_is_a_difference(model):
+    x = torch.randn(8, 4)
+    first = observe(model, forward_backward(model, x))
+
+    def nudged(between):
+        loss = forward_backward(model, x)(between)
+        weight = model[3].weight.grad
+        weight.view(torch.int32)[0, 0] ^= 1
+        return loss
+
+    second = observe(model, nudged)
+    assert first.differences(second) == ["step 1: gradient 3.weight", "step 2: gradient 3.weight"]
+    assert 0 <= first.largest_deviation(second) < 1e-5
+    result = judge(first, first, second, deterministic=False)
+    assert not result.equal
+    assert result.describe().startswith(f"2 of {len(first.digests)} values differ from plain training")
+
+
+def test_zero_and_minus_zero_nan_and_missing():
+    one = Observation(digests={"a": "x", "b": "none"}, norms={"a": 1.0})
+    other = Observation(digests={"a": "x", "c": "none"}, norms={"a": 0.0})
+    assert one.differences(other) == ["b", "c"]
+    assert one.largest_deviation(other) == 1.0
+
+
+class Varying(nn.Module):
+    """Gives other bits from call to call, unless deterministic algorithms are asked for."""
+
+    def __init__(self, always: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.always, self.calls = always, 0
+
+    def forward(self, x):
+        self.calls += 1
+        varies = self.always or not torch.are_deterministic_algorithms_enabled()
+        return self.linear(x) * (1 + 1e-6 * self.calls * varies)
+
+
+def test_a_reference_that_varies_is_repeated_deterministically():
+    model = Varying()
+    result = compare(model, forward_backward(model, torch.randn(3, 4)), nullcontext, nullcontext)
+    assert result.equal
+    assert result.deterministic
+    assert result.repeatable
+    assert "under deterministic algorithms" in result.describe()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_reference_that_always_varies_is_said_to():
+    model = Varying(always=True)
+    result = compare(model, forward_backward(model, torch.randn(3, 4)), nullcontext, nullcontext)
+    assert not result.repeatable
+    assert result.equal
+    assert "does not repeat itself" in result.describe()
+
+
+def test_a_plan_that_deviates_more_than_the_reference_from_itself():
+    first = Observation(digests={"g": "a"}, norms={"g": 1.0})
+    second = Observation(digests={"g": "b"}, norms={"g": 1.0 + 1e-7})
+    wrong = Observation(digests={"g": "c"}, norms={"g": 1.1})
+    assert judge(first, second, second, deterministic=True).equal
+    assert not judge(first, second, wrong, deterministic=True).equal
+
+
+def test_deterministic_algorithms_are_put_back():
+    with deterministic_algorithms():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from autockpt.errors import ConflictError
+from autockpt.runtime import attach, without_kv_cache
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from tests.policies.zoo import CASES, assert_equal, plain, train
+
+LLAMA = CASES["llama"]
+
+
+def applied(choice=RECOMPUTE):
+    model = LLAMA.make()
+    return model, attach(model, dict.fromkeys([f"model.layers.{i}" for i in range(3)], choice))
+
+
+@pytest.mark.parametrize("enable", ["gradient_checkpointing_enable", "activation_checkpointing_enable"])
+def test_a_trainers_switch_set_later_is_an_error(enable):
+    model, _ = applied()
+    if not hasattr(model, enable):
+        pytest.skip(f"this transformers has no {enable}")
+    twin = copy.deepcopy(model)
+    getattr(model, enable)()
+    with pytest.raises(ConflictError, match="checkpointing=True") as caught:
+        model(**LLAMA.batch())
+    assert "Switch one off" in caught.value.remedy
+    with torch.no_grad():
+        model(**LLAMA.batch())
+    twin(**LLAMA.batch()).loss.backward()
+    getattr(twin, enable)()
+    with pytest.raises(ConflictError):
+        twin(**LLAMA.batch())
+
+
+def test_a_switch_of_a_model_that_loops_itself():
+    class Looping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.grad_checkpointing = False
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = Looping()
+    with attach(model, {"layers.0": RECOMPUTE, "layers.1": SAVE}):
+        model(torch.ones(1, 4))
+        model.grad_checkpointing = True
+        with pytest.raises(ConflictError, match="Looping has grad_checkpointing=True"):
+            model(torch.ones(1, 4))
+
+
+def test_the_cache_is_off_however_it_is_asked_for():
+    model, session = applied()
+    ids = LLAMA.batch()["input_ids"]
+    with session:
+        assert model(ids).past_key_values is None
+        assert model(ids, None, None, None, None, None, False).past_key_values is None
+        with pytest.warns(UserWarning, match="use_cache=True is switched off"):
+            assert model(ids, use_cache=True).past_key_values is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert model(ids, use_cache=True).past_key_values is None
+        with torch.no_grad():
+            assert model(ids).past_key_values is not None
+        assert model.config.use_cache is True
+    assert model(ids).past_key_values is not None
+
+
+def test_the_cache_is_off_inside_a_model_of_the_users_own():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm = LLAMA.make()
+            self.kept = None
+
+        def forward(self, ids):
+            out = self.lm(input_ids=ids)
+            self.kept = out.past_key_values
+            return out.logits
+
+    model = Mine()
+    with attach(model, {"lm.model.layers.0": RECOMPUTE}):
+        model(LLAMA.batch()["input_ids"]).sum().backward()
+        assert model.kept is None
+
+
+def test_without_kv_cache_is_plain_training():
+    model = LLAMA.make()
+    with without_kv_cache(model) as session:
+        assert_equal(train(model, LLAMA), plain(LLAMA))
+        assert session.attached == {}
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
+def test_a_larger_batch_is_one_warning(choice):
+    model, session = applied(choice)
+    guard = session.guard()
+    assert guard is not None
+    batch = LLAMA.batch()
+    rows, length = batch["input_ids"].shape
+    guard.planned = (rows, length)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch)
+        model(**{k: v[:1, :8] for k, v in batch.items()})
+    longer = {k: torch.cat([v, v], dim=1) for k, v in batch.items()}
+    with pytest.warns(UserWarning, match=rf"{rows} × {2 * length} is larger than the plan was made for"):
+        model(**longer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**longer)
+
+
+def test_more_rows_of_pixels_are_noticed():
+    case = CASES["vit"]
+    model = case.make()
+    with attach(model, case.choices(model, RECOMPUTE)) as session:
+        guard = session.guard()
+        assert guard is not None
+        guard.planned = (2, None)
+        with pytest.warns(UserWarning, match=r"a batch of 16 is larger than the plan was made for \(2\)"):
+            model(**case.batch())

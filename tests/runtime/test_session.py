@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from autockpt.errors import ConflictError, PlanError
+from autockpt.policies import attached_to
+from autockpt.runtime import attach, remove
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from tests.policies.zoo import CASES, assert_equal, plain, train
+
+LLAMA = CASES["llama"]
+
+
+def layers(n: int = 3) -> list[str]:
+    return [f"model.layers.{i}" for i in range(n)]
+
+
+def test_it_says_what_was_attached_and_takes_it_off():
+    model = LLAMA.make()
+    session = attach(model, dict(zip(layers(), (SAVE, RECOMPUTE, OFFLOAD), strict=True)))
+    assert list(session.attached) == layers()
+    assert [session.attached[n].split(":")[0] for n in layers()] == ["nothing", "recompute", "offload"]
+    assert attached_to(model.model.layers[0]) is None
+    assert attached_to(model.model.layers[1]) is not None
+    session.remove()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_save_everywhere_attaches_nothing_at_all():
+    model = LLAMA.make()
+    with attach(model, dict.fromkeys(layers(), SAVE)):
+        assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_twice_is_a_conflict_and_leaves_the_first_in_place():
+    model = LLAMA.make()
+    first = attach(model, {layers()[0]: RECOMPUTE})
+    with pytest.raises(ConflictError, match="applied to this model already"):
+        attach(model, {layers()[1]: OFFLOAD})
+    assert attached_to(model.model.layers[0]) is not None
+    assert attached_to(model.model.layers[1]) is None
+    twin = copy.deepcopy(model)
+    with pytest.raises(ConflictError) as caught:
+        attach(twin, {layers()[1]: OFFLOAD})
+    assert "autockpt.runtime.remove(model)" in caught.value.remedy
+    first.remove()
+    remove(twin)
+    remove(twin)
+    for each in (model, twin):
+        with attach(each, {layers()[1]: OFFLOAD}):
+            pass
+
+
+def test_unknown_names_and_choices_inside_one_another():
+    model = LLAMA.make()
+    with pytest.raises(PlanError, match=r"model\.layers\.7"):
+        attach(model, {"model.layers.7": RECOMPUTE})
+    with pytest.raises(PlanError, match="makes a choice inside"):
+        attach(model, {"model.layers.0": RECOMPUTE, "model.layers.0.mlp": OFFLOAD})
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_one_module_under_two_names():
+    shared = nn.Linear(4, 4)
+    with pytest.raises(PlanError):
+        attach(nn.Sequential(shared, nn.ReLU(), shared), {"0": RECOMPUTE, "2": RECOMPUTE})
+
+
+def test_sub_units_where_the_unit_saves():
+    model = LLAMA.make()
+    choices = {"model.layers.0": SAVE, "model.layers.0.mlp": RECOMPUTE, "model.layers.1.self_attn": OFFLOAD}
+    with attach(model, choices) as session:
+        assert_equal(train(model, LLAMA), plain(LLAMA))
+        assert set(session.attached) == set(choices)
+
+
+def test_nothing_is_left_when_attaching_fails(monkeypatch):
+    from autockpt.policies import POLICIES
+
+    def fail(units, session):
+        raise ConflictError("no")
+
+    monkeypatch.setattr(POLICIES["offload"], "attach", fail)
+    model = LLAMA.make()
+    with pytest.raises(ConflictError, match="no"):
+        attach(model, dict(zip(layers(), (RECOMPUTE, OFFLOAD, RECOMPUTE), strict=True)))
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
+def test_forwards_that_others_put_on_instances(choice):
+    calls: list[str] = []
+
+    def partial_forward(module, *args, **kwargs):
+        calls.append("partial")
+        return type(module).forward(module, *args, **kwargs)
+
+    def method_forward(self, *args, **kwargs):
+        calls.append("method")
+        return type(self).forward(self, *args, **kwargs)
+
+    model = LLAMA.make()
+    mine = [functools.partial(partial_forward, model.model.layers[0]), None]
+    model.model.layers[0].forward = mine[0]
+    mine[1] = model.model.layers[1].forward = types.MethodType(method_forward, model.model.layers[1])
+    with attach(model, dict.fromkeys(layers(), choice)):
+        assert_equal(train(model, LLAMA, steps=1), plain(LLAMA, steps=1))
+        assert calls.count("partial") == calls.count("method") == (2 if choice == RECOMPUTE else 1)
+    assert model.model.layers[0].__dict__["forward"] is mine[0]
+    assert model.model.layers[1].__dict__["forward"] is mine[1]
+    assert "forward" not in model.model.layers[2].__dict__
+
+
+@pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
+def test_a_forward_that_somebody_wrapped_afterwards_becomes_plain(choice):
+    model = LLAMA.make()
+    session = attach(model, dict.fromkeys(layers(), choice))
+    layer = model.model.layers[1]
+    ours = layer.forward
+
+    @functools.wraps(ours)
+    def outer(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    layer.forward = outer
+    with pytest.raises(ConflictError):
+        attach(model, {layers()[1]: choice})
+    session.remove()
+    assert layer.forward is outer
+    assert attached_to(layer) is None
+    assert_equal(train(model, LLAMA, use_cache=False), plain(LLAMA))
+    model = LLAMA.make()
+    with attach(model, dict.fromkeys(layers(), choice)):
+        pass
+    with attach(model, dict.fromkeys(layers(), choice)):
+        assert_equal(train(model, LLAMA), plain(LLAMA))
+
+
+def test_graphs_made_before_removal_keep_working():
+    for choice in (RECOMPUTE, OFFLOAD):
+        model = LLAMA.make()
+        wanted = plain(LLAMA, steps=1)
+        torch.manual_seed(1)
+        with attach(model, dict.fromkeys(layers(), choice)):
+            loss = LLAMA.step(model, LLAMA.batch())
+        loss.backward()
+        got = {f"0 gradient {n}": p.grad for n, p in model.named_parameters()}
+        assert_equal(got, {n: v for n, v in wanted.items() if "gradient" in n})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_signatures_stay_readable(name):
+    case = CASES[name]
+    model = case.make()
+    before = {n: inspect.signature(m.forward) for n, m in model.named_modules()}
+    with attach(model, case.choices(model, RECOMPUTE)):
+        assert {n: inspect.signature(m.forward) for n, m in model.named_modules()} == before
+
+
+def test_names_are_found_on_wrapped_models():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(LLAMA.make(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with attach(model, {"model.layers.1": RECOMPUTE}):
+        assert attached_to(model.get_submodule("base_model.model.model.layers.1")) is not None
+    compiled = torch.compile(LLAMA.make(), backend="eager")
+    with attach(compiled, {"model.layers.1": RECOMPUTE}):
+        assert attached_to(compiled._orig_mod.model.layers[1]) is not None
+
+
+def test_only_a_part_of_the_model_is_copied():
+    model = LLAMA.make()
+    with attach(model, dict.fromkeys(layers(), OFFLOAD)):
+        twin = copy.deepcopy(model.model.layers[0])
+        assert sum(p.numel() for p in twin.parameters()) == sum(p.numel() for p in model.model.layers[0].parameters())
+        state = twin.forward.state
+        assert twin.forward.module is twin
+        assert state.pipeline is not model.model.layers[0].forward.state.pipeline
+
+
+def test_wrappers_that_would_do_it_twice_are_refused():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = LLAMA.make()
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    with pytest.raises(ConflictError, match="CheckpointWrapper"):
+        attach(model, {"model.layers.1": RECOMPUTE})

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autockpt import verification
+from autockpt.devices import get_device
+from autockpt.errors import DeviceOutOfMemory, PlanError
+from autockpt.measuring import StepRunner
+from autockpt.runtime import UnitRuns
+from autockpt.schema import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    DeviceInfo,
+    Environment,
+    Measurement,
+    Plan,
+    Prediction,
+    ResolvedBudget,
+    WorkloadSpec,
+)
+from autockpt.verification import judge_peak, judge_runs, judge_time, smaller_shapes, verify
+from autockpt.workload import discover_units, fingerprint, from_live
+from tests.policies.zoo import CASES
+
+HERE = DeviceInfo(kind="cpu", name="here", capacity_bytes=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def workload(name: str = "llama", **more: Any):
+    case = CASES[name]
+    step = case.step if name in ("cnn", "sequential") else None
+    model = case.make()
+    return from_live(model, case.batch(), step=step, **more)
+
+
+class Beside:
+    """A measurer in this process, whose numbers are made up and whose steps are real."""
+
+    def __init__(self, work, peak: int = 100, seconds: float = 1.0, plain_fits: bool = True) -> None:
+        self.runner = StepRunner(work, get_device("cpu"))
+        self.environment = Environment(device=HERE, versions={})
+        self.settings = {"batch_size": 4, "seq_len": 64}
+        self.peak, self.seconds, self.plain_fits = peak, seconds, plain_fits
+        self.closed = False
+
+    def measure(self, choices, *, steps=5, warmup=1, budget_bytes=None):
+        if budget_bytes is not None and budget_bytes < 50:
+            raise DeviceOutOfMemory("too much")
+        return Measurement(peak_bytes=self.peak, step_seconds=self.seconds, noise=0.01, steps=steps)
+
+    def compare(self, plans, *, rounds=5, budget_bytes=None):
+        raise NotImplementedError
+
+    def call(self, ref, payload):
+        if not self.plain_fits and ref.endswith("observe_steps") and payload["choices"] is None:
+            raise DeviceOutOfMemory("plain training ran out of memory")
+        return self.runner.call(ref, payload)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def checks(report) -> dict[str, str]:
+    return {check.name: check.state for check in report.checks}
+
+
+def promised(work, choices, peak: int = 100, seconds: float = 1.0, **more: Any) -> Plan:
+    units = discover_units(work.model)
+    full = {u.name: choices.get(u.name, SAVE) for u in units if u.role == "block"}
+    return Plan.create(
+        full,
+        units,
+        fingerprint=fingerprint(units),
+        source="measured",
+        measured=Measurement(peak_bytes=peak, step_seconds=seconds, noise=0.01),
+        environment=Environment(device=HERE, versions={}),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_real_plans_keep_their_promise(name):
+    work = workload(name)
+    names = [u.name for u in discover_units(work.model) if u.role == "block"]
+    plan = promised(work, {n: (RECOMPUTE, OFFLOAD, SAVE)[i % 3] for i, n in enumerate(names)})
+    report = verify(plan, work, measurer=Beside(work))
+    assert checks(report) == dict.fromkeys(("gradients", "recomputed ops", "peak", "step time"), "passed")
+    assert report.passed
+    assert "bit-equal with plain training" in report.checks[0].detail
+    assert all(p.grad is None for p in work.model.parameters())
+
+
+def test_a_live_workload_is_measured_here_and_put_back():
+    work = workload(optimizer=None)
+    before = {n: t.clone() for n, t in work.model.state_dict().items()}
+    report = verify(Plan(choices={"**": RECOMPUTE}), work, steps=1)
+    assert checks(report) == {
+        "gradients": "passed",
+        "recomputed ops": "passed",
+        "peak": "skipped",
+        "step time": "skipped",
+    }
+    assert report.passed
+    assert "the plan was written by hand" in report.notes[0]
+    assert all(torch.equal(t, before[n]) for n, t in work.model.state_dict().items())
+
+
+def test_a_choice_that_is_silently_ignored_fails(monkeypatch):
+    real = verification.attach
+
+    def ignoring(model, choices, **more):
+        return real(model, {n: c for n, c in choices.items() if n != "model.layers.1"}, **more)
+
+    monkeypatch.setattr(verification, "attach", ignoring)
+    work = workload()
+    report = verify(promised(work, {f"model.layers.{i}": RECOMPUTE for i in range(3)}), work, measurer=Beside(work))
+    assert checks(report)["recomputed ops"] == "failed"
+    assert "model.layers.1 (recompute: 0 of 9)" in report.checks[1].detail
+    assert not report.passed
+
+
+class Drifting(nn.Module):
+    """Its layers give other results each time they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), Drift()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Drift(nn.Module):
+    times = 0
+
+    def forward(self, x):
+        Drift.times += 1
+        return torch.sigmoid(x * (1 + Drift.times % 3))
+
+
+def test_wrong_gradients_fail():
+    Drift.times = 0
+    model = Drifting()
+    work = from_live(model, torch.randn(3, 4), step=lambda m, b: m(b))
+
+    class EvenSteps(Beside):
+        def call(self, ref, payload):
+            Drift.times = 0  # so that plain training repeats itself
+            return super().call(ref, payload)
+
+    report = verify(Plan(choices={"layers.0": RECOMPUTE}), work, measurer=EvenSteps(work))
+    assert checks(report)["gradients"] == "failed"
+    assert "gradient layers.0.0.weight" in report.checks[0].detail
+
+
+def test_where_plain_training_does_not_fit(monkeypatch):
+    work = workload()
+    shapes: list[tuple[int | None, int | None]] = []
+
+    @contextmanager
+    def opened(subject, device, given):
+        if given is not None:
+            yield given
+            return
+        shapes.append((subject.batch_size, subject.seq_len))
+        yield Beside(workload(), plain_fits=len(shapes) == 2)
+
+    monkeypatch.setattr(verification, "_open", opened)
+    report = verify(
+        promised(work, {"model.layers.0": OFFLOAD}),
+        WorkloadSpec(model="tiny"),
+        measurer=Beside(work, plain_fits=False),
+    )
+    assert shapes == [(2, 64), (1, 64)]
+    assert checks(report) == {
+        "gradients at a smaller shape": "passed",
+        "gradients at full shape": "passed",
+        "recomputed ops": "passed",
+        "peak": "passed",
+        "step time": "passed",
+    }
+    assert report.checks[0].detail.startswith("batch 1 × 64: ")
+    assert "recomputing every layer" in report.checks[1].detail
+    assert "plain training does not fit at full shape" in report.notes[0]
+
+
+def test_plans_that_cannot_be_verified():
+    with pytest.raises(PlanError, match="does not say which training step"):
+        verify(Plan(choices={"**": RECOMPUTE}))
+    work = workload()
+    with pytest.raises(PlanError, match="matches no unit"):
+        verify(Plan(choices={"encoder.0": RECOMPUTE}), work, measurer=Beside(work))
+    with pytest.raises(PlanError, match="another model"):
+        verify(promised(workload("gpt2"), {}), work, measurer=Beside(work))
+
+
+def test_full_steps_of_the_users_own():
+    case = CASES["gpt2"]
+    model = case.make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = case.batch()
+
+    def full_step():
+        case.step(model, batch, use_cache=False).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    work = from_live(model, batch, full_step=full_step, optimizer=optimizer)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    report = verify(Plan(choices={"**": RECOMPUTE}), work, measurer=Beside(work))
+    assert checks(report)["gradients"] == checks(report)["recomputed ops"] == "passed"
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert not optimizer.state
+
+
+def test_smaller_shapes():
+    spec = WorkloadSpec(model="tiny", batch_size=3, pad_to=512)
+    shapes = [(s.batch_size, s.seq_len, s.pad_to) for s in smaller_shapes(spec, 8, 256)]
+    assert shapes == [(1, 256, 512), (1, 128, None), (1, 64, None)]
+    assert [s.batch_size for s in smaller_shapes(WorkloadSpec(model="vit"), 4, None)] == [2, 1]
+
+
+def runs(forward: int, again: int, trains: bool = True) -> UnitRuns:
+    return UnitRuns(forward=forward, again=again, trains=trains)
+
+
+def test_verdicts_on_what_was_executed_again():
+    choices = {"a": RECOMPUTE, "b": SAVE, "c": OFFLOAD}
+    assert judge_runs(choices, {"a": runs(8, 7), "b": runs(8, 0), "c": runs(8, 0)}).state == "passed"
+    assert judge_runs(choices, {"a": runs(8, 0), "b": runs(8, 0), "c": runs(8, 0)}).state == "failed"
+    assert judge_runs(choices, {"a": runs(8, 16), "b": runs(8, 0), "c": runs(8, 0)}).state == "failed"
+    assert judge_runs(choices, {"a": runs(8, 8), "b": runs(8, 7), "c": runs(8, 0)}).state == "failed"
+    assert judge_runs(choices, {"a": runs(8, 8), "b": runs(8, 0), "c": runs(8, 1)}).state == "failed"
+    assert judge_runs(choices, {"a": runs(8, 0, trains=False), "b": runs(8, 0), "c": runs(8, 0)}).state == "passed"
+    assert judge_runs(choices, {}).state == "skipped"
+
+
+def test_verdicts_on_the_peak():
+    work = workload()
+    plan = promised(work, {}, peak=1000, budget=ResolvedBudget(asked="2000B", bytes=2000))
+
+    def state(peak: int, plan: Plan = plan) -> str:
+        return judge_peak(plan, Measurement(peak_bytes=peak, step_seconds=1.0)).state
+
+    assert [state(p) for p in (900, 1009, 1020, 2001)] == ["passed", "passed", "failed", "failed"]
+    by_hand = Plan(choices={"a": RECOMPUTE})
+    assert state(10**9, by_hand) == "skipped"
+    budgeted = by_hand.model_copy(update={"budget": ResolvedBudget(asked="2000B", bytes=2000)})
+    assert [state(p, budgeted) for p in (1999, 2001)] == ["passed", "failed"]
+    simulated = plan.model_copy(
+        update={"source": "simulated", "measured": None, "predicted": Prediction(peak_bytes=500)}
+    )
+    assert [state(p, simulated) for p in (504, 520)] == ["passed", "failed"]
+
+
+def test_verdicts_on_the_step_time():
+    work = workload()
+    plan = promised(work, {}, seconds=1.0)
+
+    def state(seconds: float, plan: Plan = plan, same: bool = True) -> str:
+        return judge_time(plan, Measurement(peak_bytes=1, step_seconds=seconds, noise=0.01), same).state
+
+    assert [state(s) for s in (0.5, 1.1, 1.2)] == ["passed", "passed", "failed"]
+    assert state(1.0, same=False) == "skipped"
+    assert state(1.0, Plan(choices={"a": RECOMPUTE})) == "skipped"
+
+
+def test_out_of_memory_under_the_budget_fails():
+    work = workload()
+    plan = promised(work, {}, budget=ResolvedBudget(asked="10B", bytes=10))
+    report = verify(plan, work, measurer=Beside(work))
+    assert checks(report)["peak"] == "failed"
+    assert checks(report)["step time"] == "skipped"
+    assert not report.passed
