@@ -1,0 +1,128 @@
+"""Additions that a plain step makes in place and a step under a dispatch mode does not.
+
+Under any dispatch mode PyTorch takes tensors for subclasses and adds out of place in two situations: where autograd's
+engine adds up gradients that meet at one node, and where an operator made of others adds a mask or a bias to the
+product it has just computed (attention without a fused kernel, linear layers). Both cost memory that a plain step does
+not need, so PyTorch's own rules are applied here instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autockpt.tracing.operators import Operator
+
+# Nodes whose own formula adds tensors of one shape; everywhere else such an addition is the engine's.
+_ADDING_NODES = ("VarMeanBackward", "StdMeanBackward", "LogcumsumexpBackward", "CumprodBackward", "ProdBackward")
+_use_count = torch._C._storage_Use_Count
+Counts = tuple[int, int, int]  # of the tensor, its storage and its Python object
+
+
+class EngineAdds:
+    """Tells the engine's additions from others, and whether a plain step would make them in place.
+
+    ``sole`` are the reference counts of a gradient that the engine alone holds, by default as calibrated once for this
+    version of Python and torch; None: calibrate, and remember the next addition's counts.
+    """
+
+    def __init__(self, sole: Counts | None = None, *, calibrating: bool = False) -> None:
+        self.sole = sole if sole is not None or calibrating else _calibrated()
+
+    def in_place(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this op of backward is an addition that the engine would make in the memory of its first argument."""
+        if not operator.adds or kwargs or len(args) != 2:
+            return False
+        first, second = args
+        if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+            return False
+        of_storage = _use_count(first.untyped_storage()._cdata)
+        counts = first._use_count(), of_storage, sys.getrefcount(first)  # type: ignore[attr-defined]
+        if self.sole is None:
+            self.sole = counts
+            return False
+        if any(have > sole for have, sole in zip(counts, self.sole, strict=True)):
+            return False
+        if first.shape != second.shape or first.dtype != second.dtype or not _dense(first):
+            return False
+        node = torch._C._current_autograd_node()
+        return node is not None and not node.name().startswith(_ADDING_NODES) and _called_by_engine()
+
+
+class FusedAdds:
+    """Recognises ``product.add(mask)`` inside one operator: the product and the addition come from one Python call."""
+
+    def __init__(self) -> None:
+        self._product: int | None = None
+        self._call: tuple[int, int] = (0, 0)
+
+    def reset(self) -> None:
+        """Forget the last product."""
+        self._product = None
+
+    def product(self, storage: int) -> None:
+        """A matrix product has been computed into ``storage``."""
+        self._product, self._call = storage, _calling_instruction()
+
+    def in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any], storage: int | None) -> bool:
+        """Whether an addition to a tensor in ``storage`` belongs to the operator that computed it."""
+        if storage is None or storage != self._product or kwargs or len(args) != 2 or not isinstance(args[1], Tensor):
+            return False
+        target, other = args
+        keeps_type = torch.promote_types(target.dtype, other.dtype) == target.dtype
+        return keeps_type and other.dim() <= target.dim() and self._call == _calling_instruction()
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Non-overlapping and dense: some order of the dimensions makes the tensor contiguous."""
+    if tensor.layout is not torch.strided:
+        return False
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _called_by_engine() -> bool:
+    """Whether no Python backward function stands between the engine and the recorder."""
+    frame = _caller()
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def _calling_instruction() -> tuple[int, int]:
+    """The Python frame and instruction from which PyTorch was called."""
+    frame = _caller()
+    return (0, 0) if frame is None else (id(frame), frame.f_lasti)
+
+
+def _caller() -> FrameType | None:
+    """The innermost frame outside the recorder; None on a thread that runs no other Python code."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("autockpt.tracing"):
+        frame = frame.f_back
+    return frame
+
+
+@functools.cache
+def _calibrated() -> Counts:
+    """Counts of a gradient that only the engine holds, seen through the recorder itself."""
+    from autockpt.tracing.recorder import RealRecorder
+
+    engine = EngineAdds(calibrating=True)
+    recorder = RealRecorder(torch.device("cpu"), engine)
+    with recorder.recording(), torch.enable_grad():
+        node = torch.ones(2, requires_grad=True) * 1.0
+        (node.sin() + node.cos()).sum().backward()
+    assert engine.sole is not None
+    return engine.sole

@@ -1,0 +1,201 @@
+"""From a recording to the schema's Graph, in two steps: plain data that can cross processes, then the Graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from autockpt.schema.graph import PHASES, Copy, Graph, Op, Storage, StorageKind, TensorMeta, Unit
+from autockpt.tracing.location import OPTIMIZER
+from autockpt.tracing.recorder import Recorder
+from autockpt.workload import Workload
+from autockpt.workload.storages import nested_tensors
+
+_WEIGHT_COPIES = frozenset({"_to_copy"})
+Source = Literal["ghost", "recorded"]
+
+
+@dataclass
+class RawGraph:
+    """A recording as tuples of plain values. ``calls``: (target, signature, FLOPs); ``places``: (module path, unit)."""
+
+    source: Source
+    resident: dict[str, int]
+    signatures: list[str]
+    calls: list[tuple[str, int, int]]
+    places: list[tuple[str, str | None]]
+    ops: list[tuple[Any, ...]]
+    storages: list[tuple[Any, ...]]
+    copies: list[tuple[Any, ...]]
+    notes: list[str] = field(default_factory=list)
+
+
+def summarize(recorder: Recorder, workload: Workload, units: Sequence[Unit], source: Source) -> RawGraph:
+    """What a recorder has recorded of one cycle of ``workload``, as plain data."""
+    places = [(path, unit_of(path, units)) for path in recorder.location.paths]
+    kinds = _Kinds(recorder, workload, units)
+    calls: dict[int, int] = {}
+    table: list[tuple[str, int, int]] = []
+    texts: dict[str, int] = {}
+    ops = []
+    activation = "activation"
+    saved = recorder.saved.by_op
+    for index, op in enumerate(recorder.ops):
+        call = op.call
+        number = calls.get(id(call))
+        if number is None:
+            number = calls[id(call)] = len(table)
+            table.append((call.operator.name, texts.setdefault(call.text, len(texts)), call.flops))
+        keeps = saved.get(index)
+        saves = tuple(s for s in keeps if kinds.kind[s] == activation) if keeps else ()
+        ops.append((number, op.phase, op.module, op.inputs, op.offsets, op.outputs, saves))
+    return RawGraph(
+        source=source,
+        resident=kinds.resident(),
+        signatures=list(texts),
+        calls=table,
+        places=places,
+        ops=[(*op[:5], [tuple(output) for output in op[5]], op[6]) for op in ops],
+        storages=kinds.storages(places),
+        copies=[(c.direction, c.nbytes, c.issued, c.awaited, places[c.module][1]) for c in recorder.copies],
+        notes=list(recorder.notes),
+    )
+
+
+def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) -> Graph:
+    """The Graph of a recording. The data comes from the recorder, so nothing is validated again."""
+    metas: dict[tuple[Any, ...], TensorMeta] = {}
+    ops = []
+    for index, (number, phase, module, inputs, offsets, outputs, saves) in enumerate(raw.ops):
+        target, text, flops = raw.calls[number]
+        path, unit = raw.places[module]
+        results = []
+        for output in outputs:
+            meta = metas.get(output)
+            if meta is None:
+                (shape, stride, dtype), storage, offset = output
+                meta = metas[output] = _bare(
+                    TensorMeta, shape=shape, stride=stride, dtype=dtype, storage=storage, offset=offset
+                )
+            results.append(meta)
+        ops.append(
+            _bare(
+                Op,
+                index=index,
+                target=target,
+                phase=PHASES[phase],
+                module=path,
+                unit=unit,
+                signature=text,
+                flops=flops,
+                inputs=inputs,
+                offsets=offsets,
+                outputs=tuple(results),
+                saves=saves,
+            )
+        )
+    fields = ("id", "bytes", "birth", "death", "kind", "unit")
+    storages = tuple(_bare(Storage, **dict(zip(fields, values, strict=True))) for values in raw.storages)
+    fields = ("direction", "bytes", "issued", "awaited", "unit")
+    copies = tuple(_bare(Copy, **dict(zip(fields, values, strict=True))) for values in raw.copies)
+    return Graph.model_construct(
+        source=raw.source,
+        resident_bytes=sum(raw.resident.values()),
+        resident=raw.resident,
+        signatures=tuple(raw.signatures),
+        ops=tuple(ops),
+        storages=storages,
+        copies=copies,
+        units=units,
+        notes=(*notes, *raw.notes),
+    )
+
+
+def unit_of(path: str, units: Sequence[Unit]) -> str | None:
+    """The block that a module path lies in."""
+    inside = [u.name for u in units if u.role == "block" and (path == u.name or path.startswith(u.name + "."))]
+    return max(inside, key=len, default=None)
+
+
+class _Kinds:
+    """What each storage of a recording holds, and whose it is."""
+
+    def __init__(self, recorder: Recorder, workload: Workload, units: Sequence[Unit]) -> None:
+        self._recorder = recorder
+        log = recorder.log
+        self._owner: dict[int, str | None] = {}
+        weights = self._parameters(workload, units)
+        self._weights = frozenset(weights)
+        self.kind: list[StorageKind] = ["other" if birth < 0 else "activation" for birth in log.birth]
+        for index, op in enumerate(recorder.ops):
+            copies_weight = op.call.operator.base in _WEIGHT_COPIES and weights.issuperset(op.inputs)
+            if op.phase != OPTIMIZER and not copies_weight:
+                continue
+            for output in op.outputs:
+                if log.birth[output.storage] == index:
+                    self.kind[output.storage] = "other" if copies_weight else "optimizer"
+                    if copies_weight:
+                        weights.add(output.storage)
+        for sid in recorder.gradients:
+            if log.birth[sid] >= 0:
+                self.kind[sid] = "gradient"
+        if workload.optimizer is not None:
+            for sid in self._found(nested_tensors(workload.optimizer.state)):
+                if sid not in weights:
+                    self.kind[sid] = "optimizer"
+
+    def resident(self) -> dict[str, int]:
+        """Bytes that are there when the cycle begins, by what they are."""
+        log = self._recorder.log
+        parts = {"weights": 0, "optimizer states": 0, "buffers and batch": 0}
+        for sid, (nbytes, birth) in enumerate(zip(log.bytes, log.birth, strict=True)):
+            if birth < 0:
+                states = "optimizer states" if self.kind[sid] == "optimizer" else "buffers and batch"
+                parts["weights" if sid in self._weights else states] += nbytes
+        return parts
+
+    def storages(self, places: Sequence[tuple[str, str | None]]) -> list[tuple[Any, ...]]:
+        """(id, bytes, birth, death, kind, unit) of every storage, and of what kernels take while they run."""
+        recorder, log = self._recorder, self._recorder.log
+        born = dict(recorder.placed)
+        for index, op in enumerate(recorder.ops):
+            for output in op.outputs:
+                if log.birth[output.storage] == index:
+                    born[output.storage] = op.module
+        rows: list[tuple[Any, ...]] = []
+        for sid, (nbytes, birth, death) in enumerate(zip(log.bytes, log.birth, log.death, strict=True)):
+            module = born.get(sid)
+            unit = self._owner.get(sid) if module is None else places[module][1]
+            rows.append((sid, nbytes, birth, death, self.kind[sid], unit))
+        for index, op in enumerate(recorder.ops):
+            if op.call.workspace:
+                rows.append((len(rows), op.call.workspace, index, index, "other", places[op.module][1]))
+        return rows
+
+    def _parameters(self, workload: Workload, units: Sequence[Unit]) -> set[int]:
+        weights = set()
+        for path, module in workload.model.named_modules():
+            parameters = [p for p in module._parameters.values() if p is not None]
+            for sid in self._found(parameters):
+                weights.add(sid)
+                if sid not in self._owner:
+                    self._owner[sid] = unit_of(path, units)
+        return weights
+
+    def _found(self, tensors: Any) -> list[int]:
+        log = self._recorder.log
+        sids = [log.find(t) for t in tensors if isinstance(t, Tensor) and not t.is_sparse]
+        return [sid for sid in sids if sid is not None]
+
+
+def _bare(cls: Any, **fields: Any) -> Any:
+    """A frozen record without validation, several times faster than ``model_construct``; all fields must be given."""
+    record = cls.__new__(cls)
+    object.__setattr__(record, "__dict__", fields)
+    object.__setattr__(record, "__pydantic_fields_set__", set(fields))
+    object.__setattr__(record, "__pydantic_extra__", None)
+    object.__setattr__(record, "__pydantic_private__", None)
+    return record

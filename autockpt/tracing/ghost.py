@@ -1,0 +1,207 @@
+"""The ghost run's dispatch mode: every op takes its real path, no kernel touches a ghost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autockpt.errors import GhostError
+from autockpt.tracing.layouts import Layout
+from autockpt.tracing.memory import GhostMemory
+from autockpt.tracing.operators import Operator
+from autockpt.tracing.recorder import Call, Recorder
+from autockpt.tracing.shapes import Outcome, Shapes, leaves
+from autockpt.tracing.storages import StorageLog
+
+# Values of this many bytes are worth having for true answers (masks, positions, tables); more cost time and memory.
+_REAL_BYTES = 1 << 23
+# The user's own floats, and those of a model that is being built, are weights and pixels: nobody asks for their values.
+_REAL_FLOAT_BYTES = 1 << 18
+_ONLY_POSITIONS = frozenset({"argsort", "argmax", "argmin", "multinomial"})
+_RECORD_INSTEAD = "Its graph depends on data: record a real step instead."
+
+
+class GhostMode(Recorder):
+    """Records a step on ghost tensors: CPU tensors in reserved memory, with exact storages and no bytes.
+
+    An op that reads or would make a ghost gets its result's layout from shape inference and no kernel runs; views run
+    for real; ops on small real tensors run for real, so what is computed from real data only is true. Positions chosen
+    from ghost values (routing) are balanced, a ghost float that is asked for is 1.0; both are noted. ``on_op`` is told
+    of each operator before it runs; ``building`` is set while a workload is made. Raises GhostError where the graph
+    depends on values that do not exist.
+    """
+
+    def __init__(
+        self,
+        memory: GhostMemory,
+        *,
+        on_op: Callable[[Operator], None] | None = None,
+        on_enter: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(StorageLog(memory), on_enter)
+        self._memory = memory
+        self._base, self._end = memory.base, memory.end
+        self._shapes = Shapes()
+        self._on_op = on_op
+        self.building = False
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A 1-D uint8 ghost, born before the op that runs next."""
+        buffer = self._ghost(Layout((nbytes,), (1,), torch.uint8, nbytes), self.log.clock)
+        self.placed[self.log.watch(buffer.untyped_storage(), self.log.clock)] = self.location.module
+        return buffer
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A resident ghost with a storage of its own and the layout of ``tensor``, which may be on any device."""
+        nbytes = tensor.untyped_storage().nbytes()
+        storage, _ = self.log.ghost(nbytes, -1)
+        return self.over(storage, tensor)
+
+    @staticmethod
+    def over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+        """A tensor on ``storage`` with the layout of ``tensor``."""
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def stays_real(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the user's is small enough to keep its values."""
+        number = tensor.is_floating_point() or tensor.is_complex()
+        limit = _REAL_FLOAT_BYTES if number else _REAL_BYTES
+        return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= limit
+
+    def _run(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        operator = call.operator
+        if self._on_op is not None:
+            self._on_op(operator)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _as_cpu(kwargs["device"])}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if operator.view or operator.layout_only:
+            return func(*args, **kwargs)
+        if not self._reads_ghost(tensors) and self._makes_small(call, func, args, kwargs, tensors):
+            return func(*args, **kwargs)
+        return self._pretend(call, func, args, kwargs, tensors)
+
+    def _reads_ghost(self, tensors: list[Tensor]) -> bool:
+        base, end = self._base, self._end
+        for tensor in tensors:
+            if base <= tensor.data_ptr() < end:
+                return True
+            if tensor.layout is not torch.strided or _dispatch_of(type(tensor)) is not _PLAIN_DISPATCH:
+                raise GhostError(
+                    f"{type(tensor).__name__} tensors of layout {tensor.layout} have no ghosts",
+                    remedy="Record a real step instead.",
+                )
+        return False
+
+    def _makes_small(
+        self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> bool:
+        """Whether an op on real tensors is small enough on both sides to run for real."""
+        for tensor in tensors:
+            if tensor.numel() * tensor.element_size() > self._real_bytes(tensor.dtype):
+                return False
+        tree = self._outcome(call, func, args, kwargs).tree
+        return all(leaf.nbytes <= self._real_bytes(leaf.dtype) for leaf in leaves(tree))
+
+    def _real_bytes(self, dtype: torch.dtype) -> int:
+        number = dtype.is_floating_point or dtype.is_complex
+        return _REAL_FLOAT_BYTES if self.building and number else _REAL_BYTES
+
+    def _outcome(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+        """What the call gives, inferred once per signature."""
+        if call.outcome is None:
+            call.outcome = self._shapes.infer(func, call.operator, args, kwargs)
+            call.flops = call.outcome.flops
+        return call.outcome
+
+    def _pretend(
+        self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        operator = call.operator
+        if operator.base == "_local_scalar_dense":
+            return self._scalar(args[0])
+        if operator.mutates and None not in operator.returned and operator.flops is None:
+            return _written(operator, args, kwargs)
+        outcome = self._outcome(call, func, args, kwargs)
+        if outcome.problem is not None:
+            raise GhostError(f"{operator.name} cannot be ghost-run: {outcome.problem}", remedy=_RECORD_INSTEAD)
+        if operator.mutates and None not in operator.returned:
+            return _written(operator, args, kwargs)
+        return self._result(outcome.tree, operator, args, kwargs, tensors)
+
+    def _result(
+        self, tree: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        if isinstance(tree, Layout):
+            if operator.routing and operator.base in _ONLY_POSITIONS:
+                return self._positions(tree, operator, args, kwargs, tensors)
+            return self._ghost(tree, self.log.clock - 1)
+        if not isinstance(tree, (list, tuple)):
+            return tree
+        result = []
+        for i, item in enumerate(tree):
+            argument = operator.returned[i] if operator.mutates else None
+            if argument is not None:
+                result.append(args[argument[0]] if argument[0] < len(args) else kwargs[argument[1]])
+            elif operator.routing and i == 1 and isinstance(item, Layout):
+                result.append(self._positions(item, operator, args, kwargs, tensors))
+            else:
+                result.append(self._result(item, operator, args, kwargs, tensors))
+        return result if isinstance(tree, list) else tuple(result)
+
+    def _ghost(self, layout: Layout, birth: int) -> Tensor:
+        storage, _ = self.log.ghost(layout.nbytes, birth)
+        return torch.empty(0, dtype=layout.dtype).set_(storage, 0, layout.size, layout.stride)
+
+    def _positions(
+        self, layout: Layout, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Tensor:
+        """Positions as if each were chosen equally often: sorts keep the order, choices take turns."""
+        if layout.dtype is not torch.int64 or layout.nbytes > _REAL_BYTES:
+            return self._ghost(layout, self.log.clock - 1)
+        self.notes.setdefault("Positions chosen from activations (expert routing, top-k) are assumed to be balanced.")
+        source = tensors[0]
+        dim = operator.argument("dim", args, kwargs, -1)
+        dim = dim if isinstance(dim, int) else -1
+        count = source.size(dim) if source.dim() else 1
+        result = torch.empty_strided(layout.size, layout.stride, dtype=torch.int64)
+        if operator.base in ("sort", "argsort"):
+            shape = [1] * source.dim()
+            if shape:
+                shape[dim] = count
+            return result.copy_(torch.arange(count).view(shape).expand(layout.size))
+        return result.copy_((torch.arange(math.prod(layout.size)) % max(count, 1)).view(layout.size))
+
+    def _scalar(self, tensor: Tensor) -> Any:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise GhostError(
+                f"the step asks for the value of a {tensor.dtype} tensor that only exists in a real step",
+                remedy=_RECORD_INSTEAD,
+            )
+        self.notes.setdefault("A value computed from activations was read by the step (`.item()`); 1.0 was assumed.")
+        return 1.0 if tensor.is_floating_point() else 1.0 + 0.0j
+
+
+def _dispatch_of(kind: type) -> Any:
+    return getattr(kind, "__torch_dispatch__", None)
+
+
+_PLAIN_DISPATCH = _dispatch_of(Tensor)
+
+
+def _as_cpu(device: Any) -> Any:
+    return device if device is None or torch.device(device).type in ("cpu", "meta") else torch.device("cpu")
+
+
+def _written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an op that only writes to its arguments returns: those arguments."""
+    values = [args[i] if i < len(args) else kwargs[name] for i, name in operator.returned]  # type: ignore[misc]
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,132 @@
+"""Reserved address space that ghost tensors point into: storages of any size that occupy no memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import warnings
+
+import torch
+from torch import Tensor
+
+from autockpt.errors import GhostError
+
+# Largest first; what a system grants depends on its page tables, limits (`ulimit -v`) and sandbox.
+_SIZES = tuple(1 << bits for bits in (46, 44, 42, 40, 38))
+_ALIGNMENT = 64
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0x40)
+_construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+_CPU = torch.device("cpu")
+
+
+class GhostMemory:
+    """A private mapping that is never written to, handed out as storages.
+
+    Read-only by default: a kernel that writes to it kills the process, so that a slip cannot go unnoticed; for a
+    process that may die. With ``writable`` a slip quietly takes real pages, and ``touched_bytes`` tells. An address is
+    handed out again only after ``release``, and as late as possible, so that nothing that matches by address is fooled.
+    Raises GhostError where the system grants no address space.
+    """
+
+    def __init__(self, *, writable: bool = False, size: int | None = None) -> None:
+        self._mapping = _reserve(writable, _SIZES if size is None else (size,))
+        self._whole = _as_tensor(self._mapping)
+        self.base = self._whole.data_ptr()
+        self.size = len(self._mapping)
+        self.end = self.base + self.size
+        self._next = self.base
+        self._limit = self.end
+        self._gaps: list[tuple[int, int]] = []  # free ranges still to be used in this round, last one next
+        self._live: dict[int, int] = {}  # address -> bytes, padded
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """A CPU storage of ``nbytes`` whose bytes must not be accessed. Raises GhostError when the range is full."""
+        padded = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
+        address = self._next
+        while address + padded > self._limit:
+            address = self._next_gap(padded)
+        self._next = address + padded
+        self._live[address] = padded
+        return _storage_at(address, nbytes)
+
+    def release(self, address: int) -> None:
+        """Say that no tensor uses the storage at ``address`` any more."""
+        self._live.pop(address, None)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a ghost of this memory."""
+        return self.base <= tensor.data_ptr() < self.end
+
+    def touched_bytes(self) -> int | None:
+        """Bytes of real memory that writes have taken so far; None where the system does not tell."""
+        try:
+            with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+                return _anonymous_bytes(lines, self.base, self.end)
+        except OSError:
+            return None
+
+    def _next_gap(self, padded: int) -> int:
+        """Go on to the next free range; at the last one begin a new round over what has become free."""
+        if not self._gaps:
+            self._gaps = self._free_ranges()
+            if not any(end - start >= padded for start, end in self._gaps):
+                raise GhostError(
+                    f"the ghost run's address space of {self.size} bytes is full",
+                    remedy="Raise the limit on address space (`ulimit -v`), or record a real step instead.",
+                )
+        self._next, self._limit = self._gaps.pop()
+        return self._next
+
+    def _free_ranges(self) -> list[tuple[int, int]]:
+        ranges = []
+        start = self.base
+        for address in sorted(self._live):
+            if address > start:
+                ranges.append((start, address))
+            start = address + self._live[address]
+        if start < self.end:
+            ranges.append((start, self.end))
+        return ranges[::-1]
+
+
+def _reserve(writable: bool, sizes: tuple[int, ...]) -> mmap.mmap:
+    if sys.platform == "win32":
+        raise GhostError("ghost runs need POSIX memory mappings", remedy="Record a real step instead.")
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    for size in sizes:
+        try:
+            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, prot=protection)
+        except (OSError, OverflowError, ValueError):
+            continue
+    raise GhostError(
+        "the system grants no address space for a ghost run",
+        remedy="Raise the limit on address space (`ulimit -v`, vm.overcommit_memory), or record a real step instead.",
+    )
+
+
+def _as_tensor(mapping: mmap.mmap) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "The given buffer is not writable": nor is it meant to be
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _storage_at(address: int, nbytes: int) -> torch.UntypedStorage:
+    if _construct is not None:
+        return _construct(address, _CPU, nbytes)
+    if nbytes == 0:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8).untyped_storage()
+
+
+def _anonymous_bytes(lines, base: int, end: int) -> int:
+    """Bytes of anonymous (written) pages between two addresses, from the text of ``/proc/<pid>/smaps``."""
+    total, inside = 0, False
+    for line in lines:
+        head = line.split(" ", 1)[0]
+        if "-" in head and ":" not in head:
+            start = int(head.split("-")[0], 16)
+            inside = base <= start < end
+        elif inside and line.startswith("Anonymous:"):
+            total += int(line.split()[1]) * 1024
+    return total

@@ -1,0 +1,133 @@
+"""What the recorder needs to know about an operator, read off its schema once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Change a tensor's sizes or storage without touching its bytes: safe to run on a ghost.
+_LAYOUT_ONLY = frozenset(
+    f"{name}_"
+    for name in "resize resize_as set as_strided detach t transpose swapdims swapaxes squeeze unsqueeze".split()  # noqa: SIM905
+)
+# Return a view although their schema does not say so.
+_HIDDEN_VIEWS = frozenset(
+    ("_unsafe_view", "_reshape_alias", "lift_fresh", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
+)
+# Answer with positions: on a ghost they are answered as if every position were chosen equally often.
+_ROUTING = frozenset(
+    ("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "median", "mode", "multinomial")
+)
+
+
+class Operator:
+    """Facts about one overload.
+
+    ``view``: returns views of its inputs. ``layout_only``: mutates metadata only. ``mutates``: writes to an input.
+    ``returned``: for each return value the position of the argument that it is, or None for a new tensor.
+    ``flops``: torch's formula for floating point operations, or None.
+    """
+
+    __slots__ = (
+        "adds",
+        "base",
+        "flops",
+        "layout_only",
+        "multiplies",
+        "mutates",
+        "name",
+        "note",
+        "positions",
+        "replaced",
+        "returned",
+        "routing",
+        "view",
+    )
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        schema = func._schema
+        self.name = str(func)
+        self.base = schema.name.split("::")[1]
+        self.positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
+        aliases = [(i, a.name, a.alias_info) for i, a in enumerate(schema.arguments)]
+        writes = [(i, name, alias) for i, name, alias in aliases if alias is not None and alias.is_write]
+        self.mutates = bool(writes)
+        written = {label: (i, name) for i, name, alias in writes for label in alias.before_set}
+        aliased = [r.alias_info for r in schema.returns]
+        self.returned = [_argument_of(alias, written) for alias in aliased]
+        self.layout_only = self.base in _LAYOUT_ONLY
+        self.view = not writes and (any(a is not None for a in aliased) or self.base in _HIDDEN_VIEWS)
+        self.adds = self.name == "aten.add.Tensor"
+        self.replaced = self.adds or self.name == "aten.scatter.src"
+        self.multiplies = self.base in ("mm", "bmm", "addmm", "baddbmm")
+        self.routing = self.base in _ROUTING
+        self.flops = _flop_formula(func)
+        self.note = self.name.encode()[:128].ljust(128, b"\0")
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = None) -> Any:
+        """The value of a named argument in a call."""
+        position = self.positions.get(name)
+        if position is not None and position < len(args):
+            return args[position]
+        return kwargs.get(name, default)
+
+
+class Operators(dict[Any, Operator]):
+    """Operators by overload, filled as they are met."""
+
+    def __missing__(self, func: Any) -> Operator:
+        self[func] = operator = Operator(func)
+        return operator
+
+
+def _argument_of(alias: Any, written: dict[str, tuple[int, str]]) -> tuple[int, str] | None:
+    """The argument that a return value is, by its alias annotation."""
+    labels = alias.before_set if alias is not None else ()
+    return next((written[label] for label in labels if label in written), None)
+
+
+def _flop_formula(func: torch._ops.OpOverload) -> Any:
+    from torch.utils.flop_counter import flop_registry
+
+    packet = func.overloadpacket
+    if packet in flop_registry:
+        return flop_registry[packet]
+    if packet.__name__ == "_grouped_mm":
+        return _grouped_mm_flops
+    return _attention_formula(packet.__name__, flop_registry)
+
+
+def _attention_formula(name: str, registry: dict[Any, Any]) -> Any:
+    """The CPU's attention kernels do the arithmetic of the CUDA ones that torch has formulas for."""
+    aten = torch.ops.aten
+    if name == "_scaled_dot_product_flash_attention_for_cpu":
+        return registry.get(aten._scaled_dot_product_flash_attention)
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        return registry.get(aten._scaled_dot_product_flash_attention_backward)
+    return None
+
+
+def _grouped_mm_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    batches = a.size(0) if a.dim() == b.dim() == 3 else 1
+    return 2 * batches * a.size(-2) * a.size(-1) * b.size(-1)
+
+
+def count_flops(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Floating point operations of one call, 0 where torch has no formula for it (or the formula does not apply)."""
+    if operator.flops is None:
+        return 0
+    try:
+        return int(operator.flops(*args, **kwargs, out_val=result))
+    except (TypeError, ValueError, IndexError, AssertionError, AttributeError, NotImplementedError):
+        return 0
+
+
+def flat_tensors(value: Any) -> list[Tensor]:
+    """The tensors in an op's result: a tensor, or lists and tuples of them."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in flat_tensors(item)]
+    return []

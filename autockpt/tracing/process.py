@@ -1,0 +1,211 @@
+"""The tracer's child process, seen from the parent: started, asked, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+import torch
+
+from autockpt import errors
+from autockpt.errors import AutockptError, GhostError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing.assemble import Source
+from autockpt.tracing.child import ALIVE, DONE, FAILED, READY, serve
+from autockpt.tracing.note import Note
+from autockpt.tracing.run import Run
+
+_SECONDS_TO_WAKE = 60.0
+_REMEDY = "Record a real step instead."
+_open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+class NotForkable(Exception):
+    """This process cannot be forked safely, or the fork does not work."""
+
+
+class GhostProcess:
+    """A child that holds a ghost workload. ``units``, ``settings`` and ``notes`` describe it.
+
+    Its death, whatever the cause, is a GhostError that says at which op. An interrupt while it works ends it.
+    """
+
+    def __init__(self, start: Callable[[Connection, Note, IO[bytes]], int], first: bytes | None = None) -> None:
+        self._note = Note()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
+        self._connection, theirs = Pipe()
+        _open_ends.add(self._connection)
+        try:
+            self._pid = start(theirs, self._note, self._log)
+        finally:
+            theirs.close()
+        self._end = weakref.finalize(self, _end, os.getpid(), self._pid, self._connection)
+        try:
+            if first is not None:
+                self._connection.send_bytes(first)
+            self._await_alive()
+            self.units, self.settings, self.notes = self._receive(READY)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def fork(cls, source: Source, prepare: Callable[[Run], None]) -> GhostProcess:
+        """A copy of this process in which ``prepare`` sets up the run. Raises NotForkable."""
+        if not can_fork():
+            raise NotForkable("an accelerator is in use")
+        threads = torch.get_num_threads()
+
+        def start(theirs: Connection, note: Note, log: IO[bytes]) -> int:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # forking with threads: the child is checked before it is used
+                pid = os.fork()
+            if pid:
+                return pid
+            try:
+                for fd in (1, 2):
+                    os.dup2(log.fileno(), fd)
+                for connection in list(_open_ends):
+                    connection.close()
+                serve(theirs, note, source, threads, prepare)
+            finally:
+                os._exit(0)
+
+        return cls(start)
+
+    @classmethod
+    def spawn(cls, source: Source, spec: WorkloadSpec, device: torch.device) -> GhostProcess:
+        """A fresh Python process, without accelerators, that builds the workload of ``spec``."""
+
+        def start(theirs: Connection, note: Note, log: IO[bytes]) -> int:
+            fds = theirs.fileno(), note.fd, log.fileno()
+            program = f"from autockpt.tracing.child import main; main{fds}"
+            paths = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
+            environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(
+                [sys.executable, "-c", program], pass_fds=fds, env=environment, stdin=subprocess.DEVNULL
+            )
+            process.returncode = 0  # reaped by _end, not by subprocess
+            return process.pid
+
+        return cls(start, pickle.dumps((source, torch.get_num_threads(), spec, device)))
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        """The result of a GhostRun's method. Raises what the method raised, or GhostError where the child died."""
+        try:
+            self._connection.send((verb, arguments))
+        except (OSError, ValueError):
+            raise self._death() from None
+        return self._receive(DONE)[0]
+
+    def close(self) -> None:
+        """End the child. Idempotent."""
+        self._end()
+        self._note.close()
+        self._log.close()
+
+    def _await_alive(self) -> None:
+        if not self._connection.poll(_SECONDS_TO_WAKE):
+            raise NotForkable("the child does not answer")
+        try:
+            reply = self._connection.recv()
+        except (EOFError, OSError):
+            raise NotForkable("the child died at once") from None
+        if reply[0] != ALIVE:
+            raise NotForkable(str(reply[-2]))
+
+    def _receive(self, expected: str) -> tuple[Any, ...]:
+        try:
+            kind, *content = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        except BaseException:  # interrupted: the child is in the middle of something
+            self._end()
+            raise
+        if kind == FAILED:
+            raise _error(*content)
+        assert kind == expected, kind
+        return tuple(content)
+
+    def _death(self) -> GhostError:
+        """What is known about why the child is gone."""
+        where = self._note.read()
+        tail = self._last_words()
+        status = _wait(self._pid, 5.0)
+        self._end()
+        if status is None:
+            return GhostError(f"the tracer's process does not answer any more, {where}", remedy=_REMEDY)
+        code = os.waitstatus_to_exitcode(status)
+        if code in (-signal.SIGSEGV, -signal.SIGBUS):
+            return GhostError(f"a kernel slipped through and touched ghost memory, {where}", remedy=_REMEDY)
+        if code == -signal.SIGKILL:
+            return GhostError(
+                f"the tracer's process was killed, {where}; most likely the machine is out of memory",
+                remedy="Free memory, or record a real step instead.",
+            )
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return GhostError(f"the tracer's process died ({how}), {where}{tail}", remedy=_REMEDY)
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            size = self._log.seek(0, os.SEEK_END)
+            self._log.seek(max(size - 500, 0))
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
+            return f": {lines[-1]}" if lines else ""
+        return ""
+
+
+def can_fork() -> bool:
+    """Whether a forked child may use torch: on Linux, as long as no accelerator is in use."""
+    if sys.platform != "linux":
+        return False
+    return not any(
+        backend is not None and getattr(backend, "is_initialized", bool)()
+        for backend in (getattr(torch, name, None) for name in ("cuda", "xpu", "mtia", "hpu", "npu"))
+    )
+
+
+def _error(name: str, message: str, remedy: str) -> AutockptError:
+    kind = getattr(errors, name, GhostError)
+    return kind(message, remedy=remedy)
+
+
+def _wait(pid: int, seconds: float) -> int | None:
+    """The exit status of a child that is about to end; None where it does not within the time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            done, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            return 0
+        if done:
+            return status
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.005)
+
+
+def _end(owner: int, pid: int, connection: Connection) -> None:
+    """Close the connection, which ends an idle child; kill it where that is not enough."""
+    if os.getpid() != owner:
+        return  # a fork of the owner: the child is not ours
+    connection.close()
+    if _wait(pid, 0.2) is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        _wait(pid, 5.0)

@@ -1,0 +1,306 @@
+"""The dispatch mode that records a step, whatever runs the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autockpt.tracing.accumulation import EngineAdds, FusedAdds
+from autockpt.tracing.location import BACKWARD, FORWARD, Location
+from autockpt.tracing.operators import Operator, Operators, count_flops, flat_tensors
+from autockpt.tracing.saved import SavedTensors
+from autockpt.tracing.shapes import Outcome
+from autockpt.tracing.signature import dtype_name, signature
+from autockpt.tracing.storages import StorageLog
+from autockpt.tracing.workspaces import workspace_bytes
+
+_SCALARS = frozenset({int, bool, str, type(None)})
+_SETTINGS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_current_node = torch._C._current_autograd_node
+_IN_PLACE = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+}
+
+
+class TensorRecord(NamedTuple):
+    """An output: ``layout`` is (shape, stride, dtype name), ``storage`` a number of the storage log."""
+
+    layout: tuple[tuple[int, ...], tuple[int, ...], str]
+    storage: int
+    offset: int
+
+
+class OpRecord(NamedTuple):
+    """One recorded op; ``call`` says what it was, numbers refer to the location's and the storage log's lists."""
+
+    call: Call
+    phase: int
+    module: int
+    inputs: tuple[int, ...]
+    offsets: tuple[int, ...]
+    outputs: tuple[TensorRecord, ...]
+
+
+class CopyRecord:
+    """Bytes moved off or onto the device; indices of ops as in the schema's Copy."""
+
+    __slots__ = ("awaited", "direction", "issued", "module", "nbytes")
+
+    def __init__(self, direction: str, nbytes: int, issued: int, module: int) -> None:
+        self.direction, self.nbytes, self.issued, self.module = direction, nbytes, issued, module
+        self.awaited: int | None = None
+
+
+class Call:
+    """Everything that all calls of one signature share. ``outcome`` is inferred when first needed."""
+
+    __slots__ = ("flops", "func", "operator", "outcome", "text", "workspace")
+
+    def __init__(self, func: Any, operator: Operator, text: str) -> None:
+        self.func = func
+        self.operator = operator
+        self.text = text
+        self.flops = 0
+        self.workspace = 0
+        self.outcome: Outcome | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Records every op below autograd with its place, storages and saved tensors; subclasses run (or skip) the kernel.
+
+    Nothing here holds a tensor, an autograd node or an exception between two ops: that would keep memory alive which a
+    plain step releases. What is learnt about signatures stays, so the next recording is faster.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not wrapped by torch: the wrapper costs as much as recording does, and importing dynamo a second."""
+        return False
+
+    on_cpu = True  # whether the step runs, or would run, on the CPU
+    threads = 1  # of such a step
+    ops: list[OpRecord]  # in order
+    copies: list[CopyRecord]
+    gradients: set[int]  # storages of parameters' gradients
+    placed: dict[int, int]  # storage -> module, for storages that no op made
+
+    def __init__(
+        self,
+        log: StorageLog,
+        on_enter: Callable[[str], None] | None = None,
+        engine: EngineAdds | None = None,
+    ) -> None:
+        super().__init__()
+        self.log = log
+        self.location = Location(on_enter)
+        self.saved = SavedTensors(log)
+        self.operators = Operators()
+        self.engine = engine or EngineAdds()
+        self.fused = FusedAdds()
+        self.notes: dict[str, None] = {}
+        self._calls: dict[Any, Call] = {}
+        self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...], str]] = {}
+        self.restart()
+
+    @property
+    def last_op(self) -> str:
+        """Where the step has got to, for error messages."""
+        if not self.ops:
+            return "before its first op"
+        op = self.ops[-1]
+        return f"after {op.call.operator.name} in {self.location.paths[op.module] or 'the model'}"
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Record what runs inside, as one cycle; what is alive now is resident."""
+        self.restart()
+        with ExitStack() as stack:
+            parts: tuple[AbstractContextManager[Any], ...] = (self.location, self.saved, self._random_states(), self)
+            for part in parts:
+                stack.enter_context(part)
+            yield self
+            self.saved.settle()
+
+    def restart(self) -> None:
+        """Drop the last recording."""
+        self.log.restart()
+        self.location.reset()
+        self.fused.reset()
+        self.saved.reset()
+        self.ops, self.copies = [], []
+        self.gradients, self.placed, self.notes = set(), {}, {}
+
+    @contextmanager
+    def _random_states(self) -> Iterator[None]:
+        """Watch the CPU generator's saved states (5 kB each), which recompute keeps and no op makes."""
+        plain = torch.get_rng_state
+
+        def watched() -> Tensor:
+            state = plain()
+            if self.on_cpu:
+                self.placed[self.log.watch(state.untyped_storage(), self.log.clock)] = self.location.module
+            return state
+
+        torch.get_rng_state = watched
+        try:
+            yield
+        finally:
+            torch.get_rng_state = plain
+
+    # What devices.ghost.GhostTransport needs.
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A 1-D uint8 device buffer, born before the op that runs next."""
+        raise NotImplementedError
+
+    def copy_issued(self, direction: str, nbytes: int, back_from: CopyRecord | None = None) -> CopyRecord:
+        """Note that a copy starts now; pass the answer to ``copy_awaited``. What comes back belongs where it was."""
+        module = self.location.module if back_from is None else back_from.module
+        copy = CopyRecord(direction, nbytes, self.log.clock, module)
+        self.copies.append(copy)
+        return copy
+
+    def copy_awaited(self, copy: CopyRecord) -> None:
+        """Note that the op which runs next waits for the end of a copy."""
+        if copy.awaited is None:
+            copy.awaited = self.log.clock
+
+    # The mode itself.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = self.operators[func]
+        tensors: list[Tensor] = []
+        key = (func, _key(args, tensors, operator.mutates), *_items(kwargs, tensors, operator.mutates))
+        self.saved.settle()
+        phase, module = self.location.where(_current_node())
+        in_place = operator.replaced and self._is_in_place(phase, operator, args, kwargs)
+        if in_place:
+            func = _IN_PLACE[func]
+            key = (func, *key[1:])
+        call = self._call(func, key, args, kwargs)
+        index = self.log.clock
+        self.log.clock = index + 1
+        inputs, offsets = self._inputs(operator, tensors, index)
+        run = self._run_in_place if in_place else self._run
+        result = run(call, func, args, kwargs, tensors)
+        outputs = self._outputs(result, index)
+        self.ops.append(OpRecord(call, phase, module, inputs, offsets, outputs))
+        if operator.multiplies and outputs:
+            self.fused.product(outputs[0].storage)
+        if phase == FORWARD and not operator.view:
+            self.saved.after(index, result)
+        elif self.location.accumulating:
+            self.gradients.update(inputs)
+        return result
+
+    def _run(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """The op's result."""
+        raise NotImplementedError
+
+    def _is_in_place(self, phase: int, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a plain step would run this op in the memory of its first argument."""
+        storage = self.log.find(args[0]) if isinstance(args[0], Tensor) else None
+        if not operator.adds:  # the gradient of a selection, scattered into zeros that were made for it
+            return phase == BACKWARD and storage is not None and self.log.birth[storage] == self.log.clock - 1
+        if phase == BACKWARD:
+            return self.engine.in_place(operator, args, kwargs)
+        return self.fused.in_place(args, kwargs, storage)
+
+    def _run_in_place(
+        self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Tensor:
+        """Run an op in the memory of its first argument for a caller that expects a new tensor object."""
+        self._run(call, func, args, kwargs, tensors)
+        return args[0].detach()
+
+    def _call(self, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        key = (func, *key[1:])
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = Call(func, self.operators[func], signature(func, args, kwargs))
+            if self.on_cpu:
+                call.workspace = workspace_bytes(call.operator, args, kwargs, self.threads)
+        return call
+
+    def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        # `torch.tensor` makes its storage out of the dispatcher's sight; anything else unseen was there before.
+        birth = index if operator.base == "lift_fresh" else -1
+        inputs, offsets = [], []
+        for tensor in tensors:
+            if self._counts(tensor):
+                inputs.append(self.log.watch(tensor.untyped_storage(), birth))
+                offsets.append(tensor.storage_offset())
+        return tuple(inputs), tuple(offsets) if any(offsets) else ()
+
+    def _outputs(self, result: Any, index: int) -> tuple[TensorRecord, ...]:
+        tensors = (result,) if isinstance(result, Tensor) else flat_tensors(result)
+        records = []
+        for tensor in tensors:
+            if self._counts(tensor):
+                sid = self.log.watch(tensor.untyped_storage(), index)
+                records.append(TensorRecord(self._layout(tensor), sid, int(tensor.storage_offset())))
+        return tuple(records)
+
+    def _counts(self, tensor: Tensor) -> bool:
+        """Whether a tensor occupies memory that is recorded."""
+        return tensor.layout is torch.strided
+
+    def _layout(self, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        key = tensor.size(), tensor.stride(), tensor.dtype
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = tuple(key[0]), tuple(key[1]), dtype_name(key[2])
+        return layout
+
+
+class RealRecorder(Recorder):
+    """Records a step whose kernels run, on any device; counts the tensors on ``device`` only."""
+
+    def __init__(self, device: torch.device, engine: EngineAdds | None = None) -> None:
+        super().__init__(StorageLog(), engine=engine)
+        self._device_type = device.type
+        self.on_cpu = device.type == "cpu"
+        self.threads = torch.get_num_threads()
+
+    def _run(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        result = func(*args, **kwargs)
+        if call.operator.flops is not None and not call.flops:
+            call.flops = count_flops(call.operator, args, kwargs, result)
+        return result
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.device.type == self._device_type
+
+
+def _key(args: Any, tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]:
+    """What a call's signature and outcome depend on; collects the tensors on the way."""
+    key = []
+    for value in args:
+        kind = value.__class__
+        if kind in _PLAIN or isinstance(value, Tensor):
+            tensors.append(value)
+            strided = value.layout is torch.strided
+            key.append((value.size(), value.stride() if strided else (), value.dtype))
+        elif kind in _SCALARS:
+            key.append((kind, value))
+        elif kind is float:
+            # In-place ops take learning rates and the like, which change from step to step and decide nothing here.
+            key.append(kind if mutates else (kind, value))
+        elif isinstance(value, (list, tuple)):
+            key.append(_key(value, tensors, mutates))
+        else:
+            # Storages and generators by kind only: a key that held one would keep its memory alive.
+            key.append((kind, value) if kind in _SETTINGS else kind)
+    return tuple(key)
+
+
+def _items(kwargs: dict[str, Any], tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]:
+    return (tuple(kwargs), _key(kwargs.values(), tensors, mutates)) if kwargs else ()

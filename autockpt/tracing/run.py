@@ -1,0 +1,226 @@
+"""One workload under a recorder in this process: build or take it, warm it up, trace it with any choices."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from autockpt.devices.base import Transport
+from autockpt.devices.ghost import GhostTransport
+from autockpt.devices.transport import transport_for
+from autockpt.errors import AutockptError, GhostError, TracingError
+from autockpt.runtime import attach
+from autockpt.schema.choices import Choice, Save
+from autockpt.schema.graph import Unit
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing.assemble import RawGraph, Source, summarize
+from autockpt.tracing.ghost import GhostMode
+from autockpt.tracing.ghostify import ghost_copy, ghost_in_place, imitate_device, untouched
+from autockpt.tracing.location import optimizer_steps
+from autockpt.tracing.memory import GhostMemory
+from autockpt.tracing.operators import Operator
+from autockpt.tracing.recorder import RealRecorder, Recorder
+from autockpt.tracing.transport import NotingTransport
+from autockpt.tracing.units import refine
+from autockpt.workload import Workload, build, discover_units, explain
+from autockpt.workload.failures import location, summary
+
+_STATES_PER_WEIGHT = 4  # weights, gradients, and two states
+_MOST_OF_MEMORY = 0.7
+OnOp = Callable[[Operator], None] | None
+OnEnter = Callable[[str], None] | None
+
+
+class Run:
+    """A workload that is cycled under a recorder. ``units`` are known from the first cycle on."""
+
+    source: Source
+    workload: Workload
+    units: tuple[Unit, ...] = ()
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
+        """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises."""
+        raise NotImplementedError
+
+    def take(self, workload: Workload) -> None:
+        """Use a workload as it is; its tensors and states change. For a process whose copy of it nobody needs."""
+        raise NotImplementedError
+
+    def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
+        """One cycle in the steady state with these choices attached (by unit name, in order of execution).
+
+        Raises GhostError or WorkloadError where the step fails, PlanError or ConflictError where the choices cannot be
+        attached.
+        """
+        with self._attached(choices):
+            self._cycle()
+        return summarize(self._recorder, self.workload, self.units, self.source)
+
+    def _start(self, workload: Workload) -> None:
+        """The first cycle: optimizer states are born, and it shows which units there are."""
+        self.workload = workload
+        self._recorder.location.bind(workload.model)
+        self._cycle()
+        self.units = refine(discover_units(workload.model), self._recorder)
+
+    @contextmanager
+    def _attached(self, choices: Mapping[str, Choice]) -> Iterator[None]:
+        if all(isinstance(choice, Save) for choice in choices.values()):
+            yield
+            return
+        with attach(self.workload.model, choices, transport=self._transport()):
+            yield
+
+    def _transport(self) -> Transport:
+        raise NotImplementedError
+
+    def _explained(self, error: BaseException) -> AutockptError:
+        """What to raise for an exception of the step."""
+        raise NotImplementedError
+
+    def _cycle(self) -> None:
+        """Record one cycle. The garbage collector waits: when it runs in a real step is anyone's guess."""
+        workload, recorder = self.workload, self._recorder
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        mark = recorder.location.mark
+        steps = nullcontext() if workload.full_step is None else optimizer_steps(mark)
+        try:
+            with recorder.recording(), steps:
+                workload.cycle(mark)
+        except (Exception, SystemExit) as error:
+            raise self._explained(error) from None
+        finally:
+            workload.release_gradients()
+            if collecting:
+                gc.enable()
+
+
+class GhostRun(Run):
+    """A workload of ghosts: no memory, no arithmetic.
+
+    ``writable``: for a process that must survive a kernel that slips through; ``trace`` then checks that none did.
+    ``threads``: of the real step that is imitated.
+    """
+
+    source = "ghost"
+
+    def __init__(
+        self, *, writable: bool = False, threads: int = 1, on_op: OnOp = None, on_enter: OnEnter = None
+    ) -> None:
+        self._memory = GhostMemory(writable=writable)
+        self._writable = writable
+        self._mode = GhostMode(self._memory, on_op=on_op, on_enter=on_enter)
+        self._mode.threads = threads
+        self._guard: Callable[[], AbstractContextManager[None]] = nullcontext
+        super().__init__(self._mode)
+
+    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
+        # The weights' values decide nothing: trained ones are not loaded.
+        self._mode.building = True
+        with self._mode:
+            workload = build(spec.model_copy(update={"weights": False}), "cpu")
+        self._mode.building = False
+        self._imitate(device)
+        imitate_device(workload, device)
+        ghost_in_place(workload, self._mode)
+        self._start(workload)
+
+    def take(self, workload: Workload) -> None:
+        self._imitate(workload.device)
+        ghost_in_place(workload, self._mode)
+        self._start(workload)
+
+    def copy(self, workload: Workload) -> None:
+        """Run a copy of a workload, which stays as it is. Raises GhostError where that is not possible."""
+        self._imitate(workload.device)
+        self._guard = lambda: untouched(workload)
+        twin = ghost_copy(workload, self._mode)
+        with self._guard():
+            self._start(twin)
+        self._check_memory()
+
+    def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
+        with self._guard():
+            raw = super().trace(choices)
+        self._check_memory()
+        return raw
+
+    def _imitate(self, device: torch.device) -> None:
+        self._mode.on_cpu = device.type == "cpu"
+
+    def _transport(self) -> Transport:
+        return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu)
+
+    def _explained(self, error: BaseException) -> AutockptError:
+        if isinstance(error, AutockptError):
+            return error
+        place = f" at {found}" if (found := location(error)) else ""
+        return GhostError(
+            f"the step failed in the ghost run{place}, {self._mode.last_op}: {summary(error)}",
+            remedy="If a plain step works, record a real step instead and please report the model.",
+        )
+
+    def _check_memory(self) -> None:
+        if self._writable and self._memory.touched_bytes():
+            raise GhostError(
+                "a kernel wrote to ghost memory, so what followed cannot be trusted",
+                remedy="Record a real step instead.",
+            )
+
+
+class RecordedRun(Run):
+    """A workload whose steps are real: its weights, optimizer states and random state move on with every cycle."""
+
+    source = "recorded"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        super().__init__(RealRecorder(device))
+
+    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
+        _check_fits(spec)
+        self.take(build(spec, self._device))
+
+    def take(self, workload: Workload) -> None:
+        self._recorder.log.adopt(workload.tensors())
+        self._start(workload)
+
+    def _transport(self) -> Transport:
+        return NotingTransport(transport_for(self._device), self._recorder)
+
+    def _explained(self, error: BaseException) -> AutockptError:
+        return explain(error, f"the training step ({self._recorder.last_op})")
+
+
+def _check_fits(spec: WorkloadSpec) -> None:
+    """Raise TracingError where weights, gradients and optimizer states would take most of the host's free memory."""
+    free = _free_host_bytes()
+    mode = GhostMode(GhostMemory())
+    mode.building = True
+    try:
+        with mode:
+            needed = _STATES_PER_WEIGHT * build(spec.model_copy(update={"weights": False}), "cpu").resident_bytes()
+    except Exception:  # whatever it is, the real attempt will say it better
+        return
+    if free is not None and needed > _MOST_OF_MEMORY * free:
+        raise TracingError(
+            f"a real step takes more than {needed / 2**30:.1f} GiB for weights, gradients and optimizer states; "
+            f"{free / 2**30:.1f} GiB are free",
+            remedy="Trace a smaller configuration of the same model, or use a machine with more memory.",
+        )
+
+
+def _free_host_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None

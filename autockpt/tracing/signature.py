@@ -1,0 +1,234 @@
+"""The text signature of an op call: what its time depends on, and nothing that differs between two equal calls.
+
+``aten.mm.default(bf16[8192,4096], bf16[4096,4096]{1,4096})``: dtypes, shapes in elements, strides where the tensor is
+not contiguous, and arguments that are no tensors. Left out are storages, values, devices and generators; a float is
+written as ``float`` unless it decides the work (an exponent, a probability), since learning rates and bias corrections
+change from step to step. Attention kernels are called ``attention`` and ``attention_backward`` whichever kernel a
+device chooses. An addition or scatter is the same in place and out of place: which of the two PyTorch takes depends on
+whether a dispatch mode, such as a timer, is looking.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
+_FORMATS = {
+    str(f)[6:]: f for f in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+}
+# Floats that change how much a kernel does.
+_TELLING = frozenset({"exponent", "p", "ord", "dropout_p", "dropout"})
+_IGNORED = frozenset({"device", "layout", "pin_memory", "generator", "non_blocking"})
+_ATTENTION = re.compile(
+    r"aten\._scaled_dot_product_(?:flash_attention_for_cpu|flash_attention|efficient_attention|cudnn_attention"
+    r"|fused_attention_overrideable)(_backward)?\."
+)
+ATTENTION = "attention"
+_SAME_AS = {"aten.add_.Tensor": "aten.add.Tensor", "aten.scatter_.src": "aten.scatter.src"}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor in a signature: ``dtype`` as in the text, sizes and strides in elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def __str__(self) -> str:
+        sizes = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        if self.stride == contiguous_stride(self.shape):
+            return sizes
+        return f"{sizes}{{{','.join(map(str, self.stride))}}}"
+
+
+@dataclass(frozen=True)
+class Word:
+    """A value that stands in a signature by name only: ``float``, a dtype, a memory format."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass
+class Call:
+    """A parsed signature. Leaves are TensorSpec, Word, int, float, bool, str and None, in lists as in the call."""
+
+    target: str
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
+    """The signature of calling the overload ``func``: equal for a ghost run and for a real step on any device."""
+    attention = _ATTENTION.match(str(func))
+    if attention:
+        return _attention(func, args, kwargs or {}, attention[1] or "")
+    target = _SAME_AS.get(str(func), func)
+    names = [argument.name for argument in func._schema.arguments]
+    parts = [_text(value, names[i] if i < len(names) else "") for i, value in enumerate(args)]
+    parts += [f"{k}={_text(v, k)}" for k, v in (kwargs or {}).items() if k not in _IGNORED]
+    return f"{target}({', '.join(parts)})"
+
+
+def parse_signature(text: str) -> Call:
+    """The parts of a signature. Raises ValueError where the text is not one."""
+    target, opening, rest = text.partition("(")
+    if not opening or not rest.endswith(")"):
+        raise ValueError(f"not an op signature: {text!r}")
+    call = Call(target)
+    for part in _split(rest[:-1]):
+        name, equals, value = part.partition("=")
+        if equals and name.isidentifier():
+            call.kwargs[name] = _value(value)
+        else:
+            call.args.append(_value(part))
+    return call
+
+
+def tensor_spec(tensor: Tensor) -> TensorSpec:
+    """Dtype, shape and strides of a tensor as a signature has them."""
+    strided = tensor.layout is torch.strided
+    return TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()) if strided else ())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype: ``bf16``; torch's own name for the rare ones."""
+    return _DTYPES.get(dtype) or str(dtype)[6:]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype behind a short name. Raises ValueError for an unknown one."""
+    dtype = _NAMED.get(name) or getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return dtype
+
+
+def word_value(word: Word) -> Any:
+    """What a word stands for: a dtype or a memory format; 1.0 for a float whose value is not kept, else None."""
+    if word.text == "float":
+        return 1.0
+    if word.text in _NAMED:
+        return _NAMED[word.text]
+    return _FORMATS.get(word.text)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], suffix: str) -> str:
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask = given.get("attn_mask") if "attn_mask" in names else given.get("attn_bias")
+    qkv = ", ".join(_text(given[name], name) for name in ("query", "key", "value"))
+    masked = mask is not None and mask.numel() > 0  # backward kernels take an empty tensor for no mask
+    causal, dropout = bool(given.get("is_causal", False)), float(given.get("dropout_p", 0.0))
+    return f"{ATTENTION}{suffix}({qkv}, mask={masked}, causal={causal}, dropout={dropout})"
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, Tensor):
+        return str(tensor_spec(value))
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_runs([_text(item, name) for item in value]))}]"
+    if isinstance(value, float):
+        return repr(value) if name in _TELLING else "float"
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, torch.memory_format):
+        return str(value)[6:]
+    return "_" if isinstance(value, (torch.device, torch.layout, torch.Generator)) else type(value).__name__
+
+
+def _runs(items: list[str]) -> Iterator[str]:
+    """Equal neighbours written once with their count: ``f32[8]*3``."""
+    for item, group in groupby(items):
+        count = len(list(group))
+        yield item if count == 1 else f"{item}*{count}"
+
+
+def _split(text: str) -> Iterator[str]:
+    """Parts between commas at depth 0, brackets and quotes respected."""
+    depth, start, quote, escaped = 0, 0, "", False
+    for i, char in enumerate(text):
+        if quote:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == quote:
+                quote = ""
+        elif char in "'\"":
+            quote = char
+        elif char in "[{(":
+            depth += 1
+        elif char in "]})":
+            depth -= 1
+        elif char == "," and depth == 0:
+            yield text[start:i].strip()
+            start = i + 1
+    if text[start:].strip():
+        yield text[start:].strip()
+
+
+_TENSOR = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)\})?")
+_NUMBER = re.compile(r"-?(\d|inf\b|nan\b)")
+
+
+def _value(text: str) -> Any:
+    if text.startswith("["):
+        return [value for part in _split(text[1:-1]) for value in _repeated(part)]
+    tensor = _TENSOR.fullmatch(text)
+    if tensor:
+        shape = _sizes(tensor[2])
+        stride = contiguous_stride(shape) if tensor[3] is None else _sizes(tensor[3])
+        return TensorSpec(tensor[1], shape, stride)
+    if _NUMBER.match(text):
+        return float(text) if re.search(r"[.einf]", text) else int(text)
+    if text in ("None", "True", "False") or text[:1] in "'\"":
+        return ast.literal_eval(text)
+    return Word(text)
+
+
+def _repeated(part: str) -> list[Any]:
+    head, star, count = part.rpartition("*")
+    if star and count.isdigit():
+        return [_value(head)] * int(count)
+    return [_value(part)]
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size)

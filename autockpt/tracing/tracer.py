@@ -1,0 +1,155 @@
+"""Traces on request: one persistent child process per workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from autockpt.errors import GhostError, TracingError
+from autockpt.schema.choices import Choice
+from autockpt.schema.graph import Graph, Unit
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing.assemble import Source, to_graph
+from autockpt.tracing.process import GhostProcess, NotForkable
+from autockpt.tracing.run import GhostRun, RecordedRun
+from autockpt.workload import Workload
+
+_IN_PROCESS = "Traced inside this process, because it uses an accelerator."
+
+
+class _Backend(Protocol):
+    """What answers a tracer's requests."""
+
+    units: tuple[Unit, ...]
+    settings: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def ask(self, verb: str, **arguments: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class Tracer:
+    """Traces a workload's whole training cycle, with or without choices attached, as often as needed.
+
+    The workload lives as ghosts in a child process where that is possible, so that nothing it meets can harm this one.
+    A workload that cannot be ghost-run is run for real there, one cycle per trace, and its graphs say so
+    (``source="recorded"``, and a note). ``units`` are the units that were called, in order; ``settings`` and ``notes``
+    are the workload's. A context manager.
+    """
+
+    def __init__(self, backend: _Backend, notes: tuple[str, ...] = ()) -> None:
+        self._backend = backend
+        self._notes = notes
+        self.units: tuple[Unit, ...] = backend.units
+        self.settings: dict[str, Any] = dict(backend.settings)
+        self.notes: tuple[str, ...] = tuple(backend.notes)
+
+    @classmethod
+    def from_spec(cls, spec: WorkloadSpec, *, device: torch.device | str = "cpu", fallback: bool = True) -> Tracer:
+        """Build the workload of ``spec`` out of ghosts, as it would run on ``device``; no weights, no memory.
+
+        With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process. Raises
+        WorkloadError or UsageError where the spec cannot be built or its step fails, GhostError where it cannot be
+        ghost-run and there is no fallback.
+        """
+        target = torch.device(device)
+        return _ghost_or_recorded(lambda source: _start(source, spec, target), fallback)
+
+    @classmethod
+    def from_workload(cls, workload: Workload, *, fallback: bool = True) -> Tracer:
+        """Trace a live workload, whose weights, optimizer states and gradients are never touched.
+
+        With ``fallback`` a workload on the CPU that cannot be ghost-run takes its real steps in a fork of this process.
+        On an accelerator there is no such way: ``record`` does it in this process. Raises WorkloadError where the step
+        fails, GhostError where it cannot be ghost-run.
+        """
+        try:
+            return _ghost_or_recorded(
+                lambda source: GhostProcess.fork(source, lambda run: run.take(workload)),
+                fallback and workload.device.type == "cpu",
+            )
+        except NotForkable:
+            return cls(_InProcess(workload), (_IN_PROCESS,))
+
+    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
+        """The graph of one steady-state cycle with ``choices`` (by unit name; the rest save) attached.
+
+        Raises PlanError or ConflictError where they cannot be attached, GhostError or WorkloadError where the step
+        fails.
+        """
+        choices = dict(choices or {})
+        raw = self._backend.ask("trace", choices={name: choices[name] for name in _in_order(choices, self.units)})
+        return to_graph(raw, self.units, self._notes)
+
+    def close(self) -> None:
+        """End the child process. Idempotent."""
+        self._backend.close()
+
+    def __enter__(self) -> Tracer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def record(workload: Workload, choices: Mapping[str, Choice] | None = None) -> Graph:
+    """The graph of a real cycle in this process, on the workload's own device; ``choices`` as for ``Tracer.trace``.
+
+    Takes two cycles, which move weights, optimizer states, buffers and random state on: take a snapshot first where
+    that matters. Raises WorkloadError where the step fails, PlanError or ConflictError where the choices cannot be
+    attached.
+    """
+    run = RecordedRun(workload.device)
+    run.take(workload)
+    choices = dict(choices or {})
+    raw = run.trace({name: choices[name] for name in _in_order(choices, run.units)})
+    return to_graph(raw, run.units)
+
+
+def _start(source: Source, spec: WorkloadSpec, device: torch.device) -> GhostProcess:
+    try:
+        return GhostProcess.fork(source, lambda run: run.build(spec, device))
+    except NotForkable:
+        pass
+    try:
+        return GhostProcess.spawn(source, spec, device)
+    except NotForkable as error:
+        raise TracingError(
+            f"the tracer's process could not be started: {error}", remedy="Check the limits on processes and memory."
+        ) from None
+
+
+def _ghost_or_recorded(start: Callable[[Source], GhostProcess], fallback: bool) -> Tracer:
+    try:
+        return Tracer(start("ghost"))
+    except GhostError as error:
+        if not fallback:
+            raise
+        why = error.message
+    return Tracer(start("recorded"), (f"A real step on the CPU was recorded, because {why}.",))
+
+
+class _InProcess:
+    """The same as GhostProcess, for processes that must not fork."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
+        self._run.copy(workload)
+        self.units, self.settings, self.notes = self._run.units, workload.settings, workload.notes
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        if self._run is None:
+            raise GhostError("the tracer is closed", remedy="Make a new one.")
+        return getattr(self._run, verb)(**arguments)
+
+    def close(self) -> None:
+        self._run = None
+
+
+def _in_order(choices: Mapping[str, Choice], units: tuple[Unit, ...]) -> list[str]:
+    """The names in order of execution; names that are no units come last, for ``attach`` to complain about."""
+    known = [unit.name for unit in units if unit.name in choices]
+    return known + [name for name in choices if name not in set(known)]

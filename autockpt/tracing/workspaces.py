@@ -1,0 +1,168 @@
+"""Memory that CPU kernels take from PyTorch's allocator and give back before they return.
+
+Recording sees what goes into an op and what comes out; a few kernels need more while they run, convolutions most of
+all: oneDNN copies input, weight and output to blocked layouts of 16 channels. The rules below were read off the
+allocator's events (x86-64 with AVX-512); small scratch pads are left out. Other devices have other kernels: none there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autockpt.tracing.operators import Operator
+
+_BLOCK = 16  # channels
+_UNBLOCKED_INPUT = 3  # channels up to which the input of a convolution is taken as it is
+
+
+def workspace_bytes(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], threads: int = 1) -> int:
+    """Bytes beyond inputs and outputs that the CPU kernel holds at its worst moment; 0 where none are known of."""
+    rule = _RULES.get(operator.base)
+    if rule is None:
+        return 0
+
+    def argument(name: str) -> Any:
+        return operator.argument(name, args, kwargs)
+
+    return max(rule(argument, threads), 0)
+
+
+_Argument = Callable[[str], Any]
+
+
+def _convolution(argument: _Argument, threads: int) -> int:
+    x, weight = argument("input"), argument("weight")
+    size = _output_size(argument, x, weight)
+    y = math.prod(size) * x.element_size()
+    if not _uses_onednn(argument, x, weight, threads):
+        return _columns(argument, x, weight, size)
+    if _channels_last(x):
+        return 2 * _bytes(weight)
+    blocked_x, blocked_w, blocked_y = _blocked(x, weight, size)
+    return max(blocked_x + blocked_w + blocked_y - y, blocked_y)
+
+
+def _convolution_backward(argument: _Argument, threads: int) -> int:
+    x, weight, grad = argument("input"), argument("weight"), argument("grad_output")
+    mask = argument("output_mask") or [True, True, True]
+    grad_x = _bytes(x) if mask[0] else 0
+    grad_w = _bytes(weight) if mask[1] else 0
+    kept = grad_x + grad_w
+    if not _uses_onednn(argument, x, weight, threads):
+        columns = _columns(argument, x, weight, tuple(grad.shape))
+        return columns - (0 if mask[1] else grad_w) if columns else 0
+    if _channels_last(x):
+        return 2 * _bytes(weight)
+    blocked_x, blocked_w, blocked_grad = _blocked(x, weight, tuple(grad.shape))
+    blocked_x = blocked_x or _bytes(x)
+    peak = 0
+    if mask[0]:
+        peak = max(blocked_grad + blocked_w + blocked_x, blocked_x + grad_x)
+    if mask[1]:
+        peak = max(peak, grad_x + blocked_x + blocked_grad + blocked_w, grad_x + blocked_w + grad_w)
+    return peak - kept
+
+
+def _batch_norm_backward(argument: _Argument, threads: int) -> int:
+    """The input's gradient is allocated twice."""
+    x, mask = argument("input"), argument("output_mask")
+    return _bytes(x) if mask is None or mask[0] else 0
+
+
+def _contiguous_copies(*names: str) -> Callable[[_Argument, int], int]:
+    """The kernel copies these inputs where they are not contiguous."""
+
+    def rule(argument: _Argument, threads: int) -> int:
+        tensors = [argument(name) for name in names]
+        return sum(_bytes(t) for t in tensors if isinstance(t, Tensor) and not t.is_contiguous())
+
+    return rule
+
+
+def _safe_softmax(argument: _Argument, threads: int) -> int:
+    """A mask of the rows that are all minus infinity."""
+    x = argument("self")
+    return x.numel() + x.numel() // max(x.size(argument("dim")), 1)
+
+
+def _roll(argument: _Argument, threads: int) -> int:
+    """Rolled one dimension at a time."""
+    x = argument("self")
+    return _bytes(x) if len(argument("shifts")) > 1 else 0
+
+
+_RULES: dict[str, Callable[[_Argument, int], int]] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "native_layer_norm": _contiguous_copies("input"),
+    "native_layer_norm_backward": _contiguous_copies("input", "grad_out"),
+    "embedding_dense_backward": _contiguous_copies("grad_output"),
+    "_safe_softmax": _safe_softmax,
+    "roll": _roll,
+}
+
+
+def _uses_onednn(argument: _Argument, x: Tensor, weight: Tensor, threads: int) -> bool:
+    """PyTorch's choice between oneDNN and its own convolution."""
+    if argument("transposed") or not torch.backends.mkldnn.is_available():
+        return False
+    kernel = weight.shape[2:]
+    if x.dtype is not torch.float32:
+        supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+        return x.dtype in supported and bool(getattr(torch.ops.mkldnn, supported[x.dtype])())
+    widened = any(s != 1 for s in argument("stride")) or any(d != 1 for d in argument("dilation"))
+    worthwhile = widened or x.size(0) >= 16 or any(k != 1 for k in kernel) or threads > 1
+    large = argument("groups") > 1 or all(k > 3 for k in kernel) or x.size(0) > 1 or x.numel() > 20480
+    return worthwhile and large
+
+
+def _blocked(x: Tensor, weight: Tensor, output: Sequence[int]) -> tuple[int, int, int]:
+    """Bytes of input, weight and output in blocked layouts; an input of few channels is not copied (0)."""
+    itemsize = x.element_size()
+    few = x.size(1) <= _UNBLOCKED_INPUT
+    depthwise = weight.size(1) == 1
+    blocked_x = 0 if few else _padded(x.size(1)) * (x.numel() // x.size(1)) * itemsize
+    inner = weight.size(1) if few or depthwise else _padded(weight.size(1))
+    blocked_w = _padded(weight.size(0)) * inner * math.prod(weight.shape[2:]) * itemsize
+    blocked_y = _padded(output[1]) * (math.prod(output) // output[1]) * itemsize
+    return blocked_x, blocked_w, blocked_y
+
+
+def _columns(argument: _Argument, x: Tensor, weight: Tensor, output: Sequence[int]) -> int:
+    """PyTorch's own convolution unfolds its input, unless each pixel is taken once and alone."""
+    plain = all(k == 1 for k in weight.shape[2:]) and all(s == 1 for s in argument("stride"))
+    if plain or argument("transposed"):
+        return 0
+    pixels = math.prod(output[2:])
+    return x.size(0) * math.prod(weight.shape[1:]) * pixels * x.element_size()
+
+
+def _output_size(argument: _Argument, x: Tensor, weight: Tensor) -> tuple[int, ...]:
+    stride, padding, dilation = argument("stride"), argument("padding"), argument("dilation")
+    if argument("transposed"):
+        return (x.size(0), weight.size(1) * argument("groups"), *x.shape[2:])  # only asked for its columns: none
+    spatial = []
+    for i, (size, kernel) in enumerate(zip(x.shape[2:], weight.shape[2:], strict=True)):
+        at = [values[i] if i < len(values) else values[-1] for values in (stride, padding, dilation)]
+        spatial.append((size + 2 * at[1] - at[2] * (kernel - 1) - 1) // at[0] + 1)
+    return (x.size(0), weight.size(0), *spatial)
+
+
+def _channels_last(x: Tensor) -> bool:
+    if x.dim() == 4:
+        return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
+
+
+def _padded(channels: int) -> int:
+    return -(-channels // _BLOCK) * _BLOCK
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,147 @@
+"""What a real eager step does, seen by means that have nothing to do with the tracer."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autockpt.runtime import attach
+from autockpt.schema.choices import Choice
+from autockpt.schema.graph import Graph
+from autockpt.tracing.signature import dtype_name
+from autockpt.workload import Workload
+
+OpText = tuple[str, tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]]
+
+
+class _Watcher(TorchDispatchMode):
+    """Lists every op with the layouts of its results; keeps nothing alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[OpText] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = result if isinstance(result, (list, tuple)) else (result,)
+        layouts = tuple((tuple(t.shape), t.stride(), dtype_name(t.dtype)) for t in found if isinstance(t, Tensor))
+        self.ops.append((str(func), layouts))
+        return result
+
+
+class Real:
+    """Facts about the second cycle of a real workload: its ops, its peak, and what the profiler counts."""
+
+    def __init__(self, workload: Workload, choices: Mapping[str, Choice] | None = None) -> None:
+        session: AbstractContextManager[Any] = attach(workload.model, choices) if choices else nullcontext()
+        with session:
+            workload.cycle()
+            gc.collect()
+            with _Watcher() as watcher:
+                workload.cycle()
+            self.ops = watcher.ops
+            gc.collect()
+            self.resident_bytes = workload.resident_bytes()
+            self.peak_bytes = self.resident_bytes + highest(workload.cycle)
+            self.counts = op_counts(workload.cycle)
+
+
+def highest(run: Callable[[], Any]) -> int:
+    """Most bytes that the CPU allocator held during a call, over what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    held = most = 0
+    for _, nbytes in events:
+        held += nbytes
+        most = max(most, held)
+    return most
+
+
+def op_counts(run: Callable[[], Any]) -> Counter[str]:
+    """How often each ATen operator ran, without any dispatch mode looking."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    return Counter(e.name().removeprefix("aten::") for e in results.events() if e.name().startswith("aten::"))
+
+
+def ops_of(graph: Graph) -> list[OpText]:
+    """A graph's ops as the watcher writes them: it sees additions out of place that a plain step makes in place."""
+    same = {"aten.add_.Tensor": "aten.add.Tensor", "aten.scatter_.src": "aten.scatter.src"}
+    return [
+        (same.get(op.target, op.target), tuple((m.shape, m.stride, m.dtype) for m in op.outputs)) for op in graph.ops
+    ]
+
+
+def same_names(ops: list[OpText]) -> list[OpText]:
+    """The watcher's ops under the same names."""
+    same = {"aten.add_.Tensor": "aten.add.Tensor", "aten.scatter_.src": "aten.scatter.src"}
+    return [(same.get(name, name), layouts) for name, layouts in ops]
+
+
+def additions(graph: Graph) -> tuple[int, int]:
+    """(in place, out of place) additions of tensors in a graph."""
+    targets = Counter(op.target for op in graph.ops)
+    return targets["aten.add_.Tensor"], targets["aten.add.Tensor"]
+
+
+def saved_bytes(workload: Workload) -> int:
+    """Bytes of the storages that a real forward saves for backward, those that are there anyway left out."""
+    resident = {t.untyped_storage().data_ptr() for t in workload.tensors()}
+    seen: dict[int, int] = {}
+    keep = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            seen[storage.data_ptr()] = storage.nbytes()
+            keep.append(storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = workload.step(workload.model, workload.batch)
+    del loss
+    return sum(seen.values())
+
+
+class ConvNet(nn.Module):
+    """A small convolutional network with normalisation, pooling and a classifier."""
+
+    def __init__(self, channels: int = 32) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.blocks = nn.ModuleList(_ConvBlock(channels) for _ in range(3))
+        self.head = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.nn.functional.max_pool2d(x, 2).mean((2, 3)))
+
+
+class _ConvBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+def mlp(blocks: int = 4, width: int = 64) -> nn.Sequential:
+    """A plain stack of blocks."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(blocks))
+    )
