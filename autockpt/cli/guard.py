@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import typer
@@ -32,23 +36,51 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(verb)
     def run(**options: Any) -> None:
         as_json = bool(options.get("as_json"))
+        interrupts: list[int] = []
         try:
-            verb(**options)
+            with _noting(interrupts):
+                verb(**options)
         except typer.Exit:
             raise
         except AutockptError as error:
             raise typer.Exit(_explain(error, as_json)) from None
         except KeyboardInterrupt:
-            _say("interrupted", "What was measured so far is kept; the same command continues.", as_json, INTERRUPTED)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(_interrupted(as_json)) from None
         except BrokenPipeError:
             # whoever read our output has gone; point it elsewhere so that the interpreter's last flush is silent
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except Exception as error:
-            raise typer.Exit(_bug(error, as_json)) from None
+            # what an interrupt leaves half done (an import, above all) may fail in ways of its own
+            code = _interrupted(as_json) if interrupts else _bug(error, as_json)
+            raise typer.Exit(code) from None
 
     return run
+
+
+@contextmanager
+def _noting(interrupts: list[int]) -> Iterator[None]:
+    """Write down each Ctrl-C of the block, which raises KeyboardInterrupt as ever: code may turn that into another."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(as_json: bool) -> int:
+    _debug()
+    _say("interrupted", "What was measured so far is kept; the same command continues.", as_json, INTERRUPTED)
+    return INTERRUPTED
 
 
 def _explain(error: AutockptError, as_json: bool) -> int:

@@ -63,7 +63,7 @@ class RunDirectory:
                 with run.lock():  # not from under a search that is at work there
                     pass
                 run.set_aside = set_aside(path)
-            path.mkdir(parents=True, exist_ok=True)
+            _make(path)
             if (path / _QUESTION).exists() or (path / "trials.jsonl").exists():
                 run._check_question(_read_json(path / _QUESTION))
             else:
@@ -210,6 +210,15 @@ def directory_name(model: str, device: str, budget: str, digest: str) -> str:
     """``llama-tiny_cpu_60pct-act_1a2b3c4d``: readable, safe on every file system, four parts joined by underscores."""
     budget = budget.replace("%act", "pct-act").replace("%", "pct")
     return "_".join([_slug(model), _slug(device), _slug(budget), digest])
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:  # of a file system that has no place for folders of users, such as /proc
+        raise RunDirectoryError(
+            f"{path} cannot be made: {path.parent} takes no folders", remedy="Give another folder with --out."
+        ) from None
 
 
 def _slug(text: str) -> str:

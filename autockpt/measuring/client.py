@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -199,14 +200,26 @@ class WorkerMeasurer:
                     f"the system killed the worker process while {doing}, most likely because memory ran out",
                     remedy="Close other programs, or try a smaller batch or budget.",
                 ) from None
-            how = f"signal {-death.code}" if death.code < 0 else f"exit code {death.code}"
-            raise MeasurementError(f"the worker process ended while {doing} ({how})", remedy=self._printed()) from None
+            raise MeasurementError(
+                f"the worker process ended while {doing} ({_how_it_ended(death.code)})",
+                remedy=f"Run the step by itself to see whether it ends a process there, too. {self._printed()}",
+            ) from None
 
     def _printed(self) -> str:
         """The end of what the worker printed, and where the rest is if it stays there."""
         lines = last_lines(self.log_path)
         what = f"The last it printed:\n{lines}" if lines else "It printed nothing."
         return what if self._own_log is not None else f"Its log is {self.log_path}. {what}"
+
+
+def _how_it_ended(code: int) -> str:
+    """An exit code as ``subprocess`` gives it, in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
 
 
 def _wire(choices: Choices) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from autockpt.report import words
 from autockpt.report.style import VERDICTS, bullets, plain_table
 from autockpt.schema import Comparison, Plan, SearchOutcome, format_binary, format_bytes
 
-WIDE = 110
 SHORT = 14  # a note of up to this many characters stands beside the plan's name, a longer one under the table
 
 
@@ -77,7 +76,7 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
     rows = answer_rows(outcome.rows, outcome.budget.bytes)
     if rows:
         console.print()
-        console.print(answer_table(rows, console.width))
+        console.print(answer_table(rows, console))
     if any(r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None):
         console.print("~ predicted, not measured", style="dim")
     console.print()
@@ -86,9 +85,14 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
         _print_plan(outcome, outcome.plan, console)
 
 
-def answer_table(rows: list[AnswerRow], width: int) -> Table:
-    """The comparison; below ``WIDE`` columns what was predicted stands under what was measured."""
-    wide = width >= WIDE
+def answer_table(rows: list[AnswerRow], console: Console) -> Table:
+    """The comparison; where a line does not hold it all, what was predicted stands under what was measured."""
+    wide = _table(rows, wide=True)
+    unbounded = console.options.update(max_width=1000)
+    return wide if wide.__rich_measure__(console, unbounded).maximum <= console.width else _table(rows, wide=False)
+
+
+def _table(rows: list[AnswerRow], *, wide: bool) -> Table:
     table = plain_table()
     table.add_column("plan", no_wrap=True)
     table.add_column("fits", no_wrap=True)

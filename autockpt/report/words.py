@@ -8,6 +8,8 @@ from itertools import groupby
 from autockpt.schema import Choice, Measurement
 from autockpt.schema.names import ancestors, outermost
 
+USELESS_NOISE = 0.9995  # what would be printed as 100 % or more
+
 
 def seconds(value: float) -> str:
     """``12.3 ms``, ``1.23 s``, ``4 min 05 s``: three significant digits."""
@@ -33,8 +35,11 @@ def share(value: float, signed: bool = False) -> str:
 
 
 def step_time(measured: Measurement) -> str:
-    """``412 ms ±0.8 %``; without a plus-minus where nothing is known about the noise (1 says so)."""
-    noise = f" ±{measured.noise * 100:.1f} %" if 0 < measured.noise < 0.995 else ""
+    """``412 ms ±0.8 %``; ``±?`` where the noise is as large as the time itself, or where nothing is known about it."""
+    if measured.noise >= USELESS_NOISE:
+        noise = " ±?"
+    else:
+        noise = f" ±{measured.noise * 100:.1f} %" if measured.noise > 0 else ""
     return seconds(measured.step_seconds) + noise
 
 

@@ -48,3 +48,20 @@ def set_aside(path: Path) -> Path:
 def reason(error: OSError) -> str:
     """What the system says, without errno and path: ``no space left on device``."""
     return (error.strerror or str(error)).lower()
+
+
+def unwritable(path: Path) -> str:
+    """Why no file could be written at ``path``, in words; empty where nothing is known to stand in the way.
+
+    Asks without writing: the nearest folder above that exists must be one in which this user may make files.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return "it is a directory"
+    try:
+        above = next(p for p in path.absolute().parents if p.exists())
+        if not above.is_dir():
+            return f"{above} is no directory"
+        return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} is not yours to write to"
+    except OSError as error:
+        return reason(error)

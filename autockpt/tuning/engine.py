@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -103,6 +104,7 @@ class Engine:
         self._refuse_the_impossible()
         best, interrupted = None, False
         try:
+            study = self._open_study()  # first: one that cannot be opened should not cost a single step
             with self.clock.stage("baselines", len(self.known)):
                 self._measure_baselines()
             self._resolve_budget()
@@ -111,13 +113,13 @@ class Engine:
                 best = self.book.find(self.known[NONE])
             else:
                 with self.clock.stage("search", max(0, self.limits.trials - self.book.spent)):
-                    self._search()
+                    self._search(study)
                 with self.clock.stage("finals"):
                     best = self._finals()
         except KeyboardInterrupt:
             interrupted = True
             self.stopped = "interrupted; everything measured so far is kept"
-            best = self.book.best
+            best = self._best_so_far()
         if best is None and not interrupted:
             raise self._infeasible()
         return Found(
@@ -134,9 +136,9 @@ class Engine:
 
     @property
     def binding(self) -> bool:
-        """Whether the budget asks for anything at all."""
+        """Whether the budget asks for anything at all; taken for granted until the budget is known in bytes."""
         none = self.book.find(self.known[NONE])
-        return none is None or not none.feasible
+        return self.book.budget_bytes is None or none is None or not none.feasible
 
     # -- prices and plans -------------------------------------------------------------------------------------------
 
@@ -184,7 +186,9 @@ class Engine:
     def _resolve_budget(self) -> None:
         """Turn the budget into bytes by this job's own peaks, measured where they could be."""
         peaks = {name: peak_of_trial(t) for name, c in self.known.items() if (t := self.book.find(c)) is not None}
-        size = self.asked.resolve(peaks[NONE], min(self.smallest_peak, *peaks.values()), self.room)
+        # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
+        leanest = min(self.smallest_peak + unseen_bytes(self.book.measured), *peaks.values())
+        size = self.asked.resolve(peaks[NONE], leanest, self.room)
         self.budget = self.budget.model_copy(update={"bytes": size})
         none = self.book.find(self.known[NONE])
         if self.asked.kind in ("share", "activation_share") and none is not None and none.measured is None:
@@ -208,10 +212,11 @@ class Engine:
         if not self.book.measured:
             raise self._infeasible()
 
-    def _search(self) -> None:
-        study = Study(
-            self.space, self.units, name="search", storage=self.storage, seed=self.limits.seed + self.book.resumed
-        )
+    def _open_study(self) -> Study:
+        seed = self.limits.seed + self.book.resumed
+        return Study(self.space, self.units, name="search", storage=self.storage, seed=seed)
+
+    def _search(self, study: Study) -> None:
         study.enqueue(self._seeds())
         repeats, fresh = 0, 0
         while not self._enough(repeats):
@@ -285,13 +290,18 @@ class Engine:
         """Whether the search should end; ``stopped`` then says why."""
         if self.book.spent >= self.limits.trials:
             self.stopped = f"all {self.limits.trials} trials are used"
-        elif self.limits.timeout is not None and time.monotonic() - self.started > self.limits.timeout:
+        elif self._seconds_left <= 0:
             self.stopped = f"the time limit of {self.limits.timeout:g} s was reached"
         elif repeats >= MOST_REPEATS:
             self.stopped = "the space offers no further plan within the budget"
         elif self._nothing_left():
             self.stopped = "no plan can be faster than the best by more than the noise, by the refitted bound"
         return bool(self.stopped)
+
+    @property
+    def _seconds_left(self) -> float:
+        """Of the time limit, which holds for the whole search, tracing and profiling included; infinite without one."""
+        return math.inf if self.limits.timeout is None else self.limits.timeout - self.clock.elapsed
 
     def _nothing_left(self) -> bool:
         """Whether the refitted solver's optimum, less the largest error seen of its predictions, is beaten already."""
@@ -307,6 +317,12 @@ class Engine:
         return best.measured.step_seconds * (1 - best.measured.noise) <= bound
 
     # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _best_so_far(self) -> Trial | None:
+        """The fastest that fits, after an interrupt; one among the baselines leaves the budget to be resolved first."""
+        if self.book.budget_bytes is None and self.book.find(self.known[NONE]) is not None:
+            self._resolve_budget()
+        return self.book.best
 
     def _finals(self) -> Trial | None:
         """Measure the best few again side by side, confirm the winner, and return it with its final numbers."""
@@ -324,7 +340,7 @@ class Engine:
         beside = [self.book.find(self.known[name]) for name in (NONE, ALL) if name in self.known]
         extra = [t for t in beside if t is not None and t.measured is not None and t.number not in taking_part]
         with self.clock.part("measured steps"):
-            final = play(finalists, extra, self._side_by_side, seconds=FINAL_SECONDS)
+            final = play(finalists, extra, self._side_by_side, seconds=min(FINAL_SECONDS, self._seconds_left))
         for number, times in final.times.items():
             trial = self.book.trials[number]
             self.book.put(trial.model_copy(update={"measured": remeasured(trial, times)}))

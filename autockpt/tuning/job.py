@@ -46,6 +46,12 @@ class Clock:
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self.stages: list[StageTime] = []
+        self.began = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Wall seconds since this clock was made."""
+        return time.monotonic() - self.began
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.devices import get_device
-from autockpt.errors import DeviceOutOfMemory, InfeasibleError, UsageError
+from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
@@ -35,6 +35,7 @@ from autockpt.schema import (
     load_space,
     parse_budget,
 )
+from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
 from autockpt.tuning.dryrun import foresee
 from autockpt.tuning.engine import Confirm, Engine
@@ -52,6 +53,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the best plan so far.
     """
     clock = Clock(listener or Silence())
+    _refuse_unwritable(request)
     device = get_device(request.device)
     with ExitStack() as stack:
         # The worker imports and builds while the ghost runs go on here.
@@ -91,6 +93,14 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
             set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
             outcome = outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
         return outcome
+
+
+def _refuse_unwritable(request: SearchRequest) -> None:
+    """What cannot be written at the end is refused at the start."""
+    if request.plan_out is not None and (why := unwritable(request.plan_out)):
+        raise UsageError(f"--plan-out {request.plan_out} cannot be written: {why}", remedy="Give another file.")
+    if not request.dry_run and (why := unwritable(request.out / "run")):
+        raise RunDirectoryError(f"--out {request.out} cannot be written: {why}", remedy="Give another folder.")
 
 
 def search(
@@ -136,13 +146,14 @@ def search(
         snapshot=snapshot,
     )
     chosen = load_space(space) if isinstance(space, str) else space
+    parsed = parse_budget(budget)
+    limits = _limits(trials, timeout, seed)
     clock = Clock(listener or Silence())
     with ExitStack() as stack:
         measurer = stack.enter_context(LocalMeasurer(workload))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_workload(workload))
             uniform = _uniform(tracer, chosen)
-        parsed = parse_budget(budget)
         job = Job(
             name=type(model).__name__,
             spec=None,
@@ -150,7 +161,7 @@ def search(
             notes=(*workload.notes, *uniform["save"][1].notes),
             budget=parsed,
             space=chosen,
-            limits=Limits(trials, timeout, seed),
+            limits=limits,
         )
         run = None
         if out is not None:
@@ -160,6 +171,15 @@ def search(
     if outcome.plan is None:
         raise KeyboardInterrupt
     return outcome.plan
+
+
+def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
+    if trials < 1 or (timeout is not None and timeout <= 0):
+        raise UsageError(
+            f"a search with trials={trials} and timeout={timeout} could not measure anything",
+            remedy="Give trials of at least 1, and a timeout in seconds above 0 or None.",
+        )
+    return Limits(trials, timeout, seed)
 
 
 def _uniform(tracer: Tracer, space: SearchSpace) -> Uniform:

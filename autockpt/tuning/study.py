@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -40,10 +41,7 @@ class Study:
             )
             self._reap()
         except Exception as error:  # optuna passes on whatever the database driver raises
-            raise RunDirectoryError(
-                f"the Optuna study at {storage} cannot be opened: {str(error).splitlines()[0]}",
-                remedy="Move the file away (nothing in it was changed), name another --storage, or use --fresh.",
-            ) from error
+            raise _unusable(storage, error) from error
 
     def _reap(self) -> None:
         """Trials left running by a killed search would hold their place for ever."""
@@ -78,6 +76,17 @@ class Study:
     def fail(self, number: int) -> None:
         """The trial could not be completed for a reason that says nothing about its parameters."""
         self._study.tell(self._open.pop(number), state=TrialState.FAIL)
+
+
+def _unusable(storage: str, error: Exception) -> RunDirectoryError:
+    """The error for a study that cannot be opened; a password in its URL is not repeated."""
+    shown = re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", storage)
+    said = next(iter(str(error).splitlines()), "") or type(error).__name__
+    if storage.startswith("sqlite:"):
+        remedy = "Move the file away (nothing in it was changed), name another --storage, or use --fresh."
+    else:
+        remedy = "Give --storage an SQLAlchemy URL, as sqlite:///study.db, whose database is there and has its driver."
+    return RunDirectoryError(f"the Optuna study at {shown} cannot be opened: {said}", remedy=remedy)
 
 
 def _distributions(space: SearchSpace, units: tuple[str, ...]) -> dict[str, BaseDistribution]:

@@ -71,6 +71,30 @@ def test_a_bug_is_called_one_and_leaves_a_log(
     assert "Traceback" in log.read_text() and "KeyError: 'x'" in log.read_text()
 
 
+@pytest.mark.parametrize("turned_into", [RecursionError("too deep"), None])
+def test_an_interrupt_is_one_whatever_the_interrupted_code_makes_of_it(
+    turned_into: Exception | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import signal
+
+    before = signal.getsignal(signal.SIGINT)
+
+    @guarded
+    def verb(**_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if turned_into is not None:
+                raise turned_into from None
+            raise
+
+    with pytest.raises(typer.Exit) as caught:
+        verb()
+    said = capsys.readouterr().err
+    assert caught.value.exit_code == 130 and "interrupted" in said and "bug" not in said
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("AUTOCKPT_DEBUG", "1")
     leave(UsageError("u"))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autockpt.report.answer import answer_rows, loading_lines, print_answer
-from autockpt.schema import SearchOutcome
+from autockpt.schema import Comparison, SearchOutcome, Verdict
 from tests.report.samples import MIB, console, outcome, row
 
 
@@ -15,6 +15,12 @@ def printed(answer: SearchOutcome, width: int = 80, encoding: str = "utf-8") -> 
 
 def cells(text: str, plan: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(plan))
+
+
+def noisy(name: str, verdict: Verdict, peak: float, seconds: float, noise: float) -> Comparison:
+    plain = row(name, verdict, peak, seconds, (peak, seconds))
+    assert plain.measured is not None
+    return plain.model_copy(update={"measured": plain.measured.model_copy(update={"noise": noise})})
 
 
 def test_headroom_and_overhead_are_worked_out() -> None:
@@ -37,6 +43,22 @@ def test_the_answer_fits_the_screen(width: int) -> None:
         free = ("    handle =", "Written to")  # lines to copy are never broken
         assert all(len(line) <= width for line in text.splitlines() if not line.startswith(free))
         assert "…" not in text
+
+
+@pytest.mark.parametrize("width", [80, 90, 100, 110, 120, 140])
+def test_large_numbers_and_noise_never_cost_a_heading(width: int) -> None:
+    answer = outcome(
+        rows=(
+            noisy("none", "over_budget", 1023.4, 0.0981, noise=0.894),
+            noisy("recompute all", "fits", 1001.2, 5.41, noise=0.185),
+            noisy("offload all", "fits", 1001.2, 0.861, noise=1.0),
+            noisy("ours", "fits", 1001.2, 0.861, noise=0.185),
+        )
+    )
+    text = printed(answer, width)
+    headings = next(line for line in text.splitlines() if line.startswith("plan"))
+    assert "…" not in text and headings.split()[:6] == ["plan", "fits", "peak", "headroom", "step", "overhead"]
+    assert "5.41 s ±18.5 %" in cells(text, "recompute all") and "861 ms ±?" in cells(text, "offload all")
 
 
 def test_everything_that_matters_is_there() -> None:

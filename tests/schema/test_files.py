@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.schema.files import atomic_write, reason, set_aside
+from autockpt.schema.files import atomic_write, reason, set_aside, unwritable
 
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
@@ -44,3 +44,19 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert unwritable(tmp_path / "plan.yaml") == unwritable(tmp_path / "file") == ""
+    assert unwritable(tmp_path / "new" / "folder" / "plan.yaml") == ""
+    assert unwritable(tmp_path) == "it is a directory"
+    assert "is no directory" in unwritable(tmp_path / "file" / "plan.yaml")
+    assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_folder_of_others_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "not yours" in unwritable(tmp_path / "plan.yaml")
+    tmp_path.chmod(0o700)

@@ -39,6 +39,8 @@ def search(
     trials: int = 20,
     run: RunDirectory | None = None,
     listener: Any = None,
+    clock: Clock | None = None,
+    timeout: float | None = None,
     **rest: Any,
 ) -> Found:
     storage = run.storage if run else "sqlite://"
@@ -47,10 +49,10 @@ def search(
         measurer=device,
         budget=parse_budget(budget),
         space=load_space(space),
-        limits=Limits(trials),
+        limits=Limits(trials, timeout),
         run=run,
         storage=storage,
-        clock=Clock(listener or Silence()),
+        clock=clock or Clock(listener or Silence()),
         **rest,
     )
     return engine.run()
@@ -114,6 +116,12 @@ def test_bytes_that_ghost_runs_miss_are_learned_from_the_baselines() -> None:
     assert found.best.measured.peak_bytes <= found.budget.bytes
 
 
+def test_a_share_of_the_range_begins_at_what_can_really_be_reached() -> None:
+    found = search(MadeUpDevice(unseen=40), "1%act")
+    assert found.best is not None and found.best.measured is not None
+    assert found.best.measured.peak_bytes <= found.budget.bytes
+
+
 def test_a_winner_that_does_not_hold_in_a_fresh_process_is_not_named() -> None:
     refused: list[str] = []
 
@@ -137,6 +145,22 @@ def test_an_interrupt_keeps_everything_and_names_the_best_so_far(tmp_path: Path)
     assert len(run.trials()) == 5
 
 
+def test_an_interrupt_among_the_baselines_names_one_that_fits() -> None:
+    device = MadeUpDevice()
+    device.interrupt_after = 2  # none and recompute all are known by then
+    found = search(device, "50%act")
+    assert found.interrupted and found.binding
+    assert found.best is not None and found.best.name == "recompute all"
+    assert found.best.measured is not None and found.best.measured.peak_bytes <= found.budget.bytes
+
+
+def test_an_interrupt_before_anything_was_measured_claims_nothing() -> None:
+    device = MadeUpDevice()
+    device.interrupt_after = 0
+    found = search(device, "50%act")
+    assert found.interrupted and found.best is None and found.binding
+
+
 def test_the_same_question_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
     device = MadeUpDevice()
     device.interrupt_after = 5
@@ -153,8 +177,10 @@ def test_a_corrupt_study_is_an_error_that_names_the_file_and_changes_nothing(tmp
     run = run_in(tmp_path)
     damaged = run.path / "study.db"
     damaged.write_bytes(b"this is no database" * 100)
+    device = MadeUpDevice()
     with pytest.raises(RunDirectoryError, match="cannot be opened"):
-        search(MadeUpDevice(), "50%act", run=run)
+        search(device, "50%act", run=run)
+    assert device.measured == []
     assert damaged.read_bytes() == b"this is no database" * 100
 
 
@@ -171,3 +197,13 @@ def test_the_number_of_trials_is_a_limit() -> None:
     device = MadeUpDevice(8, noise=0.01)
     search(device, "50%act", trials=6)
     assert len(device.measured) <= 6
+
+
+def test_the_time_limit_holds_for_the_whole_search_and_still_names_a_plan() -> None:
+    clock = Clock(Silence())
+    clock.began -= 60  # tracing and profiling took a minute
+    device = MadeUpDevice(noise=0.05)
+    found = search(device, "50%act", clock=clock, timeout=50)
+    assert "time limit" in found.stopped and all(t.encoding == "baseline" for t in found.trials)
+    assert found.best is not None and found.best.measured is not None
+    assert found.best.measured.steps == 3  # one batch of interleaved cycles, no more

@@ -1,0 +1,40 @@
+"""What a search refuses before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn, ones
+
+from autockpt.errors import AutockptError, UsageError
+from autockpt.schema import SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
+from autockpt.tuning import run_search, search
+
+
+class Untouched(Silence):
+    def stage(self, name: str, total: int | None = None) -> None:
+        raise AssertionError(f"the stage {name} began")
+
+
+@pytest.mark.parametrize("option", ["out", "plan_out"])
+def test_places_that_cannot_be_written_are_refused_at_once(tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    places = {"out": tmp_path / "runs", option: tmp_path / "file" / "below"}
+    asked = {"budget": parse_budget("60%"), "workload": WorkloadSpec(model="llama-tiny"), "space": load_space("knobs")}
+    request = SearchRequest.model_validate(asked | places)
+    with pytest.raises(AutockptError, match="cannot be written") as caught:
+        run_search(request, Untouched())
+    assert caught.value.exit_code == 2 and caught.value.remedy
+    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("wrong", [{"trials": 0}, {"timeout": 0}, {"budget": "60"}, {"space": "knob"}])
+def test_a_live_search_refuses_what_makes_no_sense_before_it_touches_the_model(wrong: dict[str, Any]) -> None:
+    def step(model: nn.Module, batch: Any) -> Any:
+        raise AssertionError("the step ran")
+
+    with pytest.raises(UsageError) as caught:
+        search(nn.Linear(2, 2), ones(1, 2), **({"budget": "60%", "step": step, "listener": Untouched()} | wrong))
+    assert caught.value.remedy
