@@ -22,7 +22,7 @@ from autockpt.tracing import signature
 if TYPE_CHECKING:
     from autockpt.measuring import StepRunner
 
-COPY_PROBE_BYTES = 32 * 2**20
+COPY_PROBE_BYTES, COPY_PROBES, COPY_ROUNDS = 4 * 2**20, 8, 5
 
 
 class _OpTimer(TorchDispatchMode):
@@ -108,19 +108,25 @@ def memory_of_others(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str
 
 
 def _copy_bandwidths(runner: StepRunner) -> tuple[float, float]:
-    """Bytes per second off the device and back, by the transport that offload uses. Best of three after a warm-up."""
+    """Bytes per second off the device and back, by the transport that offload uses: the best of some rounds.
+
+    Many copies of the size of one activation, in buffers that earlier rounds used: as in the steady state of training.
+    """
     transport = transport_for(runner.device.torch_device)
-    source = torch.ones(COPY_PROBE_BYTES, dtype=torch.uint8, device=runner.device.torch_device)
+    sources = [
+        torch.ones(COPY_PROBE_BYTES, dtype=torch.uint8, device=runner.device.torch_device) for _ in range(COPY_PROBES)
+    ]
     best_out = best_back = float("inf")
-    for _ in range(4):
+    for _ in range(COPY_ROUNDS):
         runner.device.synchronize()
         start = time.perf_counter()
-        parcel = transport.send(source)
-        parcel.settle()
+        parcels = [transport.send(source) for source in sources]
+        for parcel in parcels:
+            parcel.settle()
         runner.device.synchronize()
         middle = time.perf_counter()
-        parcel.get()
+        while parcels:
+            parcels.pop().get()
         runner.device.synchronize()
         best_out, best_back = min(best_out, middle - start), min(best_back, time.perf_counter() - middle)
-        parcel.release()
-    return COPY_PROBE_BYTES / best_out, COPY_PROBE_BYTES / best_back
+    return COPY_PROBES * COPY_PROBE_BYTES / best_out, COPY_PROBES * COPY_PROBE_BYTES / best_back

@@ -18,18 +18,18 @@ from autockpt.profiling import build_profile, leanest, measure_op_times, uniform
 from autockpt.schema import RECOMPUTE, SAVE, Choice, WorkloadSpec, parse_choice
 from autockpt.tracing import Tracer
 
-ROUNDS = 9
+ROUNDS = 7
 RANDOM_PLANS = 10
 KINDS = ("save", "recompute", "offload")
 HERE = Path(__file__).parent
 CASES = {
-    "llama, AdamW": WorkloadSpec(model="llama-small"),
-    "llama, AdamW, accumulate 2": WorkloadSpec(model="llama-small", batch_size=4, accumulate=2),
-    "gpt2 (dropout), AdamW": WorkloadSpec(model=str(HERE / "gpt2.json"), batch_size=8, seq_len=256),
+    "llama, AdamW": WorkloadSpec(model="llama-small", batch_size=3),
+    "llama, AdamW, accumulate 2": WorkloadSpec(model="llama-small", batch_size=2, accumulate=2),
+    "gpt2 (dropout), AdamW": WorkloadSpec(model=str(HERE / "gpt2.json"), batch_size=3, seq_len=256),
     "bert (dropout), SGD, clipping": WorkloadSpec(
-        model=str(HERE / "bert.json"), batch_size=8, seq_len=256, optimizer="sgd", max_grad_norm=1.0
+        model=str(HERE / "bert.json"), batch_size=4, seq_len=256, optimizer="sgd", max_grad_norm=1.0
     ),
-    "vit, AdamW": WorkloadSpec(model=str(HERE / "vit.json"), batch_size=8),
+    "vit, AdamW": WorkloadSpec(model=str(HERE / "vit.json"), batch_size=5),
     "mixtral, AdamW": WorkloadSpec(model=str(HERE / "mixtral.json"), batch_size=4, seq_len=256),
 }
 
@@ -57,14 +57,14 @@ def run_case(title: str, spec: WorkloadSpec) -> list[tuple[float, float]]:
         chosen = plans(units, seed=7)
         peaks = {name: worker.measure(choices, steps=1).peak_bytes for name, choices in chosen.items()}
         seconds = worker.compare(chosen, rounds=ROUNDS)
-    plain = predictor.predict(chosen["save all"]).step_seconds or 0.0
+        predictions = {name: predictor.predict(choices) for name, choices in chosen.items()}
+    plain = predictions["save all"].step_seconds or 0.0
     step = statistics.median(seconds["save all"])
     print(f"\n### {title}: {len(units)} units, measured step {step * 1e3:.0f} ms, predicted {plain * 1e3:.0f} ms\n")
     print("| plan | peak predicted (bytes) | measured | error | overhead predicted | measured | error (points) |")
     print("|---|---|---|---|---|---|---|")
     errors = []
-    for name, choices in chosen.items():
-        predicted = predictor.predict(choices)
+    for name, predicted in predictions.items():
         peak = predicted.peak_bytes / peaks[name] - 1
         guess = (predicted.step_seconds or 0.0) / plain - 1
         ratios = [a / b for a, b in zip(seconds[name], seconds["save all"], strict=True)]

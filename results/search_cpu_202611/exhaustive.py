@@ -1,6 +1,6 @@
 """The found plan against the best of all 729 assignments of a six-layer model, every one really measured.
 
-    python results/search_cpu_202611/exhaustive.py
+    OMP_NUM_THREADS=1 python results/search_cpu_202611/exhaustive.py
 
 The minimum of hundreds of noisy numbers is too small, so the ten fastest that fit are measured again, interleaved with
 the found plan, until the interval of the ratio to the best of them is within ± 0.5 % or 60 rounds are done.
@@ -18,7 +18,7 @@ from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import Choice, SearchRequest, WorkloadSpec, load_space, parse_budget, parse_choice
 from autockpt.tuning import run_search
 
-SPEC = WorkloadSpec(model=str(Path(__file__).with_name("six_layers.json")), batch_size=4, seq_len=256)
+SPEC = WorkloadSpec(model=str(Path(__file__).with_name("six_layers.json")), batch_size=4, seq_len=128)
 KINDS = ("save", "recompute", "offload")
 BUDGET = "50%act"
 TRIALS = 20

@@ -1,9 +1,9 @@
 """Is the found plan at least as fast as the best of the plans that people choose by hand? Paired and interleaved.
 
-    python results/search_cpu_202611/known_plans.py
+    OMP_NUM_THREADS=1 python results/search_cpu_202611/known_plans.py
 
 For each budget: one search, then every fitting one of recompute all, every n-th and first k beside one another, and
-the two fastest of them against it until the 95 % interval of the ratio is within ± 0.5 % or 30 rounds are done.
+the two fastest of them against it until the 95 % interval of the ratio is within ± 0.5 % or 20 rounds are done.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import RECOMPUTE, SAVE, Choice, SearchRequest, WorkloadSpec, load_space, parse_budget
 from autockpt.tuning import run_search
 
-SPEC = WorkloadSpec(model="llama-small", batch_size=4)
+SPEC = WorkloadSpec(model="llama-small", batch_size=2)
 BUDGETS = ("40%act", "60%act", "80%act")
 SPACES: tuple[tuple[str, ...], ...] = (("save", "recompute", "offload"), ("save", "recompute"))
-TRIALS = 16
+TRIALS = 12
 
 
 def known(units: list[str]) -> dict[str, dict[str, Choice]]:
@@ -59,7 +59,7 @@ def one(budget: str, kinds: tuple[str, ...], out: Path) -> None:
             for name, plan in known(blocks).items()
             if worker.measure(plan, steps=1).peak_bytes <= found.budget.bytes
         }
-        times = worker.compare(rivals, rounds=5)
+        times = worker.compare(rivals, rounds=3)
         best = sorted(rivals, key=lambda name: statistics.median(times[name]))[:2]
         lines = [versus(worker, ours, name, rivals[name]) for name in best]
     strip = "".join({"save": ".", "recompute": "R", "offload": "O"}[ours[u].kind] for u in blocks)
@@ -77,7 +77,7 @@ def versus(worker: WorkerMeasurer, ours: Mapping[str, Choice], name: str, rival:
         times = worker.compare({"ours": ours, "rival": rival}, rounds=rounds)
         return times["ours"], times["rival"]
 
-    pair = compare_until(draw, at_most=30)
+    pair = compare_until(draw, at_most=20)
     verdict = {"faster": "ours faster", "slower": "ours slower", "undecided": "undecided"}[judge(pair.ratio)]
     return f"{name}: {pair.ratio} after {pair.rounds} rounds, {verdict}"
 
