@@ -117,7 +117,7 @@ def _caller() -> FrameType | None:
 @functools.cache
 def _calibrated() -> Counts:
     """Counts of a gradient that only the engine holds, seen through the recorder itself."""
-    from autockpt.tracing.recorder import RealRecorder
+    from autockpt.tracing.real import RealRecorder
 
     engine = EngineAdds(calibrating=True)
     recorder = RealRecorder(torch.device("cpu"), engine)

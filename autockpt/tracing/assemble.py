@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from autockpt.schema.graph import PHASES, Copy, Graph, Op, Storage, StorageKind, TensorMeta, Unit
+from autockpt.schema.names import strip_prefixes
 from autockpt.tracing.location import OPTIMIZER
 from autockpt.tracing.recorder import Recorder
 from autockpt.workload import Workload
@@ -16,6 +17,7 @@ from autockpt.workload.storages import nested_tensors
 
 _WEIGHT_COPIES = frozenset({"_to_copy"})
 Source = Literal["ghost", "recorded"]
+Place = tuple[str, str | None]
 
 
 @dataclass
@@ -26,17 +28,16 @@ class RawGraph:
     resident: dict[str, int]
     signatures: list[str]
     calls: list[tuple[str, int, int]]
-    places: list[tuple[str, str | None]]
+    places: list[Place]
     ops: list[tuple[Any, ...]]
     storages: list[tuple[Any, ...]]
     copies: list[tuple[Any, ...]]
     notes: list[str] = field(default_factory=list)
 
 
-def summarize(recorder: Recorder, workload: Workload, units: Sequence[Unit], source: Source) -> RawGraph:
-    """What a recorder has recorded of one cycle of ``workload``, as plain data."""
-    places = [(path, unit_of(path, units)) for path in recorder.location.paths]
-    kinds = _Kinds(recorder, workload, units)
+def summarize(recorder: Recorder, workload: Workload, places: list[Place], source: Source) -> RawGraph:
+    """What a recorder has recorded of one cycle of ``workload``, as plain data. ``places``: see RawGraph."""
+    kinds = _Kinds(recorder, workload, places)
     calls: dict[int, int] = {}
     table: list[tuple[str, int, int]] = []
     texts: dict[str, int] = {}
@@ -114,20 +115,14 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
     )
 
 
-def unit_of(path: str, units: Sequence[Unit]) -> str | None:
-    """The block that a module path lies in."""
-    inside = [u.name for u in units if u.role == "block" and (path == u.name or path.startswith(u.name + "."))]
-    return max(inside, key=len, default=None)
-
-
 class _Kinds:
     """What each storage of a recording holds, and whose it is."""
 
-    def __init__(self, recorder: Recorder, workload: Workload, units: Sequence[Unit]) -> None:
+    def __init__(self, recorder: Recorder, workload: Workload, places: Sequence[Place]) -> None:
         self._recorder = recorder
         log = recorder.log
         self._owner: dict[int, str | None] = {}
-        weights = self._parameters(workload, units)
+        weights = self._parameters(workload, places)
         self._weights = frozenset(weights)
         self.kind: list[StorageKind] = ["other" if birth < 0 else "activation" for birth in log.birth]
         for index, op in enumerate(recorder.ops):
@@ -157,7 +152,7 @@ class _Kinds:
                 parts["weights" if sid in self._weights else states] += nbytes
         return parts
 
-    def storages(self, places: Sequence[tuple[str, str | None]]) -> list[tuple[Any, ...]]:
+    def storages(self, places: Sequence[Place]) -> list[tuple[Any, ...]]:
         """(id, bytes, birth, death, kind, unit) of every storage, and of what kernels take while they run."""
         recorder, log = self._recorder, self._recorder.log
         born = dict(recorder.placed)
@@ -175,14 +170,14 @@ class _Kinds:
                 rows.append((len(rows), op.call.workspace, index, index, "other", places[op.module][1]))
         return rows
 
-    def _parameters(self, workload: Workload, units: Sequence[Unit]) -> set[int]:
+    def _parameters(self, workload: Workload, places: Sequence[Place]) -> set[int]:
+        units = dict(places)
         weights = set()
         for path, module in workload.model.named_modules():
-            parameters = [p for p in module._parameters.values() if p is not None]
-            for sid in self._found(parameters):
+            own = [p for p in module._parameters.values() if p is not None]
+            for sid in self._found(own):
                 weights.add(sid)
-                if sid not in self._owner:
-                    self._owner[sid] = unit_of(path, units)
+                self._owner.setdefault(sid, units.get(strip_prefixes(path)))
         return weights
 
     def _found(self, tensors: Any) -> list[int]:

@@ -63,8 +63,9 @@ def _run(source: Source, threads: int, note: Note) -> Run:
 
 
 def _be_a_child() -> None:
-    """Quiet, single-threaded, deaf to Ctrl-C (the parent ends it), and without core dumps."""
+    """Quiet, single-threaded, without accelerators or core dumps, and deaf to Ctrl-C: the parent ends it."""
     faulthandler.disable()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource

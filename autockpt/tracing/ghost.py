@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ _REAL_BYTES = 1 << 23
 # The user's own floats, and those of a model that is being built, are weights and pixels: nobody asks for their values.
 _REAL_FLOAT_BYTES = 1 << 18
 _ONLY_POSITIONS = frozenset({"argsort", "argmax", "argmin", "multinomial"})
-_RECORD_INSTEAD = "Its graph depends on data: record a real step instead."
+_RECORD = "Record a real step instead."
+_DEPENDS_ON_DATA = "Its graph depends on data: record a real step instead."
 
 
 class GhostMode(Recorder):
@@ -31,8 +33,8 @@ class GhostMode(Recorder):
     An op that reads or would make a ghost gets its result's layout from shape inference and no kernel runs; views run
     for real; ops on small real tensors run for real, so what is computed from real data only is true. Positions chosen
     from ghost values (routing) are balanced, a ghost float that is asked for is 1.0; both are noted. ``on_op`` is told
-    of each operator before it runs; ``building`` is set while a workload is made. Raises GhostError where the graph
-    depends on values that do not exist.
+    of each operator before it runs; ``building`` is set while a workload is made, whose values decide nothing. Raises
+    GhostError where the graph depends on values that do not exist, and keeps the last one's words in ``refused``.
     """
 
     def __init__(
@@ -48,11 +50,31 @@ class GhostMode(Recorder):
         self._shapes = Shapes()
         self._on_op = on_op
         self.building = False
+        self.refused: str | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Record what runs inside, as one cycle; ``tolist``, which reads memory by itself, is told what ghosts are."""
+        plain = Tensor.tolist
+
+        def tolist(tensor: Tensor) -> Any:
+            if not tensor.is_floating_point() and tensor.numel() and self._memory.owns(tensor):
+                raise self._refusal(
+                    "the step asks for a list of values that only exist in a real step", _DEPENDS_ON_DATA
+                )
+            return plain(tensor)
+
+        Tensor.tolist = tolist  # type: ignore[method-assign]
+        try:
+            with super().recording():
+                yield self
+        finally:
+            Tensor.tolist = plain  # type: ignore[method-assign]
 
     def allocate(self, nbytes: int) -> Tensor:
         """A 1-D uint8 ghost, born before the op that runs next."""
         buffer = self._ghost(Layout((nbytes,), (1,), torch.uint8, nbytes), self.log.clock)
-        self.placed[self.log.watch(buffer.untyped_storage(), self.log.clock)] = self.location.module
+        self.place(buffer)
         return buffer
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -90,13 +112,12 @@ class GhostMode(Recorder):
     def _reads_ghost(self, tensors: list[Tensor]) -> bool:
         base, end = self._base, self._end
         for tensor in tensors:
+            if tensor.layout is not torch.strided or _dispatch_of(type(tensor)) is not _PLAIN_DISPATCH:
+                raise self._refusal(
+                    f"{type(tensor).__name__} tensors of layout {tensor.layout} have no ghosts", _RECORD
+                )
             if base <= tensor.data_ptr() < end:
                 return True
-            if tensor.layout is not torch.strided or _dispatch_of(type(tensor)) is not _PLAIN_DISPATCH:
-                raise GhostError(
-                    f"{type(tensor).__name__} tensors of layout {tensor.layout} have no ghosts",
-                    remedy="Record a real step instead.",
-                )
         return False
 
     def _makes_small(
@@ -130,7 +151,7 @@ class GhostMode(Recorder):
             return _written(operator, args, kwargs)
         outcome = self._outcome(call, func, args, kwargs)
         if outcome.problem is not None:
-            raise GhostError(f"{operator.name} cannot be ghost-run: {outcome.problem}", remedy=_RECORD_INSTEAD)
+            raise self._refusal(f"{operator.name} cannot be ghost-run: {outcome.problem}", _DEPENDS_ON_DATA)
         if operator.mutates and None not in operator.returned:
             return _written(operator, args, kwargs)
         return self._result(outcome.tree, operator, args, kwargs, tensors)
@@ -179,13 +200,21 @@ class GhostMode(Recorder):
         return result.copy_((torch.arange(math.prod(layout.size)) % max(count, 1)).view(layout.size))
 
     def _scalar(self, tensor: Tensor) -> Any:
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise GhostError(
+        number = tensor.is_floating_point() or tensor.is_complex()
+        if self.building:  # initialisers that draw again until all is in bounds
+            return 1.0 if number else 0
+        if not number:
+            raise self._refusal(
                 f"the step asks for the value of a {tensor.dtype} tensor that only exists in a real step",
-                remedy=_RECORD_INSTEAD,
+                _DEPENDS_ON_DATA,
             )
         self.notes.setdefault("A value computed from activations was read by the step (`.item()`); 1.0 was assumed.")
         return 1.0 if tensor.is_floating_point() else 1.0 + 0.0j
+
+    def _refusal(self, message: str, remedy: str) -> GhostError:
+        """The error to raise; remembered, because others may catch it and raise their own."""
+        self.refused = message
+        return GhostError(message, remedy=remedy)
 
 
 def _dispatch_of(kind: type) -> Any:

@@ -50,10 +50,8 @@ def ghost_copy(workload: Workload, mode: GhostMode) -> Workload:
     for tensor in _tensors(workload):
         if isinstance(tensor, nn.Parameter):
             memo[id(tensor)] = _parameter(tensor, twins.ghost(tensor))
-            memo[id(tensor.grad)] = None
         else:
             memo[id(tensor)] = twins.twin(tensor)
-    memo.pop(id(None), None)
     parts = workload.model, workload.optimizer, workload.scaler, workload.batch, workload.snapshot
     try:
         with _CopyAsGhosts(twins):

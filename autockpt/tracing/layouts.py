@@ -35,8 +35,10 @@ def dense(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Lay
 
 def correct(name: str, tree: Any, argument: Argument, tensors: Sequence[Tensor]) -> Any:
     """The true result of operator ``name`` where inference says ``tree`` (Layouts in lists and tuples)."""
-    if name in _ELEMENTWISE and isinstance(tree, Layout):
+    if name in _ELEMENTWISE:
         return _like_iterator(tree, tensors)
+    if name in _ELEMENTWISE_REVERSED:
+        return _like_iterator(tree, tensors[::-1])
     rule = _CORRECTIONS.get(name)
     return tree if rule is None else rule(tree, argument)
 
@@ -54,17 +56,17 @@ _ELEMENTWISE = frozenset(
         "hardsigmoid_backward",
         "hardswish_backward",
         "hardtanh_backward",
-        "leaky_relu_backward",
         "logical_and",
         "logical_or",
         "logit_backward",
         "mse_loss_backward",
         "native_dropout_backward",
         "softplus_backward",
-        "threshold_backward",
         "xlogy",
     )
 )
+
+_ELEMENTWISE_REVERSED = frozenset(("threshold_backward", "leaky_relu_backward"))
 
 
 def _like_iterator(tree: Layout, tensors: Sequence[Tensor]) -> Layout:
@@ -114,13 +116,13 @@ def _first_contiguous(tree: Any, argument: Argument) -> Any:
 
 def _gelu(tree: Layout, argument: Argument) -> Layout:
     """oneDNN's kernel forgets unusual strides of dimensions of size 1."""
-    return _all_contiguous(tree, argument) if argument("self").is_contiguous() else tree
+    inputs = [t for t in (argument("self"), argument("grad_output")) if t is not None]
+    return _all_contiguous(tree, argument) if all(t.is_contiguous() for t in inputs) else tree
 
 
 def _roll(tree: Layout, argument: Argument) -> Layout:
-    x = argument("self")
-    stride = torch.empty_like(torch.empty_strided(x.size(), x.stride(), device="meta")).stride()
-    return tree._replace(stride=tuple(stride))
+    """Put together from two slices, as concatenation does it."""
+    return _suggested(argument("self"))
 
 
 def _suggested(x: Tensor) -> Layout:
@@ -153,7 +155,8 @@ def _grouped_mm(argument: Argument) -> Layout:
     unit = 16 // dtype.itemsize
     padded = -(-columns // unit) * unit
     stride = (padded, 1) if len(size) == 2 else (rows * padded, padded, 1)
-    return Layout(size, stride, dtype, size[0] * stride[0] * dtype.itemsize)
+    elements = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if math.prod(size) else 0
+    return Layout(size, stride, dtype, elements * dtype.itemsize)
 
 
 _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {

@@ -32,8 +32,10 @@ class GhostMemory:
     def __init__(self, *, writable: bool = False, size: int | None = None) -> None:
         self._mapping = _reserve(writable, _SIZES if size is None else (size,))
         self._whole = _as_tensor(self._mapping)
-        self.base = self._whole.data_ptr()
-        self.size = len(self._mapping)
+        start, size = self._whole.data_ptr(), len(self._mapping)
+        _fence(start, size)
+        self.base = start + mmap.PAGESIZE
+        self.size = size - 2 * mmap.PAGESIZE
         self.end = self.base + self.size
         self._next = self.base
         self._limit = self.end
@@ -103,6 +105,17 @@ def _reserve(writable: bool, sizes: tuple[int, ...]) -> mmap.mmap:
         "the system grants no address space for a ghost run",
         remedy="Raise the limit on address space (`ulimit -v`, vm.overcommit_memory), or record a real step instead.",
     )
+
+
+def _fence(start: int, size: int) -> None:
+    """Make the first and the last page inaccessible, so that the system does not merge neighbouring mappings into one.
+
+    ``touched_bytes`` would count what the neighbours hold.
+    """
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for page in (start, start + size - mmap.PAGESIZE):
+        protect(page, mmap.PAGESIZE, 0)
 
 
 def _as_tensor(mapping: mmap.mmap) -> Tensor:

@@ -33,6 +33,7 @@ class Operator:
     __slots__ = (
         "adds",
         "base",
+        "detaches",
         "flops",
         "layout_only",
         "multiplies",
@@ -59,6 +60,7 @@ class Operator:
         self.returned = [_argument_of(alias, written) for alias in aliased]
         self.layout_only = self.base in _LAYOUT_ONLY
         self.view = not writes and (any(a is not None for a in aliased) or self.base in _HIDDEN_VIEWS)
+        self.detaches = self.base == "detach"
         self.adds = self.name == "aten.add.Tensor"
         self.replaced = self.adds or self.name == "aten.scatter.src"
         self.multiplies = self.base in ("mm", "bmm", "addmm", "baddbmm")

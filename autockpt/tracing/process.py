@@ -107,6 +107,8 @@ class GhostProcess:
 
     def ask(self, verb: str, **arguments: Any) -> Any:
         """The result of a GhostRun's method. Raises what the method raised, or GhostError where the child died."""
+        if self._connection.closed:
+            raise GhostError("the tracer's process has ended", remedy="Make a new tracer.")
         try:
             self._connection.send((verb, arguments))
         except (OSError, ValueError):

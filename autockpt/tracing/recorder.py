@@ -7,21 +7,19 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.tracing.accumulation import EngineAdds, FusedAdds
+from autockpt.tracing.keys import call_key, keyword_key
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
-from autockpt.tracing.operators import Operator, Operators, count_flops, flat_tensors
+from autockpt.tracing.operators import Operator, Operators, flat_tensors
 from autockpt.tracing.saved import SavedTensors
 from autockpt.tracing.shapes import Outcome
 from autockpt.tracing.signature import dtype_name, signature
 from autockpt.tracing.storages import StorageLog
 from autockpt.tracing.workspaces import workspace_bytes
 
-_SCALARS = frozenset({int, bool, str, type(None)})
-_SETTINGS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})
-_PLAIN = frozenset({Tensor, nn.Parameter})
 _current_node = torch._C._current_autograd_node
 _IN_PLACE = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
@@ -145,7 +143,7 @@ class Recorder(TorchDispatchMode):
         def watched() -> Tensor:
             state = plain()
             if self.on_cpu:
-                self.placed[self.log.watch(state.untyped_storage(), self.log.clock)] = self.location.module
+                self.place(state)
             return state
 
         torch.get_rng_state = watched
@@ -159,6 +157,10 @@ class Recorder(TorchDispatchMode):
     def allocate(self, nbytes: int) -> Tensor:
         """A 1-D uint8 device buffer, born before the op that runs next."""
         raise NotImplementedError
+
+    def place(self, tensor: Tensor) -> None:
+        """Watch a tensor that no op has made: born before the op that runs next, if it has not been seen before."""
+        self.placed.setdefault(self.log.watch(tensor.untyped_storage(), self.log.clock), self.location.module)
 
     def copy_issued(self, direction: str, nbytes: int, back_from: CopyRecord | None = None) -> CopyRecord:
         """Note that a copy starts now; pass the answer to ``copy_awaited``. What comes back belongs where it was."""
@@ -178,8 +180,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         operator = self.operators[func]
         tensors: list[Tensor] = []
-        key = (func, _key(args, tensors, operator.mutates), *_items(kwargs, tensors, operator.mutates))
-        self.saved.settle()
+        key = (func, call_key(args, tensors, operator.mutates), *keyword_key(kwargs, tensors, operator.mutates))
+        if not operator.detaches:  # autograd detaches an output to save it: the node is not complete yet
+            self.saved.settle()
         phase, module = self.location.where(_current_node())
         in_place = operator.replaced and self._is_in_place(phase, operator, args, kwargs)
         if in_place:
@@ -259,48 +262,3 @@ class Recorder(TorchDispatchMode):
         if layout is None:
             layout = self._layouts[key] = tuple(key[0]), tuple(key[1]), dtype_name(key[2])
         return layout
-
-
-class RealRecorder(Recorder):
-    """Records a step whose kernels run, on any device; counts the tensors on ``device`` only."""
-
-    def __init__(self, device: torch.device, engine: EngineAdds | None = None) -> None:
-        super().__init__(StorageLog(), engine=engine)
-        self._device_type = device.type
-        self.on_cpu = device.type == "cpu"
-        self.threads = torch.get_num_threads()
-
-    def _run(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        result = func(*args, **kwargs)
-        if call.operator.flops is not None and not call.flops:
-            call.flops = count_flops(call.operator, args, kwargs, result)
-        return result
-
-    def _counts(self, tensor: Tensor) -> bool:
-        return tensor.layout is torch.strided and tensor.device.type == self._device_type
-
-
-def _key(args: Any, tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]:
-    """What a call's signature and outcome depend on; collects the tensors on the way."""
-    key = []
-    for value in args:
-        kind = value.__class__
-        if kind in _PLAIN or isinstance(value, Tensor):
-            tensors.append(value)
-            strided = value.layout is torch.strided
-            key.append((value.size(), value.stride() if strided else (), value.dtype))
-        elif kind in _SCALARS:
-            key.append((kind, value))
-        elif kind is float:
-            # In-place ops take learning rates and the like, which change from step to step and decide nothing here.
-            key.append(kind if mutates else (kind, value))
-        elif isinstance(value, (list, tuple)):
-            key.append(_key(value, tensors, mutates))
-        else:
-            # Storages and generators by kind only: a key that held one would keep its memory alive.
-            key.append((kind, value) if kind in _SETTINGS else kind)
-    return tuple(key)
-
-
-def _items(kwargs: dict[str, Any], tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]:
-    return (tuple(kwargs), _key(kwargs.values(), tensors, mutates)) if kwargs else ()

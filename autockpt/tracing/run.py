@@ -22,9 +22,10 @@ from autockpt.tracing.ghostify import ghost_copy, ghost_in_place, imitate_device
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
-from autockpt.tracing.recorder import RealRecorder, Recorder
+from autockpt.tracing.real import RealRecorder
+from autockpt.tracing.recorder import Recorder
 from autockpt.tracing.transport import NotingTransport
-from autockpt.tracing.units import refine
+from autockpt.tracing.units import refine, unit_of
 from autockpt.workload import Workload, build, discover_units, explain
 from autockpt.workload.failures import location, summary
 
@@ -60,7 +61,7 @@ class Run:
         """
         with self._attached(choices):
             self._cycle()
-        return summarize(self._recorder, self.workload, self.units, self.source)
+        return summarize(self._recorder, self.workload, self._places, self.source)
 
     def _start(self, workload: Workload) -> None:
         """The first cycle: optimizer states are born, and it shows which units there are."""
@@ -68,6 +69,7 @@ class Run:
         self._recorder.location.bind(workload.model)
         self._cycle()
         self.units = refine(discover_units(workload.model), self._recorder)
+        self._places = [(path, unit_of(path, self.units)) for path in self._recorder.location.paths]
 
     @contextmanager
     def _attached(self, choices: Mapping[str, Choice]) -> Iterator[None]:
@@ -92,15 +94,18 @@ class Run:
         gc.disable()
         mark = recorder.location.mark
         steps = nullcontext() if workload.full_step is None else optimizer_steps(mark)
+        failure: AutockptError | None = None
         try:
             with recorder.recording(), steps:
                 workload.cycle(mark)
         except (Exception, SystemExit) as error:
-            raise self._explained(error) from None
+            failure = self._explained(error)
         finally:
             workload.release_gradients()
             if collecting:
                 gc.enable()
+        if failure is not None:  # raised out here it does not drag the step's frames and their tensors along
+            raise failure
 
 
 class GhostRun(Run):
@@ -125,8 +130,13 @@ class GhostRun(Run):
     def build(self, spec: WorkloadSpec, device: torch.device) -> None:
         # The weights' values decide nothing: trained ones are not loaded.
         self._mode.building = True
-        with self._mode:
-            workload = build(spec.model_copy(update={"weights": False}), "cpu")
+        try:
+            with self._mode:
+                workload = build(spec.model_copy(update={"weights": False}), "cpu")
+        except AutockptError as error:
+            if self._mode.refused is None:
+                raise
+            raise GhostError(f"the workload cannot be built of ghosts: {error.message}", remedy=error.remedy) from None
         self._mode.building = False
         self._imitate(device)
         imitate_device(workload, device)

@@ -28,32 +28,38 @@ class SavedTensors:
         self._log = log
         self.by_op: dict[int, list[int]] = defaultdict(list)
         self._regions = 0
-        self._pending: tuple[weakref.ref[Tensor], int] | None = None
+        self._pending: list[tuple[weakref.ref[Tensor], int]] = []
         self._fields: dict[type, tuple[str, ...]] = {}
 
     def reset(self) -> None:
         """Start of a cycle."""
         self.by_op = defaultdict(list)
-        self._pending = None
+        self._pending = []
 
     def after(self, index: int, result: Any) -> None:
         """Op ``index`` of the forward has returned ``result``; its autograd node is complete at the next ``settle``."""
-        if self._regions or not torch.is_grad_enabled():
+        if self._regions:
             return
         for tensor in (result,) if isinstance(result, Tensor) else flat_tensors(result):
             if tensor.is_floating_point() or tensor.is_complex():
-                self._pending = weakref.ref(tensor), index
+                self._pending.append((weakref.ref(tensor), index))
                 return
 
     def settle(self) -> None:
-        """Read the node of the last op, if its result is still there."""
-        if self._pending is None:
+        """Read the nodes of the ops since the last time, where their results are still there.
+
+        A Python autograd function runs its ops without gradients; its node appears on one of the results at its end.
+        """
+        if not self._pending or not torch.is_grad_enabled():
             return
-        reference, index = self._pending
-        self._pending = None
-        tensor = reference()
-        if tensor is not None and tensor.grad_fn is not None:
-            self._note(index, self._held_by(tensor.grad_fn))
+        pending, self._pending = self._pending, []
+        seen: set[int] = set()
+        for reference, index in reversed(pending):
+            tensor = reference()
+            node = None if tensor is None else tensor.grad_fn
+            if node is not None and node._sequence_nr() not in seen:
+                seen.add(node._sequence_nr())
+                self._note(index, self._held_by(node))
 
     def __enter__(self) -> SavedTensors:
         self._push = _autograd._push_saved_tensors_default_hooks
@@ -66,7 +72,7 @@ class SavedTensors:
         _autograd._push_saved_tensors_default_hooks = self._push
         _autograd._pop_saved_tensors_default_hooks = self._pop
         self._regions = 0
-        self._pending = None
+        self._pending = []
 
     def _enter_region(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         self.settle()

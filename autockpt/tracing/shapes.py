@@ -43,11 +43,12 @@ class Shapes:
         try:
             with _quiet(), self._mode:
                 result = func(*_fake(args), **_fake(kwargs))
+            tree = _layouts(result)
         except Exception as error:  # a kept exception would keep the tensors of its frames alive
             lines = str(error).splitlines() or [""]
             return Outcome(problem=f"{type(error).__name__}: {lines[0]}"[:200])
         tensors = flat_tensors([*args, *kwargs.values()])
-        tree = correct(operator.base, _layouts(result), argument, tensors)
+        tree = correct(operator.base, tree, argument, tensors)
         return Outcome(tree, count_flops(operator, args, kwargs, result))
 
 

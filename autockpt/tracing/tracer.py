@@ -142,7 +142,7 @@ class _InProcess:
 
     def ask(self, verb: str, **arguments: Any) -> Any:
         if self._run is None:
-            raise GhostError("the tracer is closed", remedy="Make a new one.")
+            raise GhostError("the tracer is closed", remedy="Make a new tracer.")
         return getattr(self._run, verb)(**arguments)
 
     def close(self) -> None:

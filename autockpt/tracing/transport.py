@@ -2,60 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.devices.base import Parcel, Transport
-from autockpt.devices.ghost import CopyLog
+from autockpt.tracing.recorder import CopyRecord, Recorder
 
 
 class NotingTransport:
-    """A Transport around a device's own that notes every copy."""
+    """A Transport around a device's own that notes every copy; what it runs to make one is not recorded as ops."""
 
-    def __init__(self, inner: Transport, log: CopyLog) -> None:
+    def __init__(self, inner: Transport, recorder: Recorder) -> None:
         self._inner = inner
-        self._log = log
+        self._recorder = recorder
         self.copy_queues = inner.copy_queues
 
     def send(self, source: torch.Tensor) -> NotingParcel:
-        copy = self._log.copy_issued("out", source.numel() * source.element_size())
-        return NotingParcel(self._inner.send(source), self._log, copy, self.copy_queues)
+        copy = self._recorder.copy_issued("out", source.numel() * source.element_size())
+        with _disable_current_modes():
+            parcel = self._inner.send(source)
+        return NotingParcel(parcel, self._recorder, copy, self.copy_queues)
 
 
 class NotingParcel:
     """A Parcel around a device's own."""
 
-    def __init__(self, inner: Parcel, log: CopyLog, out: Any, copy_queues: bool) -> None:
+    def __init__(self, inner: Parcel, recorder: Recorder, out: CopyRecord, copy_queues: bool) -> None:
         self.nbytes = inner.nbytes
         self._inner = inner
-        self._log = log
+        self._recorder = recorder
         self._out = out
-        self._back: Any = None
+        self._back: CopyRecord | None = None
         self._copy_queues = copy_queues
         self._settled = False
 
     def settle(self) -> None:
         if not self._settled:
-            self._log.copy_awaited(self._out)
+            self._recorder.copy_awaited(self._out)
             self._settled = True
-        self._inner.settle()
+        with _disable_current_modes():
+            self._inner.settle()
 
     def fetch(self) -> None:
         if self._copy_queues:
             self._note_back()
-        self._inner.fetch()
+        with _disable_current_modes():
+            self._inner.fetch()
 
     def get(self) -> torch.Tensor:
         self._note_back()
+        with _disable_current_modes():
+            buffer = self._inner.get()
         if self._back is not None:
-            self._log.copy_awaited(self._back)
-        return self._inner.get()
+            self._recorder.copy_awaited(self._back)
+            self._recorder.place(buffer)
+        return buffer
 
     def release(self) -> None:
         self._back = None
-        self._inner.release()
+        with _disable_current_modes():
+            self._inner.release()
 
     def _note_back(self) -> None:
         if self._settled and self._back is None:
-            self._back = self._log.copy_issued("in", self.nbytes, self._out)
+            self._back = self._recorder.copy_issued("in", self.nbytes, self._out)

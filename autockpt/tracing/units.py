@@ -27,6 +27,12 @@ def refine(units: Sequence[Unit], recorder: Recorder) -> tuple[Unit, ...]:
     return tuple(refined)
 
 
+def unit_of(path: str, units: Sequence[Unit]) -> str | None:
+    """The block that a module path lies in."""
+    inside = [u.name for u in units if u.role == "block" and (path == u.name or path.startswith(u.name + "."))]
+    return max(inside, key=len, default=None)
+
+
 def _behaviour(units: Sequence[Unit], recorder: Recorder) -> dict[str, tuple[object, ...]]:
     """What each unit ran: (phase, signature) of its ops, in order."""
     inside = [_enclosing(path, units) for path in recorder.location.paths]

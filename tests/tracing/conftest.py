@@ -17,5 +17,4 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _imported() -> None:
     """What every traced child would import again is imported once, here."""
-    import torch._dynamo
     import transformers.models.llama.modeling_llama  # noqa: F401

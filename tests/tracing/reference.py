@@ -50,29 +50,34 @@ class Real:
             self.ops = watcher.ops
             gc.collect()
             self.resident_bytes = workload.resident_bytes()
-            self.peak_bytes = self.resident_bytes + highest(workload.cycle)
-            self.counts = op_counts(workload.cycle)
+            self.peak_bytes, self.counts = _profiled(workload.cycle, self.resident_bytes)
 
 
-def highest(run: Callable[[], Any]) -> int:
-    """Most bytes that the CPU allocator held during a call, over what it held before."""
+def _profiled(run: Callable[[], Any], resident: int) -> tuple[int, Counter[str]]:
+    """Most bytes that the CPU allocator held during a call, and how often each ATen operator ran in it.
+
+    Works without any dispatch mode. Blocks that were there before must not be freed in the call: the profiler reports
+    their release as zero bytes.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
-    held = most = 0
-    for _, nbytes in events:
+    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    events = list(results.events())
+    held = most = resident
+    for _, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         held += nbytes
         most = max(most, held)
-    return most
+    return most, Counter(e.name().removeprefix("aten::") for e in events if e.name().startswith("aten::"))
 
 
 def op_counts(run: Callable[[], Any]) -> Counter[str]:
-    """How often each ATen operator ran, without any dispatch mode looking."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        run()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    return Counter(e.name().removeprefix("aten::") for e in results.events() if e.name().startswith("aten::"))
+    """How often each ATen operator ran in a call, without any dispatch mode."""
+    return _profiled(run, 0)[1]
+
+
+def peak_over(run: Callable[[], Any]) -> int:
+    """Most bytes that the CPU allocator held during a call over what it held before."""
+    return _profiled(run, 0)[0]
 
 
 def ops_of(graph: Graph) -> list[OpText]:

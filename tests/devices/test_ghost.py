@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autockpt.devices.base import Parcel, Transport
+from autockpt.devices.ghost import GhostTransport
+
+
+class Log:
+    """Writes down what happens, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.events.append(("allocate", nbytes))
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_issued(self, direction: str, nbytes: int, back_from: Any = None) -> str:
+        self.events.append((direction, nbytes))
+        return direction
+
+    def copy_awaited(self, copy: Any) -> None:
+        self.events.append(("await", copy))
+
+
+@pytest.fixture(params=[False, True], ids=["inline", "queues"])
+def queues(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def test_protocols(queues: bool) -> None:
+    transport = GhostTransport(Log(), copy_queues=queues)
+    assert isinstance(transport, Transport)
+    assert isinstance(transport.send(torch.empty(8, dtype=torch.uint8)), Parcel)
+    assert transport.copy_queues is queues
+
+
+def test_the_source_is_the_device_side_until_it_is_settled(queues: bool) -> None:
+    log = Log()
+    source = torch.empty(8, dtype=torch.uint8)
+    parcel = GhostTransport(log, copy_queues=queues).send(source)
+    parcel.fetch()
+    assert parcel.get() is source
+    assert parcel.nbytes == 8
+    assert log.events == [("out", 8)]
+
+
+def test_a_round_trip(queues: bool) -> None:
+    log = Log()
+    parcel = GhostTransport(log, copy_queues=queues).send(torch.empty(8, dtype=torch.uint8))
+    parcel.settle()
+    parcel.settle()
+    parcel.fetch()
+    started_early = ("in", 8) in log.events
+    assert started_early is queues
+    first = parcel.get()
+    assert parcel.get() is first
+    assert log.events.count(("out", 8)) == log.events.count(("in", 8)) == log.events.count(("allocate", 8)) == 1
+    assert log.events.count(("await", "out")) == 1
+    assert log.events[-1] == ("await", "in")
+
+
+def test_what_was_released_can_be_fetched_again(queues: bool) -> None:
+    log = Log()
+    parcel = GhostTransport(log, copy_queues=queues).send(torch.empty(8, dtype=torch.uint8))
+    parcel.settle()
+    first = parcel.get()
+    parcel.release()
+    assert parcel.get() is not first
+    assert log.events.count(("in", 8)) == 2
+
+
+def test_settling_lets_go_of_the_source() -> None:
+    import weakref
+
+    source = torch.empty(8, dtype=torch.uint8)
+    alive = weakref.ref(source)
+    parcel = GhostTransport(Log()).send(source)
+    del source
+    assert alive() is not None
+    parcel.settle()
+    assert alive() is None

@@ -1,0 +1,313 @@
+"""What a tracer promises: units, whole graphs, the user's state untouched, and every failure told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError, GhostError, PlanError, WorkloadError
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.graph import Graph
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing import Tracer, record, trace, trace_workload
+from autockpt.tracing.process import GhostProcess, can_fork
+from autockpt.tracing.tracer import _InProcess
+from autockpt.workload import Workload, build, from_live
+from tests.tracing.reference import Real, mlp
+
+SPEC = WorkloadSpec(model="llama-tiny", autocast="bf16")
+
+
+def workload(step: Callable[[nn.Module, Any], Tensor] | None = None, **settings: Any) -> Workload:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    settings = {"step": step or mean_square, "optimizer": optimizer} | settings
+    return from_live(model, torch.randn(64, 64), **settings)
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.fixture(scope="module")
+def traced() -> tuple[Tracer, Graph, Graph]:
+    with Tracer.from_spec(SPEC, fallback=False) as tracer:
+        blocks = [u.name for u in tracer.units if u.role == "block"]
+        plan = {blocks[0]: RECOMPUTE, blocks[1]: OFFLOAD, blocks[2]: SAVE}
+        return tracer, tracer.trace(), tracer.trace(plan)
+
+
+def test_units_and_settings(traced: tuple[Tracer, Graph, Graph]) -> None:
+    tracer, graph, _ = traced
+    blocks = graph.blocks()
+    assert [u.name for u in blocks] == [f"model.layers.{i}" for i in range(len(blocks))]
+    assert {u.kind for u in blocks} == {0}
+    assert {u.role for u in graph.units} == {"block", "attention", "mlp"}
+    assert tracer.settings["autocast"] == "bf16"
+    assert tracer.units == graph.units
+
+
+def test_ops_are_in_their_units(traced: tuple[Tracer, Graph, Graph]) -> None:
+    _, graph, planned = traced
+    per_unit = Counter((op.unit, op.phase) for op in graph.ops)
+    forward = {per_unit[u.name, "forward"] for u in graph.blocks()}
+    assert len(forward) == 1 and forward != {0}
+    assert per_unit[None, "optimizer"] and not per_unit["model.layers.0", "optimizer"]
+    again = Counter(op.unit for op in planned.ops if op.phase == "recompute")
+    assert set(again) == {"model.layers.0"}
+    assert {c.unit for c in planned.copies} == {"model.layers.1"}
+    assert {c.direction for c in planned.copies} == {"in", "out"}
+
+
+def test_kinds_of_storages(traced: tuple[Tracer, Graph, Graph]) -> None:
+    _, graph, _ = traced
+    real = build(SPEC)
+    weights = sum(p.nbytes for p in real.model.parameters())
+    gradients = [s for s in graph.storages if s.kind == "gradient" and s.death != s.birth]
+    assert sum(s.bytes for s in gradients) >= weights
+    assert graph.resident["weights"] == weights
+    assert graph.resident["optimizer states"] >= 2 * weights
+    assert sum(graph.resident.values()) == graph.resident_bytes
+    copies = [s for s in graph.storages if s.kind == "other" and s.birth >= 0]
+    assert sum(s.bytes for s in copies) >= weights // 2 * 0.8  # autocast's copies of the matrices
+    saved = {s for op in graph.ops for s in op.saves}
+    assert {graph.storages[s].kind for s in saved} == {"activation"}
+
+
+def test_flops_follow_the_choices(traced: tuple[Tracer, Graph, Graph]) -> None:
+    _, graph, planned = traced
+    forward = [op.flops for op in graph.ops if op.phase == "forward" and op.unit == "model.layers.0" and op.flops]
+    repeated = [op.flops for op in planned.ops if op.phase == "recompute" and op.flops]
+    assert repeated == forward[:-1]  # nothing needs the last product's result
+    assert sum(op.flops for op in graph.ops if op.phase == "backward") > 1.5 * sum(
+        op.flops for op in graph.ops if op.phase == "forward"
+    )
+
+
+def test_repeated_traces_are_equal() -> None:
+    with Tracer.from_workload(workload(), fallback=False) as tracer:
+        plan = {"1": RECOMPUTE, "2": OFFLOAD}
+        tracer.trace(plan)  # whatever is made once and kept
+        first, _ = tracer.trace(plan), tracer.trace()
+        assert tracer.trace(plan) == first
+
+
+def test_the_users_state_is_untouched() -> None:
+    live = workload()
+    live.cycle()
+    mean_square(live.model, live.batch).backward()
+    before = [(p.clone(), p.grad, p.data_ptr()) for p in live.model.parameters()]
+    states = str(live.optimizer.state_dict()) if live.optimizer else ""
+    random_state = torch.get_rng_state()
+    for backend in (Tracer.from_workload(live, fallback=False), Tracer(_InProcess(live))):
+        with backend as tracer:
+            assert tracer.trace({"0": RECOMPUTE}).source == "ghost"
+    for parameter, (value, gradient, address) in zip(live.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.grad is gradient and parameter.data_ptr() == address
+    assert live.optimizer is not None and str(live.optimizer.state_dict()) == states
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_every_way_gives_the_same_graph() -> None:
+    plan = {"1": RECOMPUTE}
+    live = workload()
+    ghost = trace_workload(live, plan)
+    inside = Tracer(_InProcess(live)).trace(plan)
+    assert inside == ghost
+    assert trace(live.model, live.batch, plan, step=live.step, optimizer=live.optimizer) == ghost
+    real = record(live, plan)
+    assert (real.source, real.peak_bytes, real.units) == ("recorded", ghost.peak_bytes, ghost.units)
+    assert [(op.target, op.module, op.phase, op.signature) for op in real.ops] == [
+        (op.target, op.module, op.phase, op.signature) for op in ghost.ops
+    ]
+    assert real.peak_bytes == Real(workload(), plan).peak_bytes
+
+
+def test_a_recorded_step_notes_the_copies_of_offload() -> None:
+    plan = {"0": OFFLOAD, "2": OFFLOAD}
+    live = workload()
+    ghost, real = trace_workload(live, plan), record(live, plan)
+    assert [(c.direction, c.bytes, c.unit) for c in real.copies] == [
+        (c.direction, c.bytes, c.unit) for c in ghost.copies
+    ]
+    assert real.peak_bytes == ghost.peak_bytes
+
+
+def test_a_process_of_its_own() -> None:
+    process = GhostProcess.spawn("ghost", WorkloadSpec(model="llama-tiny", optimizer="none"), torch.device("cpu"))
+    try:
+        assert len(process.units) == 12
+        assert len(process.ask("trace", choices={}).ops) > 100
+    finally:
+        process.close()
+
+
+def test_a_full_step_has_an_optimizer_phase() -> None:
+    live = workload()
+    model, batch, optimizer = live.model, live.batch, live.optimizer
+    assert optimizer is not None
+
+    def full_step() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            mean_square(model, batch).backward()
+            optimizer.step()
+
+    whole = from_live(model, batch, optimizer=optimizer, full_step=full_step)
+    graph = trace_workload(whole)
+    phases = [op.phase for op in graph.ops]
+    assert graph.source == "ghost"
+    assert phases.index("optimizer") < len(phases) - 1 - phases[::-1].index("forward")
+    with pytest.raises(GhostError, match="full_step"):
+        _InProcess(whole)
+
+
+def test_an_accelerators_optimizer_works_on_all_parameters_at_once() -> None:
+    with Tracer.from_spec(WorkloadSpec(model="llama-tiny"), device="cuda", fallback=False) as tracer:
+        graph = tracer.trace({tracer.units[0].name: OFFLOAD})
+    updates = [op.target for op in graph.ops if op.phase == "optimizer"]
+    assert any("_foreach_" in target for target in updates)
+    assert all(c.awaited is None or c.issued < c.awaited for c in graph.copies if c.direction == "out")
+
+
+# Failures.
+
+
+def slipping(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    out.detach().numpy()[0, 0] = 1.0  # a kernel that PyTorch does not know of
+    return out.mean()
+
+
+def broken(model: nn.Module, batch: Tensor) -> Tensor:
+    raise ValueError("the batch has 7 columns")
+
+
+def depends_on_data(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    return out.mean() if out.mean() > 0 else out.sum()
+
+
+def asks_for_a_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = mean_square(model, batch)
+    loss.item()
+    return loss
+
+
+def test_a_kernel_that_slips_through_ends_the_child_only() -> None:
+    with pytest.raises(GhostError, match=r"slipped through .* at aten\.\S+ in 3") as caught:
+        Tracer.from_workload(workload(slipping), fallback=False)
+    assert caught.value.remedy
+
+
+def test_what_cannot_be_ghost_run_is_recorded_and_said() -> None:
+    for step in (slipping, depends_on_data):
+        graph = trace_workload(workload(step))
+        assert graph.source == "recorded"
+        assert "real step" in graph.notes[0]
+        assert len(graph.units) == 4
+
+
+def test_an_assumed_value_is_said() -> None:
+    graph = trace_workload(workload(asks_for_a_loss))
+    assert graph.source == "ghost"
+    assert any(".item()" in note for note in graph.notes)
+
+
+def test_an_exception_in_the_users_step_is_told_with_its_place() -> None:
+    with pytest.raises(GhostError, match=r"test_tracer\.py:\d+.*ValueError: the batch has 7 columns"):
+        Tracer.from_workload(workload(broken), fallback=False)
+    with pytest.raises(WorkloadError, match=r"test_tracer\.py:\d+.*ValueError: the batch has 7 columns"):
+        Tracer.from_workload(workload(broken))
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [(lambda: os._exit(3), "exit code 3"), (lambda: os.kill(os.getpid(), signal.SIGKILL), "out of memory")],
+)
+def test_a_child_that_dies_is_told(end: Callable[[], None], words: str) -> None:
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        out = mean_square(model, batch)
+        end()
+        return out
+
+    with pytest.raises(GhostError, match=words):
+        Tracer.from_workload(workload(step), fallback=False)
+
+
+def test_choices_that_do_not_fit_leave_the_tracer_usable() -> None:
+    with Tracer.from_workload(workload(), fallback=False) as tracer:
+        before = tracer.trace()
+        with pytest.raises(PlanError, match="nope"):
+            tracer.trace({"nope": RECOMPUTE})
+        with pytest.raises((PlanError, ConflictError)):
+            tracer.trace({"0": RECOMPUTE, "0.0": RECOMPUTE})
+        assert tracer.trace() == before
+    with pytest.raises(GhostError):
+        tracer.trace()
+
+
+def test_a_step_that_uses_the_original_model_is_refused_inside_this_process() -> None:
+    live = workload()
+    closed_over = workload(lambda _, batch: mean_square(live.model, batch))
+    live_step = from_live(live.model, live.batch, step=closed_over.step, optimizer=live.optimizer)
+    with pytest.raises(GhostError, match="surroundings"):
+        _InProcess(live_step)
+    assert all(p.grad is None for p in live.model.parameters())
+
+
+@pytest.mark.skipif(not can_fork(), reason="the child is only interrupted where it is forked")
+def test_an_interrupt_leaves_no_child_behind() -> None:
+    def sleepy(model: nn.Module, batch: Tensor) -> Tensor:
+        time.sleep(60)
+        return mean_square(model, batch)
+
+    before = children()
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        Tracer.from_workload(workload(sleepy))
+    timer.join()
+    assert children() == before
+
+
+@pytest.mark.skipif(not can_fork(), reason="needs a forked child")
+def test_the_child_ends_with_its_parent() -> None:
+    program = (
+        "import os, signal, torch\n"
+        "from tests.tracing.test_tracer import workload\n"
+        "from autockpt.tracing import Tracer\n"
+        "tracer = Tracer.from_workload(workload())\n"
+        "print(tracer._backend._pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    child = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        if "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
+            return
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def children() -> set[str]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= set((task / "children").read_text().split())
+    return found

@@ -1,0 +1,76 @@
+"""What kernels take while they run, against the allocator's events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autockpt.tracing.operators import Operator, flat_tensors
+from autockpt.tracing.workspaces import workspace_bytes
+from tests.tracing.reference import peak_over
+
+aten = torch.ops.aten
+
+
+def real_workspace(func: Any, *args: Any) -> int:
+    """Most bytes held during the call beyond its results."""
+    results: list[Any] = []
+    func(*args)
+    most = peak_over(lambda: results.append(func(*args)))
+    return most - sum({t.data_ptr(): t.untyped_storage().nbytes() for t in flat_tensors(results)}.values())
+
+
+def known(func: Any, *args: Any) -> int:
+    return workspace_bytes(Operator(func), args, {}, torch.get_num_threads())
+
+
+CONVOLUTIONS = [
+    ((8, 16, 16, 16), (32, 16, 3, 3), 1, 1),
+    ((8, 3, 32, 32), (64, 3, 7, 7), 2, 1),
+    ((8, 20, 16, 16), (30, 20, 3, 3), 1, 1),
+    ((8, 64, 16, 16), (64, 1, 3, 3), 1, 64),
+    ((8, 64, 16, 16), (128, 64, 1, 1), 1, 1),
+]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+@pytest.mark.parametrize(("size", "kernel", "stride", "groups"), CONVOLUTIONS)
+def test_convolutions(size: tuple[int, ...], kernel: tuple[int, ...], stride: int, groups: int) -> None:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("the rules were read off kernels for AVX-512")
+    x, weight = torch.rand(size), torch.rand(kernel)
+    pad = kernel[-1] // 2
+    rest = [stride] * 2, [pad] * 2, [1, 1], False, [0, 0], groups
+    args = (x, weight, None, *rest)
+    y = aten.convolution.default(*args)
+    slack = 0.02 * y.nbytes
+    assert known(aten.convolution.default, *args) == pytest.approx(
+        real_workspace(aten.convolution.default, *args), abs=slack
+    )
+    backward = (torch.rand_like(y), x, weight, None, *rest, [True, True, False])
+    real = real_workspace(aten.convolution_backward.default, *backward)
+    assert known(aten.convolution_backward.default, *backward) == pytest.approx(real, rel=0.35)
+
+
+def test_other_kernels() -> None:
+    weight, stats = torch.ones(32), torch.ones(32)
+    image = torch.rand(8, 32, 16, 16)
+    batch_norm = (image, image, weight, stats, stats, stats, stats, True, 1e-5, [True] * 3)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.native_batch_norm_backward.default, batch_norm),
+        (aten.native_layer_norm.default, (torch.rand(64, 32, 64).transpose(1, 2), [32], weight, weight, 1e-5)),
+        (aten._safe_softmax.default, (torch.rand(64, 8, 32), -1)),
+        (aten.roll.default, (image, [1, 1], [2, 3])),
+        (aten.roll.default, (image, [1], [2])),
+        (aten.embedding_dense_backward.default, (torch.rand(32, 64).t(), torch.zeros(64).long(), 9, -1, False)),
+    ]
+    for func, args in calls:
+        assert known(func, *args) == pytest.approx(real_workspace(func, *args), abs=1024), func
+
+
+def test_most_kernels_need_none() -> None:
+    x: Tensor = torch.rand(8, 8)
+    assert known(aten.mm.default, x, x) == known(aten.native_layer_norm.default, x, [8], None, None, 1e-5) == 0
