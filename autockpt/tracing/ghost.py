@@ -20,6 +20,8 @@ from autockpt.tracing.storages import StorageLog
 
 # Values of this many bytes are worth having for true answers (masks, positions, tables); more cost time and memory.
 _REAL_BYTES = 1 << 23
+# Token ids and padding masks, one value a token, decide which masks and kernels a step uses, however large the batch.
+_REAL_TOKEN_BYTES, _TOKEN_DIMS = 1 << 28, 2
 # The user's own floats, and those of a model that is being built, are weights and pixels: nobody asks for their values.
 _REAL_FLOAT_BYTES = 1 << 18
 _ONLY_POSITIONS = frozenset({"argsort", "argmax", "argmin", "multinomial"})
@@ -92,7 +94,7 @@ class GhostMode(Recorder):
     def stays_real(self, tensor: Tensor) -> bool:
         """Whether a tensor of the user's is small enough to keep its values."""
         number = tensor.is_floating_point() or tensor.is_complex()
-        limit = _REAL_FLOAT_BYTES if number else _REAL_BYTES
+        limit = _REAL_FLOAT_BYTES if number else self._real_bytes(tensor.dtype, tensor.dim())
         return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= limit
 
     def _run(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -125,13 +127,15 @@ class GhostMode(Recorder):
     ) -> bool:
         """Whether an op on real tensors is small enough on both sides to run for real."""
         for tensor in tensors:
-            if tensor.numel() * tensor.element_size() > self._real_bytes(tensor.dtype):
+            if tensor.numel() * tensor.element_size() > self._real_bytes(tensor.dtype, tensor.dim()):
                 return False
         tree = self._outcome(call, func, args, kwargs).tree
-        return all(leaf.nbytes <= self._real_bytes(leaf.dtype) for leaf in leaves(tree))
+        return all(leaf.nbytes <= self._real_bytes(leaf.dtype, len(leaf.size)) for leaf in leaves(tree))
 
-    def _real_bytes(self, dtype: torch.dtype) -> int:
+    def _real_bytes(self, dtype: torch.dtype, dims: int) -> int:
         number = dtype.is_floating_point or dtype.is_complex
+        if not number and dims <= _TOKEN_DIMS:
+            return _REAL_TOKEN_BYTES
         return _REAL_FLOAT_BYTES if self.building and number else _REAL_BYTES
 
     def _outcome(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
