@@ -311,3 +311,9 @@ def children() -> set[str]:
     for task in Path("/proc/self/task").iterdir():
         found |= set((task / "children").read_text().split())
     return found
+
+
+def test_token_ids_and_padding_masks_keep_their_values_however_large_the_batch() -> None:
+    spec = WorkloadSpec(model="llama-tiny", batch_size=20_000, seq_len=64)
+    with Tracer.from_spec(spec, fallback=False) as tracer:
+        assert tracer.trace().peak_bytes > 2**30
