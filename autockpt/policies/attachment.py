@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -18,13 +19,15 @@ from torch import nn
 class Attachment:
     """What one attached forward knows. Copied and pickled with its module; ``_cache…`` fields are left behind.
 
-    ``inner`` is the forward that the instance had before (None: its class's). An attachment that could not be taken
-    off because somebody wrapped it is made inert by ``active = False``.
+    ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
+    module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
+    could not be taken off because somebody wrapped it is made inert by ``active = False``.
     """
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.inner: Callable[..., Any] | None = None
+        self.unbound: Callable[..., Any] | None = None
         self.active = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -33,6 +36,11 @@ class Attachment:
 
 class AttachedForward(functools.partial):
     """``run(module, state, *args, **kwargs)`` in the place of a module's forward; has that forward's signature."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        # accelerate, unwrapping a model, binds once more what is bound already
+        module, state = self.args
+        return self.func(module, state, *(args[1:] if args and args[0] is module else args), **kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -43,9 +51,24 @@ class AttachedForward(functools.partial):
         return self.args[1]
 
     @property
+    def __func__(self) -> Unbound:
+        # accelerate wraps what is behind a method and binds it again, when it prepares a model and when it unwraps it
+        return Unbound(self.func, self.state)
+
+    @property
     def __signature__(self) -> inspect.Signature:
         # the Trainer and generate() read which arguments a model takes from here
         return inspect.signature(inner_forward(self.module, self.state))
+
+
+class Unbound:
+    """An attached forward that is not bound to its module yet."""
+
+    def __init__(self, run: Callable[..., Any], state: Attachment) -> None:
+        self.run, self.state = run, state
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.run(module, self.state, *args, **kwargs)
 
 
 def inner_forward(module: nn.Module, state: Attachment) -> Callable[..., Any]:
@@ -55,6 +78,8 @@ def inner_forward(module: nn.Module, state: Attachment) -> Callable[..., Any]:
 
 def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward that the attachment stands before."""
+    if state.unbound is not None:
+        return state.unbound(module, *args, **kwargs)
     if state.inner is None:
         return type(module).forward(module, *args, **kwargs)
     return state.inner(*args, **kwargs)
@@ -62,7 +87,9 @@ def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwar
 
 def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> AttachedForward:
     """Put an attachment before the module's present forward."""
-    state.inner = module.__dict__.get("forward")
+    state.inner = inner = module.__dict__.get("forward")
+    if isinstance(inner, AttachedForward) or (isinstance(inner, MethodType) and inner.__self__ is module):
+        state.unbound = inner.__func__
     forward = AttachedForward(run, module, state)
     module.__dict__["forward"] = forward
     return forward
@@ -83,10 +110,14 @@ def attached_to(module: nn.Module) -> AttachedForward | None:
     """The active attachment on a module, also where others wrapped its forward since."""
     forward = module.__dict__.get("forward")
     while forward is not None:
+        if isinstance(forward, Unbound):
+            forward = AttachedForward(forward.run, module, forward.state)
         if isinstance(forward, AttachedForward):
             if forward.state.active:
                 return forward
             forward = forward.state.inner
+        elif isinstance(forward, MethodType):
+            forward = forward.__func__
         else:
             forward = getattr(forward, "__wrapped__", None)
     return None

@@ -43,7 +43,7 @@ class Pipeline:
         return Pipeline(self._chosen)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # streams and mapped files stay behind; the default transport does it wherever this is loaded
+        return {"transport": None}  # streams and mapped files stay behind; the default one does wherever this is loaded
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._chosen = None
@@ -109,15 +109,22 @@ class OffloadPolicy:
             return
         pipeline = Pipeline(session.transport)
         session.listen(pipeline)
+        # a device that nothing can be moved off is refused now, not in the middle of training
+        queues = any([pipeline.transport(device).copy_queues for device in set(map(_device, units))])
         for unit in units:
             session.place(unit.name, unit.module, run_offloaded, OffloadState(unit.name, pipeline))
             session.note(unit.name, "offload: what it saves leaves the device between forward and backward")
         for unit in _next_others(units, session.order):
-            if pipeline.transport(device_of(unit.module)).copy_queues:
+            if queues:
                 session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         return 0, 0
+
+
+def _device(unit: PlannedUnit) -> torch.device:
+    device = device_of(unit.module)
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _next_others(units: Sequence[PlannedUnit], order: Sequence[PlannedUnit]) -> Iterator[PlannedUnit]:

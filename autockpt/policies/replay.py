@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.buffers import BufferWatch, Seen, as_seen
+from autockpt.policies.surroundings import NumpyUse, Surroundings
 
 _current = threading.local()
 
@@ -35,15 +33,14 @@ class ReplayState(Attachment):
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
         self.buffers = BufferWatch()
-        self.uses_numpy_random: bool | None = None
-        self._cache_parameters: list[tuple[nn.Module, str]] | None = None
+        self.numpy_use = NumpyUse()
+        self._cache_parameters: list[tuple[dict[str, nn.Parameter | None], str]] | None = None
 
-    def parameters(self, module: nn.Module) -> list[nn.Parameter]:
+    def parameters(self, module: nn.Module) -> list[torch.Tensor | None]:
         """The unit's parameters as they are now: FSDP exchanges them, so the modules are asked each time."""
         if self._cache_parameters is None:
-            self._cache_parameters = [(owner, name) for owner in module.modules() for name in owner._parameters]
-        found = (owner._parameters.get(name) for owner, name in self._cache_parameters)
-        return [p for p in found if p is not None]
+            self._cache_parameters = [(m._parameters, name) for m in module.modules() for name in m._parameters]
+        return [parameters.get(name) for parameters, name in self._cache_parameters]
 
 
 class Replay:
@@ -61,7 +58,8 @@ class Replay:
         self.first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
         self.parameters = _Versions(state.parameters(module))
-        self.host_random = _HostRandom(state)
+        generators = [g for g in objects if isinstance(g, torch.Generator)] if objects else []
+        self.surroundings = Surroundings(generators, state.numpy_use)
         self.buffers: list[Seen] = state.buffers.before(module)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -79,7 +77,8 @@ class Replay:
         """
         unit = self.state.unit
         inputs = [t for t, version in zip(self.tensors, versions, strict=True) if t._version != version]
-        for what, changed in (("inputs", inputs), ("parameters", self.parameters.changed())):
+        parameters, hidden = self.parameters.changed(), self.hidden.changed()
+        for what, changed in (("inputs", inputs or hidden), ("parameters", parameters)):
             if changed:
                 raise ConflictError(
                     f"{unit} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, "
@@ -87,28 +86,41 @@ class Replay:
                     remedy=f"Use `save` or `offload` on {unit}, or switch off inplace=True in its first operation.",
                 )
         self.buffers = self.state.buffers.after(self.module, unit, self.buffers)
-        self.host_random.finish(self.state)
+        self.surroundings.finish()
         self.tensors = []
 
     def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         unit = self.state.unit
         self.parameters.check(unit, "a parameter")
+        if any(map(_exchanged, self.parameters.tensors, self.state.parameters(self.module))):
+            raise InPlaceError(
+                f"parameters of {unit} were exchanged between forward and backward, so its forward would run again on "
+                "others",
+                remedy=f"Use `save` or `offload` on {unit}; functional_call and the like do not work with recompute.",
+            )
         self.hidden.check(unit, "a tensor among the arguments")
         args, kwargs = put_together(self.template, iter(tensors))
-        with _marked(unit), self.host_random.restored(), as_seen(unit, self.buffers):
-            return call_inner(self.module, self.state, args, kwargs)
+        outer, _current.unit = recomputing(), unit
+        try:
+            if not self.buffers and not self.surroundings.differ():
+                return call_inner(self.module, self.state, args, kwargs)
+            with self.surroundings.restored(), as_seen(unit, self.buffers):
+                return call_inner(self.module, self.state, args, kwargs)
+        finally:
+            _current.unit = outer
 
 
 class _Versions:
     """Tensors that a recompute reads without autograd knowing, with their version counters."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self.tensors = tensors
-        self.versions = [t._version for t in tensors]
+        self.versions = [0 if t is None else t._version for t in tensors]
 
     def changed(self) -> list[torch.Tensor]:
         """Those that were changed in place since."""
-        return [t for t, version in zip(self.tensors, self.versions, strict=True) if t._version != version]
+        pairs = zip(self.tensors, self.versions, strict=True)
+        return [t for t, version in pairs if t is not None and t._version != version]
 
     def check(self, unit: str, what: str) -> None:
         """Raise InPlaceError where one was changed in place since."""
@@ -120,53 +132,8 @@ class _Versions:
             )
 
 
-@contextmanager
-def _marked(unit: str) -> Iterator[None]:
-    before = recomputing()
-    _current.unit = unit
-    try:
-        yield
-    finally:
-        _current.unit = before
-
-
-class _HostRandom:
-    """Random state of Python and NumPy, which torch does not look after. Kept only where a forward used it.
-
-    NumPy's is costly to read, so after a first call that left it alone it is not looked at again.
-    """
-
-    def __init__(self, state: ReplayState) -> None:
-        numpy = sys.modules.get("numpy") if state.uses_numpy_random is not False else None
-        self.python: Any = random.getstate()
-        self.numpy: Any = numpy.random.get_state() if numpy is not None else None
-
-    def finish(self, state: ReplayState) -> None:
-        # any draw moves the index behind the 624 words or, at the end of them, replaces them all
-        (_, words, gauss), (_, words_now, gauss_now) = self.python, random.getstate()
-        if words[-1] == words_now[-1] and words[:4] == words_now[:4] and gauss == gauss_now:
-            self.python = None
-        if self.numpy is not None:
-            now = sys.modules["numpy"].random.get_state()
-            used = now[2] != self.numpy[2] or bool((now[1] != self.numpy[1]).any()) or now[3:] != self.numpy[3:]
-            state.uses_numpy_random = used or bool(state.uses_numpy_random)
-            if not used:
-                self.numpy = None
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        if self.python is None and self.numpy is None:
-            yield
-            return
-        python_now = random.getstate()
-        numpy_now = sys.modules["numpy"].random.get_state() if self.numpy is not None else None
-        try:
-            if self.python is not None:
-                random.setstate(self.python)
-            if self.numpy is not None:
-                sys.modules["numpy"].random.set_state(self.numpy)
-            yield
-        finally:
-            random.setstate(python_now)
-            if numpy_now is not None:
-                sys.modules["numpy"].random.set_state(numpy_now)
+def _exchanged(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    """Whether other values stand in a parameter's place. FSDP and accelerate exchange objects for the same values."""
+    if before is now or before is None or now is None or before.is_meta or now.is_meta:
+        return False
+    return not (hasattr(before, "to_local") or hasattr(now, "to_local"))

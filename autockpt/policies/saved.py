@@ -49,16 +49,19 @@ _WEIGHT_STEPS = frozenset(
 class Group:
     """What one forward of one unit moved.
 
-    ``before`` is the group whose forward ran before this one's; ``ahead`` says whether fetching before the bytes are
-    needed pays, which is where copies run beside compute.
+    ``before`` is the group whose forward ran before this one's; backward comes to it next. ``ahead`` says whether
+    fetching before the bytes are needed pays, which is where copies run beside compute.
     """
 
     def __init__(self, unit: str, before: Group | None, ahead: bool) -> None:
         self.unit = unit
         self._ahead = ahead
-        self._before = weakref.ref(before) if before is not None else None
         self._storages: list[weakref.ref[SavedStorage]] = []
-        self._fetched = False
+        self._before = weakref.ref(before) if before is not None else None
+        self._after: weakref.ref[Group] | None = None
+        self._entered = self._fetched = False
+        if before is not None:
+            before._after = weakref.ref(self)
 
     def add(self, storage: SavedStorage) -> None:
         self._storages.append(weakref.ref(storage))
@@ -72,31 +75,47 @@ class Group:
         for storage in self.alive():
             storage.parcel.settle()
 
-    def fetch(self) -> None:
-        """Bring this group back, and the one that backward will need next."""
-        self._fetch_own()
-        if self._before is not None and (before := self._before()) is not None:
-            before._fetch_own()
+    def enter(self) -> None:
+        """Backward reads from this group: bring it back and the one before it; the one behind it is done with."""
+        before = self._before() if self._before is not None else None
+        if not self._entered:
+            self._entered = True
+            if self._after is not None and (after := self._after()) is not None:
+                after._leave()
+            if before is not None and not any(storage.waiting for storage in before.alive()):
+                before.start_over()
+        self.fetch()
+        if before is not None:
+            before.fetch()
 
-    def _fetch_own(self) -> None:
+    def fetch(self) -> None:
+        """Start bringing back what backward has not had yet."""
         if self._ahead and not self._fetched:
             self._fetched = True
             for storage in reversed(self.alive()):
-                storage.parcel.fetch()
+                if storage.waiting:
+                    storage.parcel.fetch()
 
-    def forget_fetch(self) -> None:
-        """Something was let go after use; a second backward over the same graph starts over."""
-        self._fetched = False
+    def start_over(self) -> None:
+        """A second backward over the same graph has begun."""
+        self._entered = self._fetched = False
+        for storage in self.alive():
+            storage.waiting = storage.users
+
+    def _leave(self) -> None:
+        """Let go of what came back and was not needed, as in a backward towards some inputs only."""
+        self._entered = self._fetched = False
+        for storage in self.alive():
+            storage.parcel.release()
 
 
 class SavedStorage:
-    """One storage that left the device. ``users`` packed tensors look into it."""
+    """One storage that left the device. ``users`` packed tensors look into it, ``waiting`` of them in this backward."""
 
     def __init__(self, tensor: torch.Tensor, transport: Transport, group: Group) -> None:
         self._probe, self._version = _probe(tensor), tensor._version
         self.group = group
-        self.users = 0
-        self._served = 0
+        self.users = self.waiting = 0
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.parcel = transport.send(whole)
         group.add(self)
@@ -110,15 +129,19 @@ class SavedStorage:
             increment_version(tensor)
             return self._probe._version == tensor._version
 
+    def add_user(self) -> None:
+        self.users += 1
+        self.waiting += 1
+
     def bytes_for_one_user(self) -> torch.UntypedStorage:
         """The storage on the device. When every user got it, the parcel lets its own copy go."""
-        self.group.fetch()
+        if not self.waiting:
+            self.group.start_over()
+        self.group.enter()
         storage = self.parcel.get().untyped_storage()
-        self._served += 1
-        if self._served >= self.users:
-            self._served = 0
+        self.waiting -= 1
+        if not self.waiting:
             self.parcel.release()
-            self.group.forget_fetch()
         return storage
 
 
@@ -138,7 +161,7 @@ class Moved:
         self._storage = storage
         self._layout = _Layout(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
         self._probe, self._version = _probe(tensor), tensor._version
-        storage.users += 1
+        storage.add_user()
 
     def unpack(self) -> torch.Tensor:
         _check(self._probe, self._version, self._storage.group.unit, self._layout.size)

@@ -138,10 +138,9 @@ def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
                 f"a plan is applied to this model already (at {path or 'its root'})",
                 remedy="Remove it first: handle.remove(), or autockpt.runtime.remove(model) for a copied model.",
             )
-    if any(unit.choice.kind != "save" for unit in units):
-        refuse_wrappers(model)
-        for path, module in model.named_modules():
-            refuse_native(module, path)
+    refuse_wrappers(model)
+    for path, module in model.named_modules():
+        refuse_native(module, path)
 
 
 def _look_after(model: nn.Module, attached: Sequence[nn.Module], session: Session) -> None:

@@ -50,9 +50,12 @@ class DeferredQueues:
         self.fetched += source.numel()
         buffer = torch.full((source.numel(),), 0xCD, dtype=torch.uint8)
 
+        target = weakref.ref(buffer)
+
         def copy() -> None:
             after.wait()
-            buffer.copy_(source)
+            if (alive := target()) is not None:
+                alive.copy_(source)
 
         return buffer, Event(copy)
 

@@ -31,6 +31,8 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "registered late" and not hasattr(self, "count"):
             self.register_buffer("count", torch.ones(()))
+        if self.how == "at the beginning":
+            self.count.add_(0.25)
         out = torch.sigmoid(self.linear(x) * self.constant + self.count)
         if self.how == "in place":
             self.count.add_(0.25)
@@ -45,7 +47,7 @@ class Counting(nn.Module):
 
 MAKERS = {
     how: lambda how=how: Counting(how)
-    for how in ("in place", "behind autograd's back", "replaced", "registered late", "in training")
+    for how in ("in place", "at the beginning", "behind autograd's back", "replaced", "registered late", "in training")
 } | {
     "batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sigmoid()),
     "cumulative batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)),
@@ -174,3 +176,32 @@ def test_what_was_learned_is_copied_and_pickled():
         other = copy.deepcopy(module)
         copies = {entry.place: entry.before is not None for entry in twin.before(other)}
         assert copies == {("", "count"): True, ("", "constant"): False}
+
+
+def test_norms_that_begin_to_learn_later():
+    def train(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        seen: dict[str, Tensor] = {}
+        for i in range(4):
+            model[0][1].train(i > 2)
+            model(torch.randn(4, 8)).pow(2).sum().backward()
+            seen |= {f"{i} {n}": b.clone() for n, b in model.named_buffers()}
+        return seen
+
+    wanted, model = train(make("batch norm")), make("batch norm")
+    with attach(model, {"0": RECOMPUTE}):
+        assert_equal(train(model), wanted)
+
+
+@pytest.mark.parametrize("name", ["in place", "at the beginning"])
+def test_a_graph_used_twice_sees_the_same_buffers_twice(name):
+    def train(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        loss = model(torch.randn(4, 8)).pow(2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()} | dict(model.named_buffers())
+
+    wanted, model = train(make(name)), make(name)
+    with attach(model, {"0": RECOMPUTE, "1": RECOMPUTE}):
+        assert_equal(train(model), wanted)

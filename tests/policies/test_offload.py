@@ -344,10 +344,10 @@ def test_when_copies_are_waited_for_and_started():
         model(torch.rand(N).requires_grad_()).sum().backward()
     # 0 is settled when 1 has ended and 1 when 2 has: the log's clock is set after each forward
     assert log.lines[:2] == ["forward of 0 done: wait", "forward of 1 done: wait"]
-    # 1 is fetched when 2's backward begins, together with 0 one ahead; both arrive when they are needed
+    # 1 is fetched when 2's backward begins and 0 when 1's does: one ahead; both arrive when they are needed
     assert log.lines[2:] == [
         "before backward of 2: fetch",
-        "before backward of 2: fetch",
+        "before backward of 1: fetch",
         "before backward of 1: wait",
         "before backward of 0: wait",
     ]
@@ -405,3 +405,59 @@ def test_hooks_of_the_users_own_inside_the_unit():
     wanted, model = run(Model(body)), Model(body)
     with attach(model, model.offloaded(), transport=DeferredTransport()):
         assert_equal(run(model), wanted)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("make", [CpuTransport, DeferredTransport])
+def test_a_second_backward_over_the_same_graph(make, n):
+    def body(unit, x):
+        return (x * unit.weight).sin() * x  # two storages in one node, one of them used twice
+
+    model, transport = Model(body, n=n), make()
+    with attach(model, model.offloaded(), transport=transport):
+        loss = model(torch.rand(N).requires_grad_()).sum()
+        for turn in (1, 2):
+            for parameter in model.parameters():
+                parameter.grad = None
+            left = bytes_alive_after(lambda: loss.backward(retain_graph=True))
+            assert left <= (n + 1) * 4 * N + 1024  # the gradients: whatever came back was let go again
+            if isinstance(transport, DeferredTransport):
+                assert transport.queues.fetched == turn * transport.queues.sent
+
+
+@pytest.mark.parametrize("make", [CpuTransport, DeferredTransport])
+def test_what_a_partial_backward_does_not_need_is_let_go_again(make):
+    def body(unit, x):
+        return x.sin() + (unit.weight * x.detach()).cos()  # the second term leads to this unit's weight only
+
+    model, transport = Model(body, n=6), make()
+    with attach(model, model.offloaded(), transport=transport):
+        loss = model(torch.rand(N).requires_grad_()).sum()
+        left = bytes_alive_after(lambda: loss.backward(retain_graph=True, inputs=[model.units[0].weight]))
+        assert left <= 3 * 4 * N + 1024  # the gradient, and what the first unit did not need
+        wanted = model.units[0].weight.grad.clone()
+        loss.backward()
+        assert torch.equal(model.units[0].weight.grad, 2 * wanted)
+
+
+def test_a_second_backward_fetches_ahead_as_well():
+    log = Log()
+    model = Model(lambda unit, x: x * unit.weight)
+    with attach(model, model.offloaded(), transport=log):
+        loss = model(torch.rand(N).requires_grad_()).sum()
+        for log.now in ("first", "second"):
+            loss.backward(retain_graph=True)
+    # of two neighbours both are under way before the first is waited for
+    for turn in ("first", "second"):
+        lines = [line for line in log.lines if line.startswith(turn)]
+        assert lines[:3] == [f"{turn}: fetch", f"{turn}: fetch", f"{turn}: wait"]
+
+
+def test_forwards_are_not_neighbours_of_one_another():
+    model, transport = Model(lambda unit, x: x * unit.weight, n=2), DeferredTransport()
+    with attach(model, model.offloaded(), transport=transport):
+        first = model(torch.rand(N).requires_grad_())
+        model(torch.rand(N).requires_grad_()).sum().backward()
+        assert transport.queues.fetched == 2 * 4 * N  # nothing of the first forward
+        first.sum().backward()
+        assert transport.queues.fetched == 4 * 4 * N

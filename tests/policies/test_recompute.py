@@ -86,16 +86,16 @@ def test_the_forward_runs_twice_and_only_where_gradients_are_enabled():
 
 
 def test_random_numbers_of_python_and_numpy():
-    assert_as_plain(lambda: Model(lambda unit, x: unit.linear(x).sigmoid() * random.random()))
-    assert_as_plain(lambda: Model(lambda unit, x: unit.linear(x).sigmoid() * float(np.random.rand())))
-    assert_as_plain(lambda: Model(lambda unit, x: unit.linear(x).sigmoid() * random.gauss(0, 1)))
+    assert_as_plain(lambda: Model(lambda unit, x: (unit.linear(x) * random.random()).sigmoid()))
+    assert_as_plain(lambda: Model(lambda unit, x: (unit.linear(x) * float(np.random.rand())).sigmoid()))
+    assert_as_plain(lambda: Model(lambda unit, x: (unit.linear(x) * random.gauss(0, 1)).sigmoid()))
 
 
 def test_python_random_numbers_that_are_first_used_in_a_later_step():
     step = 0
 
     def body(unit, x):
-        return unit.linear(x).sigmoid() * (random.random() if step > 2 else 1.0)
+        return (unit.linear(x) * (random.random() if step > 2 else 1.0)).sigmoid()
 
     def train(model: nn.Module) -> dict[str, Tensor]:
         nonlocal step
@@ -248,3 +248,41 @@ def test_integer_and_missing_tensors():
     wanted = run(Model(body, lambda unit, x: unit(torch.tensor([2, 0, 1, 1]), x, None)[0]))
     with attach(model, CHOICES):
         assert_equal(run(model), wanted)
+
+
+def test_generators_among_the_arguments():
+    def body(unit, x, generator):
+        return (unit.linear(x) * torch.rand(x.shape, generator=generator)).sigmoid()
+
+    def make() -> Model:
+        generator = torch.Generator().manual_seed(3)
+        return Model(body, lambda unit, x: unit(x, generator=generator))
+
+    assert_as_plain(make)
+
+
+def test_parameters_exchanged_for_the_forward_only():
+    """As functional_call does: the recompute would run on other weights."""
+    model = Model(lambda unit, x: unit.linear(x).sigmoid())
+    others = {n: p.detach() * 2 for n, p in model.named_parameters()}
+    with attach(model, CHOICES):
+        x = torch.randn(4, 8).requires_grad_()
+        loss = torch.func.functional_call(model, others, (x,)).sum()
+        with pytest.raises(InPlaceError, match=r"parameters of units\.1 were exchanged"):
+            loss.backward()
+
+
+def test_the_choice_of_attention_kernels_is_that_of_the_forward():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def body(unit, x):
+        q = unit.linear(x).view(1, 1, 4, 8)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q).view(4, 8)
+
+    def call(unit, x):
+        with sdpa_kernel(SDPBackend.MATH):
+            return unit(x)
+
+    before = torch.backends.cuda.flash_sdp_enabled()
+    assert_as_plain(lambda: Model(body, call))
+    assert torch.backends.cuda.flash_sdp_enabled() == before

@@ -184,6 +184,14 @@ def test_only_a_part_of_the_model_is_copied():
         assert state.pipeline is not model.model.layers[0].forward.state.pipeline
 
 
+def test_saving_everything_is_no_plan_for_a_model_that_recomputes_by_itself():
+    model = LLAMA.make()
+    model.model.layers[0].gradient_checkpointing = True
+    for choices in ({}, dict.fromkeys(layers(), SAVE)):
+        with pytest.raises(ConflictError, match=r"model\.layers\.0 has gradient_checkpointing=True"):
+            attach(model, choices)
+
+
 def test_wrappers_that_would_do_it_twice_are_refused():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -1,0 +1,110 @@
+"""Libraries that touch a model's forward as well."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.policies import attached_to
+from autockpt.runtime import attach, remove
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from tests.policies.zoo import CASES, assert_equal
+
+LLAMA = CASES["llama"]
+CHOICES = {"model.layers.0": RECOMPUTE, "model.layers.1": SAVE, "model.layers.2": OFFLOAD}
+
+
+def accelerated(model: nn.Module) -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    return accelerator, accelerator.prepare(model)
+
+
+def run(model: nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(**LLAMA.batch(), use_cache=False).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_accelerate_prepares_unwraps_and_copies(order):
+    accelerator, plainly = accelerated(LLAMA.make())
+    wanted = run(plainly)
+    in_full_precision = run(accelerator.unwrap_model(plainly, keep_fp32_wrapper=False))
+    model = LLAMA.make()
+    session = attach(model, CHOICES) if order == "before" else None
+    accelerator, prepared = accelerated(model)
+    session = session or attach(prepared, CHOICES)
+    assert_equal(run(prepared), wanted)
+    assert attached_to(prepared) is not None
+    twin = copy.deepcopy(prepared)
+    assert_equal(run(twin), wanted)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert float(twin(**LLAMA.batch()).loss) != float(prepared(**LLAMA.batch()).loss)
+    assert_equal(run(prepared), wanted)
+    remove(twin)
+    assert not any(attached_to(m) for m in twin.modules())
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    # what was put on after accelerate's wrapper keeps that where it is
+    assert_equal(run(unwrapped), wanted if order == "after" else in_full_precision)
+    session.remove()
+    assert not any(attached_to(m) for m in unwrapped.modules())
+    run(unwrapped)
+
+
+def test_the_trainer_sees_the_models_arguments(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate").state.AcceleratorState._reset_state(True)
+    rows = [{"input_ids": r, "labels": r} for r in LLAMA.batch()["input_ids"]]
+
+    def train(choices: dict[str, Any]) -> dict[str, Tensor]:
+        model = LLAMA.make()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
+            seed=3,
+        )
+        with attach(model, choices):
+            transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    assert_equal(train(CHOICES), train({}))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_layers_recompute_without_breaking_the_graph(fullgraph):
+    """aot_eager is exact enough to be bit-equal here, layer by layer."""
+    torch._dynamo.reset()
+    model = LLAMA.make()
+    model.config._attn_implementation = "eager"
+    model.eval()  # without dropout: compiled random numbers are others
+    wanted = run(model)
+    for layer in model.model.layers[:2]:
+        layer.compile(backend="aot_eager", fullgraph=fullgraph)
+    with attach(model, {"model.layers.0": RECOMPUTE, "model.layers.1": RECOMPUTE}):
+        assert_equal(run(model), wanted)
+    torch._dynamo.reset()
+
+
+def test_offload_around_compiled_parts():
+    torch._dynamo.reset()
+    model = LLAMA.make()
+    model.eval()
+    wanted = run(model)
+    model.model.layers[0].mlp.compile(backend="aot_eager")
+    with attach(model, {"model.layers.0": OFFLOAD}):
+        assert_equal(run(model), wanted)
+    torch._dynamo.reset()
