@@ -52,8 +52,8 @@ def main() -> None:
         print(f"{len(KINDS) ** len(blocks)} assignments measured, {len(plans)} fit; the ten fastest: {', '.join(best)}")
         times = worker.compare({name: plans[name] for name in best} | {"ours": ours}, rounds=15)
         for name in [*best, "ours"]:
-            print(f"  {name}: first {seconds.get(name, float('nan')) * 1e3:.1f} ms", end=", ")
-            print(f"again, interleaved: median {statistics.median(times[name]) * 1e3:.1f} ms")
+            first = f"first {seconds[name] * 1e3:.1f} ms, " if name in seconds else ""
+            print(f"  {name}: {first}again, interleaved: median {statistics.median(times[name]) * 1e3:.1f} ms")
         rival = min(best, key=lambda name: statistics.median(times[name]))
 
         def draw(rounds: int) -> tuple[list[float], list[float]]:
