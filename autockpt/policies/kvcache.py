@@ -88,7 +88,8 @@ def _layer_holds_something(entry: Any) -> bool:
     """Whether keys, or a recurrent layer's states, were written to a cache's layer."""
     if isinstance(entry, (tuple, list)):
         return _holds_something(entry, None)
-    if any(any(vars(entry).get(name, {}).values()) for name in ("is_conv_states_initialized", "has_previous_state")):
+    flags = [vars(entry).get(name) for name in ("is_conv_states_initialized", "has_previous_state")]
+    if any(any(flag.values()) if isinstance(flag, dict) else bool(flag) for flag in flags):
         return True
     if not getattr(entry, "is_initialized", True):
         return False
