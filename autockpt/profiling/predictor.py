@@ -17,7 +17,6 @@ class Predictor:
         self._trace = trace
         self.op_times = op_times
         self._known: dict[str, Prediction] = {}
-        self.ghost_runs = 0
 
     @property
     def device(self) -> DeviceInfo:
@@ -39,7 +38,6 @@ class Predictor:
 
     def graph(self, choices: Mapping[str, Choice]) -> Graph:
         """The ghost run of these choices."""
-        self.ghost_runs += 1
         return self._trace(choices)
 
     def predict(self, choices: Mapping[str, Choice]) -> Prediction:

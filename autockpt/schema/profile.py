@@ -39,9 +39,6 @@ class OpTimes(Data):
     host_seconds: float = Field(default=0.0, description="what each op costs beside its kernel: Python, autograd")
     copy_out_bandwidth: float = Field(default=0.0, description="bytes per second off the device")
     copy_in_bandwidth: float = Field(default=0.0, description="bytes per second back onto it")
-    region_seconds: dict[str, float] = Field(
-        default_factory=dict, description="host time that attaching a choice adds to one call of a unit, by choice"
-    )
 
 
 class Profile(Data):

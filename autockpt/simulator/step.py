@@ -138,13 +138,6 @@ def _alone(graph: Graph, bandwidth_out: float, bandwidth_in: float) -> np.ndarra
     return np.array([c.bytes / speed[c.direction] for c in graph.copies])
 
 
-def _by_direction(copies: tuple[Copy, ...], seconds: np.ndarray) -> dict[str, float]:
-    sums = {"out": 0.0, "in": 0.0}
-    for copy, duration in zip(copies, seconds, strict=True):
-        sums[copy.direction] += float(duration)
-    return sums
-
-
 def _at_issue(copies: tuple[Copy, ...], seconds: np.ndarray, n: int) -> np.ndarray:
     waits = np.zeros(n)
     for copy, duration in zip(copies, seconds, strict=True):
