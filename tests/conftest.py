@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+
+from hypothesis import settings
 
 # A shell that runs the tests in the background makes them ignore Ctrl-C, and with it the tests that send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples each time: a failure then belongs to the change at hand. HYPOTHESIS_PROFILE=explore draws new ones.
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))

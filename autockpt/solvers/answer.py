@@ -8,6 +8,7 @@ from autockpt.schema.choices import Choice
 from autockpt.schema.problem import Assignment, Problem, peak_of, seconds_of
 
 INFINITE_BYTES = 1 << 60
+ROUNDING = 1e-12  # share of the largest number that sums of a few hundred floats may err by
 
 
 def as_choices(problem: Problem, picks: Sequence[int]) -> dict[str, Choice]:
@@ -29,7 +30,11 @@ def judge(problem: Problem, choices: Mapping[str, Choice], *, method: str, gap: 
 
 
 def relative_gap(problem: Problem, seconds: float, bound: float) -> float:
-    """Distance of ``seconds`` from a proven lower ``bound`` (both extra seconds), as a share of the step time."""
+    """Distance of ``seconds`` from a proven lower ``bound`` (both extra seconds), as a share of the step time.
+
+    A distance within the rounding of the problem's own seconds is none: step times may be zero, rounding is not.
+    """
     total = problem.base_seconds + seconds
-    missing = max(0.0, seconds - bound)
-    return 0.0 if missing == 0.0 else missing / max(abs(total), 1e-12)
+    largest = max([abs(total), *(abs(o.seconds) for unit in problem.units for o in unit.options)]) or 1.0
+    missing = seconds - bound
+    return 0.0 if missing <= ROUNDING * largest else missing / max(abs(total), ROUNDING * largest)

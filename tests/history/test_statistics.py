@@ -7,7 +7,7 @@ import random
 import statistics as plain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -108,7 +108,6 @@ def test_the_median_interval_scales_with_the_unit(times, factor):
     assert scaled.high == pytest.approx(once.high * factor)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=40), st.booleans())
 def test_turning_a_ratio_round_turns_its_interval_round(pairs, robust):
     ours, base = [p[0] for p in pairs], [p[1] for p in pairs]

@@ -7,7 +7,7 @@ from autockpt.solvers import greedy, labels, polish
 from tests.solvers.problems import brute_force, small_problems, transformer
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(small_problems())
 def test_finds_a_plan_whenever_there_is_one(problem):
     answer = greedy(problem)
@@ -20,7 +20,7 @@ def test_finds_a_plan_whenever_there_is_one(problem):
         assert answer.peak == peak_of(problem, answer.choices) <= problem.budget
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_problems(chain=False))
 def test_never_promises_what_does_not_fit(problem):
     answer = greedy(problem)

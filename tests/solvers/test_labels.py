@@ -9,13 +9,13 @@ from autockpt.solvers import greedy, labels, milp
 from tests.solvers.problems import brute_force, check_exact, small_problems, transformer, uniform_problem
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(small_problems())
 def test_agrees_with_brute_force(problem):
     check_exact(problem, labels(problem))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(small_problems())
 def test_more_budget_is_never_slower(problem):
     steps = [labels(problem.model_copy(update={"budget": problem.budget + extra})) for extra in (0, 7, 40, 1000)]

@@ -36,7 +36,7 @@ def check_locally_best(problem: Problem, referee: Referee, choices) -> None:
                 assert referee.peak({**choices, unit.name: option.choice}) > problem.budget
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(small_problems(), st.data())
 def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
     offsets = data.draw(st.lists(st.integers(-30, 30), min_size=len(problem.points), max_size=len(problem.points)))
@@ -50,7 +50,7 @@ def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
         assert refined.assignment.seconds == pytest.approx(best.seconds, abs=1e-4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(small_problems(), st.integers(-8, 8), st.integers(-20, 20), st.booleans())
 def test_whatever_the_model_gets_wrong_the_plan_passes_the_referee(problem, per_change, error, by_point):
     referee = Referee(problem, [error] * len(problem.points), per_change, by_point)

@@ -58,7 +58,7 @@ def test_full_memory_is_an_error_with_a_remedy() -> None:
     assert caught.value.remedy
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=200))
 def test_no_address_is_handed_out_while_it_is_in_use(requests: list[tuple[int, bool]]) -> None:
     memory = GhostMemory(size=1 << 16)

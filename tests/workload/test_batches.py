@@ -34,7 +34,7 @@ def make(task: Task, rows: int = 4, length: int | None = 16, padded: int | None 
     return maker.make(task, torch.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     task=st.sampled_from(TEXT),
     rows=st.integers(1, 6),

@@ -124,7 +124,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(trees)
 def test_any_nesting_is_searched_whole(tree: Any) -> None:
     total = 0
