@@ -11,6 +11,8 @@ from torch import Tensor
 
 from autockpt.devices import transport_for
 from autockpt.errors import AutockptError, DeviceOutOfMemory, PlanError
+from autockpt.history.statistics import Interval, ratio_interval
+from autockpt.history.statistics import judge as judge_interval
 from autockpt.measuring import LocalMeasurer, Measurer, StepRunner, WorkerMeasurer
 from autockpt.measuring.conditions import seed_all
 from autockpt.measuring.snapshot import Snapshot
@@ -30,6 +32,7 @@ from autockpt.runtime import (
 )
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice
 from autockpt.schema.graph import Unit
+from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, Silence
 from autockpt.schema.sizes import format_bytes
@@ -62,7 +65,8 @@ def verify(
 
     Checks, in order: *gradients* of two steps bit-equal with plain training, with losses, buffers and random states (at
     full shape where plain training fits, else at the largest shape at which it does, and against recomputing every
-    layer at full shape); *recomputed ops* by unit as the plan says; *peak* and *step time* as promised.
+    layer at full shape); *recomputed ops* by unit as the plan says; *peak* and *step time* as promised (in turns with
+    saving or recomputing everything, where that was measured for the plan and fits: a slow day slows both).
 
     Raises PlanError where the plan does not belong to the model, or does not say what to run.
     """
@@ -104,6 +108,7 @@ class _Verification:
     ) -> None:
         self.plan, self.subject, self.measurer = plan, subject, measurer
         self.device, self.listener, self.steps = device, listener, steps
+        self.rounds = max(3, steps // 2)
         self.notes: list[str] = []
 
     def report(self) -> VerifyReport:
@@ -180,8 +185,27 @@ class _Verification:
             yield Check(name="step time", state="skipped", detail="no step could be timed")
             return
         yield judge_peak(self.plan, measured)
+        yield self._step_time(measured)
+
+    def _step_time(self, measured: Measurement) -> Check:
+        """Beside a well-known plan where one fits: a machine that is slower today slows both alike."""
         same = self.plan.environment is not None and self.plan.environment.device == self.measurer.environment.device
-        yield judge_time(self.plan, measured, same)
+        alone = judge_time(self.plan, measured, same)
+        if alone.state == "skipped":
+            return alone
+        promised = {row.name: row.measured for row in self.plan.baselines if row.measured is not None}
+        plans = known_plans(self.blocks, (RECOMPUTE.kind,))
+        for name in (NONE, ALL):
+            if name not in promised:
+                continue
+            self.listener.stage(f"time the plan beside {name!r}")
+            try:
+                times = self.measurer.compare({"plan": self.choices, name: plans[name]}, rounds=self.rounds)
+            except DeviceOutOfMemory:
+                continue
+            ratio = ratio_interval(times["plan"], times[name], robust=True)
+            return judge_ratio(self.plan, measured, name, promised[name], ratio)
+        return alone
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -281,6 +305,22 @@ def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
         return Check(name="step time", state="skipped", detail=f"{detail} on another device")
     limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
     return Check(name="step time", state="passed" if measured.step_seconds <= limit else "failed", detail=detail)
+
+
+def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
+    """The step time as so many times that of a well-known plan, measured in turns, against the same ratio as promised.
+
+    ``reference`` is what was measured of that plan when ``plan`` was made. Fails only where the ratio is surely worse.
+    """
+    assert plan.measured is not None
+    promise = plan.measured.step_seconds / reference.step_seconds
+    limit = promise * (1 + TIME_SLACK + plan.measured.noise + reference.noise)
+    detail = (
+        f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}, {ratio.value:.3f} times {name!r} "
+        f"[{ratio.low:.3f}, {ratio.high:.3f}]; promised {plan.measured.step_seconds * 1e3:.1f} ms, {promise:.3f} times"
+    )
+    broken = judge_interval(ratio, limit) == "slower"
+    return Check(name="step time", state="failed" if broken else "passed", detail=detail)
 
 
 # --- beside the model: run there by Measurer.call ---------------------------------------------------------------------

@@ -16,6 +16,7 @@ from autockpt.schema import (
     OFFLOAD,
     RECOMPUTE,
     SAVE,
+    Comparison,
     DeviceInfo,
     Environment,
     Measurement,
@@ -54,6 +55,7 @@ class Beside:
         self.environment = Environment(device=HERE, versions={})
         self.settings = {"batch_size": 4, "seq_len": 64}
         self.peak, self.seconds, self.plain_fits = peak, seconds, plain_fits
+        self.reference = 1.0
         self.closed = False
 
     def measure(self, choices, *, steps=5, warmup=1, budget_bytes=None):
@@ -62,7 +64,9 @@ class Beside:
         return Measurement(peak_bytes=self.peak, step_seconds=self.seconds, noise=0.01, steps=steps)
 
     def compare(self, plans, *, rounds=5, budget_bytes=None):
-        raise NotImplementedError
+        if "none" in plans and not self.plain_fits:
+            raise DeviceOutOfMemory("too much")
+        return {name: [self.seconds if name == "plan" else self.reference] * rounds for name in plans}
 
     def call(self, ref, payload):
         if not self.plain_fits and ref.endswith("observe_steps") and payload["choices"] is None:
@@ -278,6 +282,25 @@ def test_verdicts_on_the_step_time():
     assert [state(s) for s in (0.5, 1.1, 1.2)] == ["passed", "passed", "failed"]
     assert state(1.0, same=False) == "skipped"
     assert state(1.0, Plan(choices={"a": RECOMPUTE})) == "skipped"
+
+
+@pytest.mark.parametrize("plain_fits", [True, False])
+def test_a_machine_that_is_slower_today_is_no_broken_promise(plain_fits):
+    """Half the speed for the plan and for the plan everybody knows: as promised. For the plan alone: not."""
+    work = workload()
+    rows = [
+        Comparison(name=name, verdict="fits", measured=Measurement(peak_bytes=200, step_seconds=seconds, noise=0.01))
+        for name, seconds in (("none", 0.8), ("recompute all", 1.0))
+    ]
+    plan = promised(work, {"model.layers.0": RECOMPUTE}, seconds=1.0, baselines=rows)
+    runs = Beside(work, seconds=2.0, plain_fits=plain_fits)
+    today = 2.0 * (0.8 if plain_fits else 1.0)
+    for reference, state in ((today, "passed"), (today / 2, "failed")):
+        runs.reference = reference
+        check = verify(plan, work, measurer=runs).checks[-1]
+        assert check.name == "step time"
+        assert check.state == state
+        assert ("'none'" if plain_fits else "'recompute all'") in check.detail
 
 
 def test_out_of_memory_under_the_budget_fails():

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from scipy import special
 
 Judgement = Literal["faster", "slower", "undecided"]
 
@@ -144,47 +146,10 @@ def compare_until(
             return PairedTimes(ratio, tuple(ours), tuple(base), settled)
 
 
-def ratios_to(base: str, times: Mapping[str, Sequence[float]], *, robust: bool = True) -> dict[str, Interval]:
-    """The ratio of every plan's interleaved times to those of the plan named ``base``, that one itself left out."""
-    return {name: ratio_interval(t, times[base], robust=robust) for name, t in times.items() if name != base}
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """Student's t quantile for 0.5 <= probability < 1, by bisection on the closed form for whole degrees of freedom."""
-    if degrees < 1 or not 0.5 <= probability < 1:
-        raise ValueError(f"no t quantile for probability {probability} and {degrees} degrees of freedom")
-    low, high = 0.0, 1.0
-    while _t_below(high, degrees) < probability:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_below(middle, degrees) < probability else (low, middle)
-    return (low + high) / 2
-
-
-def _t_below(t: float, degrees: int) -> float:
-    """P(T <= t) for t >= 0 (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(degrees))
-    cos2 = math.cos(angle) ** 2
-    if degrees % 2:
-        term = total = math.cos(angle) if degrees > 1 else 0.0
-        for k in range(3, degrees - 1, 2):
-            term *= cos2 * (k - 1) / k
-            total += term
-        between = 2 / math.pi * (angle + math.sin(angle) * total)
-    else:
-        term = total = 1.0
-        for k in range(2, degrees, 2):
-            term *= cos2 * (k - 1) / k
-            total += term
-        between = math.sin(angle) * total
-    return 0.5 + between / 2
-
-
 def _t_reach(values: Sequence[float], confidence: float) -> tuple[float, float]:
     """Mean and the reach of its interval to either side."""
     n = len(values)
-    quantile = t_quantile((1 + confidence) / 2, n - 1)
+    quantile = float(special.stdtrit(n - 1, (1 + confidence) / 2))
     return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(n)
 
 

@@ -15,8 +15,8 @@ from autockpt.schema import (
     covers,
     format_bytes,
 )
+from autockpt.schema.known import NONE, OURS, known_plans
 from autockpt.solvers import refine
-from autockpt.tuning.known import NONE, OURS, known_plans
 
 REFEREE_CALLS = 20
 

@@ -26,13 +26,13 @@ from autockpt.schema import (
     format_bytes,
     plan_hash,
 )
+from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.solvers import Ruling, exact
 from autockpt.tuning.book import Book, peak_of_trial
 from autockpt.tuning.candidates import Candidate, from_knobs, from_layers, neutral
 from autockpt.tuning.dryrun import infeasible
 from autockpt.tuning.finals import play, remeasured
 from autockpt.tuning.job import Clock, Limits
-from autockpt.tuning.known import ALL, NONE, known_plans
 from autockpt.tuning.refit import Fit, fit, unseen_bytes
 from autockpt.tuning.study import Parameters, Study
 

@@ -19,8 +19,8 @@ from autockpt.schema import (
     WorkloadSpec,
     plan_hash,
 )
+from autockpt.schema.known import OURS
 from autockpt.tuning.job import Job
-from autockpt.tuning.known import OURS
 from autockpt.workload import fingerprint
 
 _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget", "out_of_memory": "out_of_memory"}

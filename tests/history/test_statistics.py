@@ -9,7 +9,6 @@ import statistics as plain
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from autockpt.history.statistics import (
     Interval,
@@ -18,8 +17,6 @@ from autockpt.history.statistics import (
     median_interval,
     noise,
     ratio_interval,
-    ratios_to,
-    t_quantile,
 )
 
 seconds = st.floats(1e-6, 1e4, allow_nan=False)
@@ -118,11 +115,6 @@ def test_turning_a_ratio_round_turns_its_interval_round(pairs, robust):
         assert there.low == pytest.approx(1 / back.high)
 
 
-@given(st.floats(0.5, 0.9995), st.integers(1, 200))
-def test_t_quantile_is_students(probability, degrees):
-    assert t_quantile(probability, degrees) == pytest.approx(stats.t.ppf(probability, degrees), rel=1e-6, abs=1e-9)
-
-
 def test_known_intervals_by_hand():
     # Six times: the plain interval is [min, max] with 96.9 %, so 95 % lies a little inside.
     six = median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
@@ -146,12 +138,6 @@ def test_known_intervals_by_hand():
 )
 def test_judged_on_the_interval_alone(interval, limit, verdict):
     assert judge(interval, limit) == verdict
-
-
-def test_ratios_of_many_plans_to_one():
-    times = {"none": [1.0, 2.0, 4.0], "all": [1.3, 2.6, 5.2], "half": [1.1, 2.2, 4.4]}
-    ratios = ratios_to("none", times)
-    assert {name: pytest.approx(r.value) for name, r in ratios.items()} == {"all": 1.3, "half": 1.1}
 
 
 @pytest.mark.parametrize("times", [[], [1.0, 0.0], [1.0, -1.0], [math.nan], [math.inf, 1.0]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
 
 NONE, ALL, EVERY_2, OFFLOAD_ALL, OURS = "none", "recompute all", "every-2", "offload all", "ours"
 
