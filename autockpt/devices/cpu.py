@@ -7,7 +7,7 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ from torch.autograd.profiler import profile
 from autockpt.devices.base import Peak
 from autockpt.devices.host import HostMemory
 from autockpt.schema.device import DeviceInfo
+
+# glibc hands memory above some thresholds back to the system, and thresholds move: a plan's steps then take page faults
+# by what ran before it, up to a sixth of the step time. Told to keep memory, equal steps take equal time.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 _OUT_OF_MEMORY = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "bad_alloc")
 
@@ -41,6 +45,11 @@ class CpuDevice:
     def count() -> int:
         """There is always one."""
         return 1
+
+    @staticmethod
+    def process_environment() -> Mapping[str, str]:
+        """The C library keeps its memory."""
+        return KEEP_MEMORY
 
     @staticmethod
     def absence() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -39,6 +39,11 @@ class CudaDevice:
     def count() -> int:
         """GPUs that this process may use, without initialising CUDA where the driver's library can be asked."""
         return torch.cuda.device_count()
+
+    @staticmethod
+    def process_environment() -> Mapping[str, str]:
+        """Nothing: allocator settings are the user's."""
+        return {}
 
     @staticmethod
     def absence() -> str:

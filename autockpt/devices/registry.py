@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from autockpt.devices.base import Device
@@ -26,12 +27,21 @@ class DeviceKind(Protocol):
         """Why there is none, for people."""
         ...
 
+    def process_environment(self) -> Mapping[str, str]:
+        """Variables that a process measuring there should start with, where the user has not set them."""
+        ...
+
 
 # The best first. A new kind is one file and one line here.
 DEVICES: dict[str, DeviceKind] = {
     "cuda": CudaDevice,
     "cpu": CpuDevice,
 }
+
+
+def process_environment(name: str | None) -> Mapping[str, str]:
+    """The variables that a process measuring on the device of that name should start with; errors as ``get_device``."""
+    return DEVICES[get_device(name).kind].process_environment()
 
 
 def get_device(name: str | None = None) -> Device:

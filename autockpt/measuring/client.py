@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from autockpt.devices import process_environment
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
 from autockpt.measuring.base import Choices
 from autockpt.measuring.failures import from_wire
@@ -48,6 +49,7 @@ class WorkerMeasurer:
         self.device_name = device_name
         self._budget = budget_bytes
         self._threads = threads
+        self._wanted = process_environment(device_name)
         self.patience = patience
         self._own_log = tempfile.TemporaryDirectory(prefix="autockpt-") if log_path is None else None
         self.log_path = Path(self._own_log.name, "worker.log") if self._own_log else Path(str(log_path))
@@ -117,7 +119,8 @@ class WorkerMeasurer:
         """Start a worker and tell it what to build, without waiting for it."""
         try:
             with self.log_path.open("ab") as log:
-                self._child = Child(_MODULE, log=log, environment=child_environment(self._threads))
+                environment = child_environment(self._threads, self._wanted)
+                self._child = Child(_MODULE, log=log, environment=environment)
         except OSError as error:
             raise MeasurementError(f"the worker process could not be started: {error}") from None
         with self._in_words(starting=True):

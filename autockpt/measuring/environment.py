@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 
 from autockpt.devices import Device
 from autockpt.schema.device import Environment
 
 _PACKAGES = ("autockpt", "torch", "transformers", "optuna")
-# Settings of PyTorch's allocator change what is reserved for the same tensors; both names are in use.
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# Settings of PyTorch's allocator change what is reserved for the same tensors (both names are in use), those of the C
+# library how long a step on the CPU takes.
+_ALLOCATOR = {
+    "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    "cpu": ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
+}
 
 
-def environment_of(device: Device) -> Environment:
-    """The device at hand and the versions installed. On a GPU this opens a context."""
+def environment_of(device: Device, variables: Mapping[str, str] = os.environ) -> Environment:
+    """The device at hand and the versions installed. On a GPU this opens a context.
+
+    ``variables`` are the environment variables of the process that measures.
+    """
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    settings = [f"{name}={os.environ[name]}" for name in _ALLOCATOR if name in os.environ]
-    if settings and device.kind == "cuda":
+    names = _ALLOCATOR.get(device.kind, ())
+    if settings := [f"{name}={variables[name]}" for name in names if name in variables]:
         versions["allocator settings"] = " ".join(settings)
     return Environment(device=device.describe(), versions=versions, platform=platform.platform())

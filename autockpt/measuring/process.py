@@ -133,9 +133,12 @@ def _end(owner: int, process: subprocess.Popen[bytes], pipes: Sequence[int]) -> 
             process.wait(timeout=10)
 
 
-def child_environment(threads: int | None) -> dict[str, str]:
-    """This process's environment, in which the child finds this very autockpt, with its number of threads set."""
-    environment = dict(os.environ)
+def child_environment(threads: int | None, wanted: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, in which the child finds this very autockpt, with its number of threads set.
+
+    ``wanted`` are variables to set where this process has not.
+    """
+    environment = {**wanted, **os.environ}
     root = str(Path(__file__).resolve().parents[2])
     if Path(root).name not in ("site-packages", "dist-packages"):
         known = environment.get("PYTHONPATH", "")

@@ -6,6 +6,7 @@ from autockpt.profiling.predictor import Predictor
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.profiling.profile import (
     Profiled,
+    Uniform,
     build_profile,
     cached_op_times,
     leanest,
@@ -17,6 +18,7 @@ from autockpt.profiling.profile import (
 __all__ = [
     "Predictor",
     "Profiled",
+    "Uniform",
     "build_menus",
     "build_problem",
     "build_profile",

@@ -17,18 +17,19 @@ from autockpt.schema.files import atomic_write
 
 
 class _Workload(Data):
-    """What belongs to one workload rather than to single ops; seconds."""
+    """What belongs to one workload rather than to single ops; fields as in OpTimes."""
 
     optimizer_seconds: float
     host_seconds: float
+    rerun_scale: float
+    copy_out_bandwidth: float
+    copy_in_bandwidth: float
 
 
 class _Table(Data):
     environment: Environment
     seconds: dict[str, float] = Field(default_factory=dict)
     workloads: dict[str, _Workload] = Field(default_factory=dict)
-    copy_out_bandwidth: float = 0.0
-    copy_in_bandwidth: float = 0.0
 
 
 def cache_directory() -> Path:
@@ -43,27 +44,17 @@ def lookup(environment: Environment, workload: str, signatures: Iterable[str]) -
     table = _read(environment)
     if table is None or workload not in table.workloads or any(s not in table.seconds for s in signatures):
         return None
-    own = table.workloads[workload]
-    return OpTimes(
-        environment=environment,
-        seconds=table.seconds,
-        optimizer_seconds=own.optimizer_seconds,
-        host_seconds=own.host_seconds,
-        copy_out_bandwidth=table.copy_out_bandwidth,
-        copy_in_bandwidth=table.copy_in_bandwidth,
-    )
+    return OpTimes(environment=environment, seconds=table.seconds, **table.workloads[workload].model_dump())
 
 
 def store(times: OpTimes, workload: str) -> None:
     """Add op times to the cache. A cache that cannot be written is no error: the next run measures again."""
     known = _read(times.environment) or _Table(environment=times.environment)
-    own = _Workload(optimizer_seconds=times.optimizer_seconds, host_seconds=times.host_seconds)
+    own = _Workload(**{name: getattr(times, name) for name in _Workload.model_fields})
     table = _Table(
         environment=times.environment,
         seconds=known.seconds | times.seconds,
         workloads=known.workloads | {workload: own},
-        copy_out_bandwidth=times.copy_out_bandwidth,
-        copy_in_bandwidth=times.copy_in_bandwidth,
     )
     with suppress(OSError):
         path = _path(times.environment)

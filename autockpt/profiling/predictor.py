@@ -10,6 +10,20 @@ from autockpt.simulator import Simulation, simulate
 Trace = Callable[[Mapping[str, Choice]], Graph]
 
 
+def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
+    """Bytes over time and step time of a traced cycle on the device that ``times`` are of."""
+    return simulate(
+        graph,
+        times.seconds,
+        optimizer_seconds=times.optimizer_seconds,
+        host_seconds=times.host_seconds,
+        rerun_scale=times.rerun_scale,
+        bandwidth_out=times.copy_out_bandwidth,
+        bandwidth_in=times.copy_in_bandwidth,
+        copy_queues=times.environment.device.copy_queues,
+    )
+
+
 class Predictor:
     """Ghost-runs plans and remembers what came of each."""
 
@@ -25,16 +39,7 @@ class Predictor:
 
     def simulation(self, graph: Graph) -> Simulation:
         """Bytes over time and step time of a traced cycle on the device."""
-        times = self.op_times
-        return simulate(
-            graph,
-            times.seconds,
-            optimizer_seconds=times.optimizer_seconds,
-            host_seconds=times.host_seconds,
-            bandwidth_out=times.copy_out_bandwidth,
-            bandwidth_in=times.copy_in_bandwidth,
-            copy_queues=self.device.copy_queues,
-        )
+        return simulation_of(graph, self.op_times)
 
     def graph(self, choices: Mapping[str, Choice]) -> Graph:
         """The ghost run of these choices."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from autockpt.errors import DeviceOutOfMemory
 from autockpt.profiling import cache
+from autockpt.profiling.calibration import calibrated
 from autockpt.profiling.menus import build_menus, representatives
-from autockpt.profiling.predictor import Predictor
+from autockpt.profiling.predictor import Predictor, simulation_of
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.schema import (
     SAVE,
@@ -27,7 +30,11 @@ from autockpt.schema import (
 from autockpt.solvers import Ruling, refine
 
 TIMED_CYCLES = 2
+ANCHOR_SECONDS = 12.0  # for the uniform plans in turns, at least one round of them and at most five
 LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
+
+
+Uniform = Mapping[str, tuple[dict[str, Choice], Graph]]  # uniform plans and their ghost runs by choice kind
 
 
 class Traces(Protocol):
@@ -43,6 +50,8 @@ class Runs(Protocol):
     def environment(self) -> Environment: ...
 
     def call(self, ref: str, payload: dict) -> dict: ...
+
+    def compare(self, plans: Mapping[str, Mapping[str, Choice]], *, rounds: int) -> Mapping[str, Sequence[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -90,16 +99,26 @@ class Profiled:
         return f"It holds {listed}, and at least {format_bytes(max(0, rest))} of activations and transients."
 
 
-def measure_op_times(runs: Runs, graph: Graph, lean: Mapping[str, Choice], workload: str) -> OpTimes:
-    """Op times of this workload on the device: from the cache, or measured in real steps with ``lean`` attached.
+def measure_op_times(runs: Runs, uniform: Uniform, workload: str, *, room: int) -> OpTimes:
+    """Op times of this workload on the device: from the cache, or measured in real steps.
 
-    ``graph`` is the ghost run of ``lean``. Raises DeviceOutOfMemory where even that plan does not run.
+    Ops are timed with the leanest of the ``uniform`` plans attached; then those that fit into ``room`` bytes are timed
+    whole, in turns, for what single ops do not tell. Raises DeviceOutOfMemory where even the leanest does not run.
     """
+    lean, graph = leanest(uniform)
     if (known := cached_op_times(runs.environment, graph, workload)) is not None:
         return known
     payload = {"choices": {name: dump_choice(c) for name, c in lean.items()}, "cycles": TIMED_CYCLES}
     found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
     times = OpTimes(environment=runs.environment, **found)
+    graphs = {kind: graph for kind, (_, graph) in uniform.items()}
+    anchors = {kind: choices for kind, (choices, graph) in uniform.items() if graph.peak_bytes <= room}
+    if "save" in anchors and len(anchors) > 1:
+        cycle = simulation_of(graph, times).step_seconds
+        rounds = round(ANCHOR_SECONDS / (2 * len(anchors) * cycle)) if cycle > 0 else 1
+        with suppress(DeviceOutOfMemory):
+            seconds = runs.compare(anchors, rounds=max(1, min(5, rounds)))
+            times = calibrated(times, graphs, seconds)
     cache.store(times, _key(workload))
     return times
 
@@ -118,16 +137,14 @@ def used_by_others(runs: Runs) -> int:
     return int(runs.call("autockpt.profiling.op_times:memory_of_others", {})["bytes"])
 
 
-def leanest(graphs: Mapping[str, tuple[dict[str, Choice], Graph]]) -> tuple[dict[str, Choice], Graph]:
+def leanest(graphs: Uniform) -> tuple[dict[str, Choice], Graph]:
     """The uniform plan with the smallest peak; recompute where it is among them, since it runs every op there is."""
     if "recompute" in graphs:
         return graphs["recompute"]
     return min(graphs.values(), key=lambda pair: pair[1].peak_bytes)
 
 
-def uniform_graphs(
-    traces: Traces, blocks: Sequence[Unit], kinds: Sequence[str]
-) -> dict[str, tuple[dict[str, Choice], Graph]]:
+def uniform_graphs(traces: Traces, blocks: Sequence[Unit], kinds: Sequence[str]) -> Uniform:
     """Ghost runs of every unit on the same choice, by choice kind."""
     plans = {kind: dict.fromkeys((u.name for u in blocks), parse_choice(kind)) for kind in kinds}
     return {kind: (choices, traces.trace(choices)) for kind, choices in plans.items()}
@@ -136,7 +153,7 @@ def uniform_graphs(
 def build_profile(
     traces: Traces,
     times: OpTimes,
-    uniform: Mapping[str, tuple[dict[str, Choice], Graph]],
+    uniform: Uniform,
     *,
     used_by_others: int = 0,
 ) -> Profiled:

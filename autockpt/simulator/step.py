@@ -45,6 +45,7 @@ def simulate(
     copy_queues: bool = False,
     optimizer_seconds: float | None = None,
     host_seconds: float = 0.0,
+    rerun_scale: float = 1.0,
     region_seconds: Mapping[str, float] | None = None,
 ) -> Simulation:
     """Step time and bytes of a graph from the seconds of its op signatures.
@@ -52,8 +53,8 @@ def simulate(
     ``op_seconds`` by signature text; ``bandwidth_*`` in bytes per second, needed where the graph has copies in that
     direction. With ``copy_queues`` copies run beside compute on one queue per direction, else inline where they are
     issued. ``optimizer_seconds`` replaces the sum over the optimizer's ops. ``host_seconds`` is added to every other
-    op, ``region_seconds`` (by unit name) to every call of a unit, that is once per micro-batch. Raises ValueError
-    where a needed bandwidth is not positive.
+    op, ``region_seconds`` (by unit name) to every call of a unit, that is once per micro-batch; ops that run a second
+    time take ``rerun_scale`` times as long. Raises ValueError where a needed bandwidth is not positive.
     """
     timeline = bytes_timeline(graph)
     peak_op = int(np.argmax(timeline)) if len(timeline) else 0
@@ -66,6 +67,7 @@ def simulate(
     duration = table[signature] if len(signature) else np.zeros(0)
     estimated = float(duration[np.isin(signature, missing) & ~timed].sum())
     duration = np.where(timed, 0.0, duration + host_seconds)
+    duration[phase == PHASES.index("recompute")] *= rerun_scale
     if optimizer_seconds is not None and is_optimizer.any():
         duration[np.flatnonzero(is_optimizer)[0]] = optimizer_seconds
     for unit, seconds in (region_seconds or {}).items():

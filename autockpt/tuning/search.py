@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from autockpt.devices import get_device
+from autockpt.devices import get_device, process_environment
 from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
     Profiled,
+    Uniform,
     build_profile,
     cached_op_times,
     leanest,
@@ -24,7 +26,6 @@ from autockpt.profiling import (
 from autockpt.schema import (
     Budget,
     Choice,
-    Graph,
     Listener,
     Measurement,
     Plan,
@@ -42,8 +43,6 @@ from autockpt.tuning.engine import Confirm, Engine
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import make_plan, measured_rows, plain, simulated_rows
 from autockpt.workload import fingerprint, from_live
-
-Uniform = Mapping[str, tuple[dict[str, Choice], Graph]]
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
@@ -208,18 +207,21 @@ def _directory_of_live(job: Job, measurer: Measurer, tracer: Tracer, out: Path) 
     return RunDirectory.enter(out, question, model=job.name, device=environment.device.kind, budget=job.budget.text)
 
 
-def _profiled(job: Job, tracer: Tracer, measurer: Measurer, uniform: Uniform) -> Profiled:
+def _profiled(job: Job, tracer: Tracer, measurer: Measurer, uniform: Uniform, clock: Clock) -> Profiled:
     """Op times, menus and predictions of the workload on the measurer's device."""
-    choices, graph = leanest(uniform)
+    device = measurer.environment.device
+    others = used_by_others(measurer)
+    room = device.capacity_bytes - device.overhead_bytes - others
     try:
-        times = measure_op_times(measurer, graph, choices, job.workload_key)
+        with clock.part("measured steps"):
+            times = measure_op_times(measurer, uniform, job.workload_key, room=room)
     except DeviceOutOfMemory as error:
         raise InfeasibleError(
             f"the leanest plan does not run on this device: {error.message}",
             remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
-            smallest_peak=graph.peak_bytes,
+            smallest_peak=leanest(uniform)[1].peak_bytes,
         ) from None
-    return build_profile(tracer, times, uniform, used_by_others=used_by_others(measurer))
+    return build_profile(tracer, times, uniform, used_by_others=others)
 
 
 def _searched(
@@ -234,7 +236,7 @@ def _searched(
     """Profile, search and write the plan."""
     environment = measurer.environment
     with clock.stage("profile"):
-        profiled = _profiled(job, tracer, measurer, uniform)
+        profiled = _profiled(job, tracer, measurer, uniform, clock)
     if run is not None:
         run.write_environment(environment)
         run.write_graph(profiled.base)
@@ -289,7 +291,7 @@ def _searched(
 def _foreseen(job: Job, tracer: Tracer, uniform: Uniform, clock: Clock, device_name: str | None) -> SearchOutcome:
     """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
     device = get_device(device_name)
-    environment = environment_of(device)
+    environment = environment_of(device, {**process_environment(device_name), **os.environ})
     _, graph = leanest(uniform)
     times = cached_op_times(environment, graph, job.workload_key)
     notes = list(job.notes)

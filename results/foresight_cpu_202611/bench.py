@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 
 from autockpt.measuring import WorkerMeasurer
-from autockpt.profiling import build_profile, leanest, measure_op_times, uniform_graphs
+from autockpt.profiling import build_profile, measure_op_times, uniform_graphs
 from autockpt.schema import RECOMPUTE, SAVE, Choice, WorkloadSpec, parse_choice
 from autockpt.tracing import Tracer
 
-ROUNDS = 7
+ROUNDS = 9
 RANDOM_PLANS = 10
 KINDS = ("save", "recompute", "offload")
 HERE = Path(__file__).parent
@@ -51,8 +51,7 @@ def run_case(title: str, spec: WorkloadSpec) -> list[tuple[float, float]]:
     with WorkerMeasurer(spec, "cpu") as worker, Tracer.from_spec(spec) as tracer:
         units = [u.name for u in tracer.units if u.role == "block"]
         uniform = uniform_graphs(tracer, [u for u in tracer.units if u.role == "block"], KINDS)
-        lean, graph = leanest(uniform)
-        times = measure_op_times(worker, graph, lean, title)
+        times = measure_op_times(worker, uniform, title, room=worker.environment.device.capacity_bytes)
         predictor = build_profile(tracer, times, uniform).predictor
         chosen = plans(units, seed=7)
         peaks = {name: worker.measure(choices, steps=1).peak_bytes for name, choices in chosen.items()}

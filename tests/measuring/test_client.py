@@ -133,6 +133,15 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker
         yield measurer
 
 
+def test_memory_is_kept_between_steps_unless_the_user_says_otherwise(start, monkeypatch):
+    """And what was set is part of the environment that goes with every number."""
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "12345")
+    settings = start().environment.versions["allocator settings"]
+    assert "MALLOC_MMAP_THRESHOLD_=12345" in settings
+    assert "MALLOC_TRIM_THRESHOLD_=" in settings
+
+
 def test_resting_ends_the_worker_until_the_next_request(stand_in):
     first = pid_of(stand_in)
     stand_in.rest()

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from autockpt.profiling import uniform_graphs
+from autockpt.profiling.calibration import calibrated
+from autockpt.profiling.predictor import simulation_of
+from autockpt.schema import DeviceInfo, Environment, OpTimes, parse_choice
+from tests.profiling.steps import SECONDS, step
+
+NAMES = [f"layers.{i}" for i in range(4)]
+
+
+def op_times(*, queues: bool = False, **more) -> OpTimes:
+    info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1, copy_queues=queues)
+    rates = {"copy_out_bandwidth": 40.0, "copy_in_bandwidth": 20.0}
+    return OpTimes(environment=Environment(device=info, versions={}), seconds=SECONDS, **(rates | more))
+
+
+class Traces:
+    @staticmethod
+    def trace(choices=None):
+        return step(NAMES, choices)
+
+
+def uniform(kinds=("save", "recompute", "offload")):
+    blocks = [u for u in step(NAMES).units if u.role == "block"]
+    return {kind: graph for kind, (_, graph) in uniform_graphs(Traces(), blocks, kinds).items()}
+
+
+def seconds_of(graphs, times: OpTimes, rounds: int = 3) -> dict[str, list[float]]:
+    """What a device with these true times measures; each round slower than the one before."""
+    return {k: [simulation_of(g, times).step_seconds * (1 + r / 2) for r in range(rounds)] for k, g in graphs.items()}
+
+
+def test_whole_steps_set_what_single_ops_do_not_tell():
+    """Mixed plans are then predicted as the device runs them, whatever it slows all rounds by."""
+    truth = op_times(rerun_scale=1.3, copy_out_bandwidth=80.0, copy_in_bandwidth=40.0)
+    graphs = uniform()
+    found = calibrated(op_times(), graphs, seconds_of(graphs, truth))
+    assert found.rerun_scale == pytest.approx(1.3)
+    mixed = step(NAMES, {NAMES[0]: parse_choice("recompute"), NAMES[2]: parse_choice("offload")})
+    assert simulation_of(mixed, found).step_seconds == pytest.approx(simulation_of(mixed, truth).step_seconds)
+
+
+def test_copies_beside_compute_keep_their_probed_rates():
+    truth = op_times(queues=True, rerun_scale=0.8, copy_out_bandwidth=8.0)
+    graphs = uniform()
+    found = calibrated(op_times(queues=True), graphs, seconds_of(graphs, truth))
+    assert found.rerun_scale == pytest.approx(0.8)
+    assert (found.copy_out_bandwidth, found.copy_in_bandwidth) == (40.0, 20.0)
+
+
+@pytest.mark.parametrize("left", [(), ("save",), ("recompute", "offload")])
+def test_plans_that_do_not_fit_calibrate_nothing(left):
+    graphs = uniform()
+    times = op_times()
+    seconds = {k: v for k, v in seconds_of(graphs, op_times(rerun_scale=1.3)).items() if k in left}
+    assert calibrated(times, graphs, seconds) == times
+
+
+def test_noise_never_makes_a_price_absurd():
+    """Recomputing or offloading measured faster than saving: prices shrink, but never below zero."""
+    graphs = uniform()
+    seconds = seconds_of(graphs, op_times())
+    seconds |= {"recompute": [s / 3 for s in seconds["save"]], "offload": [s / 3 for s in seconds["save"]]}
+    found = calibrated(op_times(), graphs, seconds)
+    assert found.rerun_scale > 0 and found.copy_out_bandwidth > 0 and found.copy_in_bandwidth > 0
