@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.history.trials import SORT_KEYS, best, comparison, distinct, duplicates, overhead, pareto_front, ranked
+from autockpt.history.trials import SORT_KEYS, best, distinct, pareto_front, ranked
 from autockpt.schema.trial import Measurement, Prediction, Trial
 
 
@@ -45,7 +45,6 @@ def test_a_plan_measured_again_counts_with_its_latest_time():
     """The first reading of plan a was lucky."""
     trials = [trial(0, 50, 1.0, plan="a"), trial(1, 50, 1.5, plan="b"), trial(2, 50, 2.0, plan="a", encoding="final")]
     assert numbers(best(trials, 2)) == [1, 2]
-    assert duplicates(trials) == {"a": [0, 2]}
 
 
 def test_a_duplicate_without_a_measurement_does_not_hide_the_one_that_has_it():
@@ -88,26 +87,3 @@ def test_pareto_front_is_what_the_definition_says(points):
     trials = [trial(i, peak, float(seconds)) for i, (peak, seconds) in enumerate(points)]
     front = {points[t.number] for t in pareto_front(trials)}
     assert front == {p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)}
-
-
-def test_comparison_of_baselines_and_ours():
-    none = trial(0, 100, 1.0, fits=False, name="none", predicted=(101, 1.1))
-    lean = trial(1, 40, 1.3, name="recompute all", predicted=(41, 1.2))
-    ours = trial(2, 60, 1.1, predicted=(61, 1.15))
-    rows = comparison([none, lean, ours], 64, names=["none", "every-2", "recompute all"], ours=ours)
-    assert [r.name for r in rows] == ["none", "recompute all", "ours"]
-    assert [r.fits for r in rows] == [False, True, True]
-    assert [r.headroom for r in rows] == [-36, 24, 4]
-    assert [r.overhead for r in rows] == pytest.approx([0.0, 0.3, 0.1])
-    assert (rows[2].predicted_peak, rows[2].predicted_seconds, rows[2].noise) == (61, 1.15, 0.01)
-
-
-def test_overheads_compare_like_with_like():
-    """Save-everything ran out of memory: the measured time of ours has nothing measured to stand beside."""
-    none = trial(0, name="none", state="out_of_memory", predicted=(100, 2.0))
-    ours = trial(1, 60, 9.0, predicted=(60, 2.5))
-    assert overhead(ours, none) == pytest.approx(0.25)
-    assert overhead(trial(2, 60, 9.0), none) is None
-    assert overhead(ours, None) is None
-    (row,) = comparison([none], 64, names=["none"])
-    assert (row.fits, row.measured, row.peak, row.headroom) == (False, False, 100, -36)
