@@ -3,12 +3,23 @@
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, call_inner, place, take_off
 from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, Policy, PolicySession
 from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
+from autockpt.policies.heavy import is_heavy
 from autockpt.policies.offload import OffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
+from autockpt.policies.recompute_offload import RecomputeOffloadPolicy
 from autockpt.policies.replay import recomputing
 from autockpt.policies.save import SavePolicy
+from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy
 
-POLICIES: dict[str, Policy] = {policy.kind: policy for policy in (SavePolicy(), RecomputePolicy(), OffloadPolicy())}
+_TABLE: tuple[Policy, ...] = (
+    SavePolicy(),
+    RecomputePolicy(),
+    KeepAttentionPolicy(),
+    SelectivePolicy(),
+    OffloadPolicy(),
+    RecomputeOffloadPolicy(),
+)
+POLICIES: dict[str, Policy] = {policy.kind: policy for policy in _TABLE}
 
 __all__ = [
     "POLICIES",
@@ -22,6 +33,7 @@ __all__ = [
     "attached_to",
     "call_inner",
     "flagged_modules",
+    "is_heavy",
     "place",
     "recomputing",
     "refuse_native",

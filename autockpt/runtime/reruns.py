@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +11,9 @@ from pydantic import Field
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from autockpt.devices.base import Parcel, Transport
-from autockpt.policies import recomputing
+from autockpt.policies import is_heavy, recomputing
 from autockpt.schema.base import Data
 from autockpt.workload.units import module_of
 
@@ -73,7 +71,7 @@ class RunCounter(TorchDispatchMode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_counted(func):
+        if is_heavy(func):
             unit = recomputing() or self._unit
             in_backward = torch._C._current_graph_task_id() != -1
             if unit in self._counts and (not in_backward or torch.is_grad_enabled()):
@@ -88,11 +86,6 @@ class RunCounter(TorchDispatchMode):
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             self._trains.add(self._roots[module])
         self._unit = None
-
-
-@functools.cache
-def _is_counted(func: Any) -> bool:
-    return getattr(func, "overloadpacket", None) in flop_registry or "scaled_dot_product" in str(func)
 
 
 class _CountingTransport:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
+
+ATTENTION = "attention"
+EVERYTHING = "**"
 
 
 class _Choice(Data):
@@ -30,6 +33,39 @@ class Recompute(_Choice):
     kind: Literal["recompute"] = "recompute"
 
 
+class Selective(_Choice):
+    """Keep the outputs of chosen modules, and run the rest of the unit's forward again in backward.
+
+    ``keep`` names modules inside the unit (``mlp.up_proj``) whose matrix products and convolutions are not run again,
+    or ``attention`` for fused attention; by default all of these are kept and only what is cheap is made again
+    (Korthikanti et al. 2022, arXiv:2205.05198).
+    """
+
+    kind: Literal["selective"] = "selective"
+    keep: tuple[str, ...] = (EVERYTHING,)
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("keep")
+    @classmethod
+    def _tidy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or not all(value):
+            raise ValueError("keep must name at least one module; without any, the choice is `recompute`")
+        return (EVERYTHING,) if EVERYTHING in value else tuple(sorted(set(value)))
+
+    def __str__(self) -> str:
+        return self.kind if self.keep == (EVERYTHING,) else f"{self.kind} ({', '.join(self.keep)})"
+
+
+class KeepAttention(_Choice):
+    """Keep the output of fused attention, which recomputes inside itself already, and run the rest again."""
+
+    kind: Literal["keep_attention"] = "keep_attention"
+
+
 class Offload(_Choice):
     """Move saved activations off the device after forward and back before backward.
 
@@ -39,9 +75,17 @@ class Offload(_Choice):
     kind: Literal["offload"] = "offload"
 
 
-Choice = Annotated[Save | Recompute | Offload, Field(discriminator="kind")]
+class RecomputeOffload(_Choice):
+    """Run the unit's forward again in backward, and keep its input off the device until then."""
+
+    kind: Literal["recompute_offload"] = "recompute_offload"
+
+
+Choice = Annotated[
+    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload, Field(discriminator="kind")
+]
 SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
-CHOICE_TYPES: tuple[type[Data], ...] = (Save, Recompute, Offload)
+CHOICE_TYPES: tuple[type[Data], ...] = (Save, Recompute, KeepAttention, Selective, Offload, RecomputeOffload)
 _adapter: TypeAdapter[Any] = TypeAdapter(Choice)
 
 

@@ -1,0 +1,31 @@
+"""Which ops are worth keeping, and worth counting: matrix products, convolutions and attentions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.utils.flop_counter import flop_registry
+
+
+@functools.cache
+def is_heavy(func: Any) -> bool:
+    """Whether an op's cost lies in arithmetic: those whose floating-point operations PyTorch counts, and attentions."""
+    return getattr(func, "overloadpacket", None) in flop_registry or is_attention(func)
+
+
+@functools.cache
+def is_attention(func: Any) -> bool:
+    """Whether an op is a fused attention's forward or backward, PyTorch's own or a library's."""
+    name = str(func)
+    return "scaled_dot_product" in name or "flash_attn" in name or "_attention_forward" in name
+
+
+def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call uses dropout. Left out when its forward runs again, it would shift all later random numbers."""
+    schema = getattr(func, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            given = kwargs.get("dropout_p", args[position] if position < len(args) else argument.default_value)
+            return bool(given)
+    return False

@@ -1,0 +1,115 @@
+"""selective, keep_attention: run a unit's forward again in backward, but keep the outputs that are dear to make.
+
+Selective activation recomputation (Korthikanti et al. 2022, arXiv:2205.05198), by modules: what stays in the plan is
+readable, and only the named modules pay for being watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autockpt.errors import ConflictError, PlanError
+from autockpt.policies.attachment import call_inner
+from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.keeping import KeepingReplay, ScopeState, run_scope
+from autockpt.policies.kvcache import without_cache
+from autockpt.policies.replay import ReplayState
+from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Selective
+from autockpt.schema.names import strip_prefixes
+
+
+class SelectivePolicy:
+    """Carries out ``selective``: heavy ops of the named modules, or of the whole unit, are not run again."""
+
+    kind: ClassVar[str] = "selective"
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        for unit in units:
+            keep = _kept(unit.choice)
+            for module, attention in _scopes(unit, keep):  # first: the unit may be one, inside of what recomputes it
+                session.place(unit.name, module, run_scope, ScopeState(unit.name, attention=attention))
+            session.place(unit.name, unit.module, run_selective, ReplayState(unit.name))
+            kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep)
+            session.note(unit.name, f"{self.kind}: its forward runs again in backward, outputs of {kept} are kept")
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        if EVERYTHING in _kept(choice):
+            return 0, forward  # what draws random numbers runs again
+        return 0, max(0, forward - 1)
+
+
+class KeepAttentionPolicy(SelectivePolicy):
+    """Carries out ``keep_attention``: fused attention recomputes inside itself already, so it is not run twice."""
+
+    kind: ClassVar[str] = "keep_attention"
+
+
+def run_selective(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
+    """The unit's forward; in backward it runs again without the ops whose outputs were kept.
+
+    Raises what ``recompute`` raises, and ConflictError where a kept output is changed in place, and under
+    torch.compile, which does not see which module an op belongs to.
+    """
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    if torch.compiler.is_compiling():
+        raise ConflictError(
+            f"{state.unit} is being compiled, and `selective` and `keep_attention` work on single ops",
+            remedy="Use `recompute`, `offload` or `save` on compiled units; the compiler keeps and fuses by itself.",
+        )
+    refuse_native(module, state.unit)
+    args, kwargs = without_cache(module, state.unit, args, kwargs)
+    replay = KeepingReplay(module, state, args, kwargs)
+    versions = [tensor._version for tensor in replay.tensors]
+    output = checkpoint(replay, *replay.tensors, use_reentrant=False, preserve_rng_state=True)
+    replay.finish(versions)
+    return output
+
+
+def _kept(choice: Choice) -> tuple[str, ...]:
+    if isinstance(choice, KeepAttention):
+        return (ATTENTION,)
+    assert isinstance(choice, Selective)
+    return choice.keep
+
+
+def _scopes(unit: PlannedUnit, keep: Sequence[str]) -> Iterator[tuple[nn.Module, bool]]:
+    """Modules to watch, the unit itself among them, and whether for fused attention alone."""
+    if EVERYTHING in keep:
+        yield unit.module, False
+        return
+    inside = {strip_prefixes(path): module for path, module in unit.module.named_modules() if path}
+    for name in keep:
+        if name == ATTENTION:
+            yield from ((module, True) for module in _attentions(unit.module))
+        elif name in inside:
+            yield inside[name], False
+        else:
+            raise PlanError(
+                f"{unit.name} has no module named {name!r} whose output could be kept",
+                remedy=f"Name modules as seen from the unit, or {ATTENTION!r}; it has: {', '.join(_leaves(inside))}.",
+            )
+
+
+def _attentions(unit: nn.Module) -> list[nn.Module]:
+    """The outermost modules inside a unit that are attentions by their class's name; the whole unit without any."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in unit.modules():
+        if module is unit or id(module) in inside:
+            continue
+        name = type(module).__name__.lower()
+        if "attention" in name or "attn" in name:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    return found or [unit]
+
+
+def _leaves(inside: dict[str, nn.Module]) -> list[str]:
+    return [name for name, module in inside.items() if not any(True for _ in module.children())]

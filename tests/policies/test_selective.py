@@ -1,0 +1,222 @@
+"""What keeping some outputs of a unit that runs again can get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autockpt.errors import ConflictError, PlanError
+from autockpt.policies import is_heavy
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice
+from tests.policies.zoo import CASES, assert_equal, bytes_alive_after, plain, train
+
+Body = Callable[["Unit", Tensor], Tensor]
+
+
+def selective(*keep: str) -> Choice:
+    return parse_choice({"kind": "selective", "keep": list(keep)})
+
+
+class Unit(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+class Model(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(Unit(body) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+def mlp(unit: Unit, x: Tensor) -> Tensor:
+    return x + unit.down(F.gelu(unit.up(x)))
+
+
+class Executed(TorchDispatchMode):
+    """How often heavy ops run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_heavy(func) and "backward" not in str(func):
+            name = str(func.overloadpacket)
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def executed(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
+    with Executed() as mode:
+        run()
+    return mode.counts
+
+
+def gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(4, 8).requires_grad_()
+    loss = model(x).pow(2).sum()
+    for _ in range(times - 1):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found | {"x": x.grad}
+
+
+@pytest.mark.parametrize(("keep", "forwards"), [("up", 2), ("down", 4), ("**", 2)])
+def test_what_is_kept_is_not_executed_again(keep, forwards):
+    """Two units of two products: those of ``up`` run once, and ``down`` is never needed again."""
+    wanted = gradients(Model(mlp))
+    model = Model(mlp)
+    with attach(model, dict.fromkeys(("units.0", "units.1"), selective(keep))):
+        x = torch.randn(4, 8)
+        in_forward = executed(model, lambda: model(x))["aten.addmm"]
+        loss = model(x).sum()
+        again = executed(model, loss.backward).get("aten.addmm", 0)
+        assert (in_forward, again) == (4, forwards - 2)
+        model.zero_grad()
+        assert_equal(gradients(model), wanted)
+
+
+def test_a_second_backward_over_the_same_graph():
+    """What was handed out once is made again."""
+    wanted = gradients(Model(mlp), times=3)
+    model = Model(mlp)
+    with attach(model, {"units.0": selective("up"), "units.1": selective("**")}):
+        assert_equal(gradients(model, times=3), wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit"])
+def test_attention_runs_once(name):
+    """Dropout inside attention takes it apart into products on this device; it draws random numbers then."""
+    case = CASES[name]
+    wanted = plain(case, "fp32")
+    model = case.make()
+    with attach(model, case.choices(model, parse_choice("keep_attention"))):
+        assert_equal(train(model, case, "fp32"), wanted)
+    model.eval()
+    counts = {}
+    for kind in ("recompute", "keep_attention"):
+        with attach(model, case.choices(model, parse_choice(kind))):
+            loss = case.step(model, case.batch(), **({"use_cache": False} if case.takes_cache else {}))
+            counts[kind] = executed(model, loss.backward)
+    fused = [n for n in counts["recompute"] if "attention" in n]
+    assert all(n not in counts["keep_attention"] for n in fused)
+    assert counts["keep_attention"].get("aten.addmm") == counts["recompute"].get("aten.addmm")
+
+
+def test_more_is_kept_the_more_is_named():
+    case = CASES["llama"]
+    model = case.make().eval()  # attention with dropout is not kept
+    kept = []
+    choices = [RECOMPUTE, parse_choice("keep_attention"), selective("attention", "mlp.up_proj"), selective("**")]
+    for choice in choices:
+        with attach(model, case.choices(model, choice)):
+            run = lambda: case.step(model, case.batch(), use_cache=False)  # noqa: E731
+            run()
+            kept.append(bytes_alive_after(run))
+    assert kept == sorted(set(kept))
+
+
+def test_an_output_that_is_changed_in_place_is_refused():
+    def body(unit: Unit, x: Tensor) -> Tensor:
+        hidden = unit.up(x)
+        hidden += 1
+        return x + unit.down(F.gelu(hidden))
+
+    model = Model(body)
+    with attach(model, {"units.0": selective("up")}), pytest.raises(ConflictError, match=r"units\.0 changes an output"):
+        gradients(model)
+    wanted = gradients(Model(body))
+    with attach(model, {"units.0": selective("down")}):
+        assert_equal(gradients(model), wanted)
+
+
+def test_an_output_that_the_caller_changes_in_place_is_noticed_in_backward():
+    def body(unit: Unit, x: Tensor) -> Any:
+        hidden = unit.up(x)
+        return hidden, F.gelu(hidden)
+
+    unit = Model(body).units[0]
+    model = nn.ModuleList([unit])
+    with attach(model, {"0": selective("up")}):
+        hidden, out = unit(torch.randn(4, 8))
+        hidden.mul_(2)
+        with pytest.raises(RuntimeError, match="inplace"):
+            out.sum().backward()
+
+
+def test_dropout_inside_an_attention_keeps_the_random_numbers_in_step():
+    """An attention with dropout runs again: left out, it would shift the numbers of the dropout behind it."""
+
+    def body(unit: Unit, x: Tensor) -> Tensor:
+        h = unit.up(x).view(1, 2, 4, 16)
+        h = F.scaled_dot_product_attention(h, h, h, dropout_p=0.3).reshape(4, 32)
+        return x + unit.down(F.dropout(h, 0.4))
+
+    wanted = gradients(Model(body))
+    for keep in ("attention", "up", "**"):
+        model = Model(body)
+        with attach(model, dict.fromkeys(("units.0", "units.1"), selective(keep))):
+            assert_equal(gradients(model), wanted)
+
+
+def test_a_forward_that_takes_another_path_the_second_time_is_found_out():
+    calls = []
+
+    def body(unit: Unit, x: Tensor) -> Tensor:
+        calls.append(unit)
+        hidden = unit.up(x) if len(calls) < 3 else x @ unit.up.weight.T
+        return unit.down(F.gelu(hidden))
+
+    model = Model(body)
+    with attach(model, {"units.0": selective("**")}), pytest.raises(ConflictError, match="another path"):
+        gradients(model)
+
+
+def test_names_are_checked_when_the_plan_is_applied():
+    model = Model(mlp)
+    with pytest.raises(PlanError, match="no module named 'upp'") as caught:
+        attach(model, {"units.0": selective("upp")})
+    assert "up, down" in str(caught.value.remedy)
+    assert "forward" not in model.units[0].__dict__
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("selective", ("**",)),
+        ({"kind": "selective", "keep": "attention"}, ("attention",)),
+        ({"kind": "selective", "keep": ["mlp.up_proj", "attention", "attention"]}, ("attention", "mlp.up_proj")),
+        ({"kind": "selective", "keep": ["up", "**"]}, ("**",)),
+    ],
+)
+def test_how_it_is_written_in_a_plan(written, read):
+    choice = parse_choice(written)
+    assert choice.keep == read
+    assert parse_choice(dump_choice(choice)) == choice
+
+
+@pytest.mark.parametrize("keep", [[], [""]])
+def test_keeping_nothing_is_not_selective(keep):
+    with pytest.raises(PlanError):
+        parse_choice({"kind": "selective", "keep": keep})
