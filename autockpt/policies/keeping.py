@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -62,15 +62,21 @@ class Frame:
         self.recording = True
         self._outputs: dict[tuple[int, int], _Output] = {}
         self._scopes = 0
+        self._inside = False
 
     def begin(self, *, recording: bool) -> None:
         """The unit's forward begins, for the first time or again."""
-        self.recording, self._scopes = recording, 0
+        self.recording, self._scopes, self._inside = recording, 0, False
 
     def scope(self, wanted: Callable[[Any], bool]) -> TorchDispatchMode:
         """A mode that keeps the outputs of wanted ops, or hands them out."""
         self._scopes += 1
         return _Scope(self, self._scopes, wanted)
+
+    @property
+    def inside(self) -> bool:
+        """Whether a scope is open: it sees all that runs within it, so another inside would count ops twice."""
+        return self._inside
 
     def keep(self, place: tuple[int, int], func: Any, out: Any) -> None:
         self._outputs[place] = _Output(func, out)
@@ -107,6 +113,14 @@ class _Scope(TorchDispatchMode):
         super().__init__()
         self._frame, self._number, self._wanted = frame, number, wanted
         self._ops = 0
+
+    def __enter__(self) -> Self:
+        self._frame._inside = True
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._frame._inside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -152,7 +166,7 @@ class _AttentionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if "attention" not in name and "attn" not in name:
+        if self._frame.inside or ("attention" not in name and "attn" not in name):
             return func(*args, **(kwargs or {}))
         with self._frame.scope(is_attention):
             return func(*args, **(kwargs or {}))
@@ -169,7 +183,7 @@ class ScopeState(Attachment):
 def run_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
     """The module's forward, with the outputs of its heavy ops kept where its unit is being kept track of."""
     frame: Frame | None = getattr(_current, "frame", None)
-    if not state.active or frame is None or frame.unit != state.unit:
+    if not state.active or frame is None or frame.unit != state.unit or frame.inside:
         return call_inner(module, state, args, kwargs)
     with _AttentionCalls(frame) if state.attention else frame.scope(is_heavy):
         return call_inner(module, state, args, kwargs)

@@ -8,13 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from autockpt.errors import DeviceOutOfMemory
+from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import calibrated
+from autockpt.profiling.fronts import selective_front
 from autockpt.profiling.menus import build_menus, representatives
 from autockpt.profiling.predictor import Predictor, simulation_of
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.schema import (
+    RECOMPUTE,
     SAVE,
     Choice,
     Environment,
@@ -22,6 +24,7 @@ from autockpt.schema import (
     OpTimes,
     Problem,
     Profile,
+    Selective,
     Unit,
     dump_choice,
     format_bytes,
@@ -145,9 +148,21 @@ def leanest(graphs: Uniform) -> tuple[dict[str, Choice], Graph]:
 
 
 def uniform_graphs(traces: Traces, blocks: Sequence[Unit], kinds: Sequence[str]) -> Uniform:
-    """Ghost runs of every unit on the same choice, by choice kind."""
-    plans = {kind: dict.fromkeys((u.name for u in blocks), parse_choice(kind)) for kind in kinds}
-    return {kind: (choices, traces.trace(choices)) for kind, choices in plans.items()}
+    """Ghost runs of every unit on the same choice, by choice kind. Kinds that this model refuses are left out.
+
+    Raises ConflictError where it refuses all but ``save``.
+    """
+    found: dict[str, tuple[dict[str, Choice], Graph]] = {}
+    refused = None
+    for kind in kinds:
+        choices = dict.fromkeys((u.name for u in blocks), parse_choice(kind))
+        try:
+            found[kind] = (choices, traces.trace(choices))
+        except ConflictError as error:
+            refused = error
+    if refused is not None and set(found) <= {SAVE.kind}:
+        raise refused
+    return found
 
 
 def build_profile(
@@ -167,9 +182,15 @@ def build_profile(
         predictor.learn(choices, graph)
     variants: dict[tuple[int, Choice], Graph] = {}
     for unit in representatives(base.blocks()).values():
-        for kind in uniform:
-            if (choice := parse_choice(kind)) != SAVE:
+        choices = [choice for kind in uniform if (choice := parse_choice(kind)) != SAVE]
+        if Selective().kind in uniform:
+            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
+            choices += selective_front(again, unit, times)
+        for choice in choices:
+            if (unit.kind, choice) not in variants:
                 variants[unit.kind, choice] = predictor.graph({unit.name: choice})
+        if RECOMPUTE.kind not in uniform:
+            variants.pop((unit.kind, RECOMPUTE), None)
     menus = build_menus(base, variants, predictor.simulation)
     profile = Profile(
         op_times=times,

@@ -75,25 +75,21 @@ def _plain(value: object) -> str:
 
 
 def strip(choices: Mapping[str, Choice], width: int = 48) -> str:
-    """A plan in one line, a letter per outermost unit in their order: ``.`` save, ``R`` recompute, ``O`` offload.
+    """A plan in one line, a letter per outermost unit in their order: ``.`` save, ``R`` recompute, ``O`` offload, ….
 
     A unit that saves but has choices on its sub-units shows the first of those in lower case. What is longer than
     ``width`` is written in runs: ``.×12 R×20``.
     """
-    letters = [_letter(choices[name]) for name in outermost(choices)]
+    letters = [choices[name].letter for name in outermost(choices)]
     inner = {}
     for name, choice in choices.items():
         outer = [a for a in ancestors(name) if a in choices]
         if outer and choice.kind != "save":
-            inner.setdefault(outer[-1], _letter(choice).lower())
+            inner.setdefault(outer[-1], choice.letter.lower())
     letters = [inner.get(n, x) if x == "." else x for n, x in zip(outermost(choices), letters, strict=True)]
     if len(letters) <= width:
         return "".join(letters)
     return " ".join(f"{letter}×{len(list(run))}" for letter, run in groupby(letters))
-
-
-def _letter(choice: Choice) -> str:
-    return "." if choice.kind == "save" else choice.kind[0].upper()
 
 
 def tally(choices: Mapping[str, Choice]) -> str:

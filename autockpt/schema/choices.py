@@ -5,18 +5,22 @@ A new choice is one class here, one file in ``policies`` and one line in the tab
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
 
-ATTENTION = "attention"
+ATTENTION = "fused_attention"
 EVERYTHING = "**"
 
 
 class _Choice(Data):
+    letter: ClassVar[str]
+    """What stands for the choice where a plan is shown in one line."""
+
     def __str__(self) -> str:
         return self.kind  # type: ignore[attr-defined]
 
@@ -24,12 +28,14 @@ class _Choice(Data):
 class Save(_Choice):
     """Keep every activation for the backward pass, as PyTorch does by itself. Nothing is attached."""
 
+    letter: ClassVar[str] = "."
     kind: Literal["save"] = "save"
 
 
 class Recompute(_Choice):
     """Keep only the unit's inputs and run its forward again in backward (Chen et al. 2016, arXiv:1604.06174)."""
 
+    letter: ClassVar[str] = "R"
     kind: Literal["recompute"] = "recompute"
 
 
@@ -37,10 +43,11 @@ class Selective(_Choice):
     """Keep the outputs of chosen modules, and run the rest of the unit's forward again in backward.
 
     ``keep`` names modules inside the unit (``mlp.up_proj``) whose matrix products and convolutions are not run again,
-    or ``attention`` for fused attention; by default all of these are kept and only what is cheap is made again
+    or ``fused_attention``; by default all of these are kept and only what is cheap is made again
     (Korthikanti et al. 2022, arXiv:2205.05198).
     """
 
+    letter: ClassVar[str] = "S"
     kind: Literal["selective"] = "selective"
     keep: tuple[str, ...] = (EVERYTHING,)
 
@@ -63,6 +70,7 @@ class Selective(_Choice):
 class KeepAttention(_Choice):
     """Keep the output of fused attention, which recomputes inside itself already, and run the rest again."""
 
+    letter: ClassVar[str] = "A"
     kind: Literal["keep_attention"] = "keep_attention"
 
 
@@ -72,12 +80,14 @@ class Offload(_Choice):
     They go to pinned host memory on an accelerator, to a memory-mapped file where the device is the CPU itself.
     """
 
+    letter: ClassVar[str] = "O"
     kind: Literal["offload"] = "offload"
 
 
 class RecomputeOffload(_Choice):
     """Run the unit's forward again in backward, and keep its input off the device until then."""
 
+    letter: ClassVar[str] = "B"
     kind: Literal["recompute_offload"] = "recompute_offload"
 
 
@@ -112,3 +122,14 @@ def dump_choice(choice: Choice) -> str | dict[str, Any]:
     """The shortest form of a choice in a plan: its bare name where it has no options."""
     data = choice.model_dump(exclude_defaults=True) | {"kind": choice.kind}
     return choice.kind if set(data) == {"kind"} else data
+
+
+def label(choice: Choice) -> str:
+    """A choice as one word or one line of JSON, for places that hold text only; ``from_label`` reads it back."""
+    dumped = dump_choice(choice)
+    return dumped if isinstance(dumped, str) else json.dumps(dumped, sort_keys=True)
+
+
+def from_label(text: str) -> Choice:
+    """The choice that ``label`` made a text of. Raises PlanError for anything else."""
+    return parse_choice(json.loads(text) if text.startswith("{") else text)

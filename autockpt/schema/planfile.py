@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ from autockpt.schema.yaml import Document, read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+from collections.abc import Mapping
 
 _HEADER = """\
 # What each unit of the model does with its activations, so that a training step stays within its memory budget.
@@ -28,8 +30,9 @@ _HEADER = """\
 #   handle = autockpt.apply(model, "{name}")  # handle.remove() undoes it
 #   print(handle)  # what was attached, unit by unit
 #
-# Choices: {kinds}. Edit them as you like: names may be ranges (model.layers.0-11) or wildcards
-# (* one component, ** any number). An edited plan counts as unmeasured until it is measured again.
+{kinds}
+# Edit them as you like: names may be ranges (model.layers.0-11) or wildcards (* one component, ** any number).
+# An edited plan counts as unmeasured until it is measured again.
 """
 _COMMENTS = {
     "source": "measured: real steps held the budget; simulated: predicted only",
@@ -139,7 +142,8 @@ def render(plan: Plan, name: str = "plan.yaml") -> str:
     if not plan.hash:
         data.pop("hash", None)
     order = [f for f in Plan.model_fields if f in data]
-    sections = [_HEADER.format(name=name, kinds=", ".join(choice_kinds())), f"autockpt: {plan.autockpt}\n"]
+    kinds = textwrap.fill(f"# Choices: {', '.join(choice_kinds())}.", width=110, subsequent_indent="# ")
+    sections = [_HEADER.format(name=name, kinds=kinds), f"autockpt: {plan.autockpt}\n"]
     for key in order:
         comment = f"# {_COMMENTS[key]}\n" if key in _COMMENTS and isinstance(data[key], dict | list) else ""
         text = _dump({key: data[key]})

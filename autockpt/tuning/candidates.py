@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
-from autockpt.schema import Choice, Problem, SearchSpace, option_of, parse_choice, peak_of
+from autockpt.schema import Choice, Problem, SearchSpace, from_label, option_of, peak_of
 from autockpt.solvers import Ruling, refine
 from autockpt.tuning.study import Parameters
 
@@ -60,7 +60,7 @@ def from_layers(
     parameters: Mapping[str, float | int | str], budget: int, problem: Problem, referee: Referee
 ) -> Candidate:
     """One choice per unit as sampled, repaired to the budget: cheapest bytes first, until the ghost run fits."""
-    choices = {name: parse_choice(kind) for name, kind in parameters.items()}
+    choices = {name: from_label(str(text)) for name, text in parameters.items()}
     target = budget
     for _ in range(REPAIRS):
         choices = _repaired(problem, choices, target)

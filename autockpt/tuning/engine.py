@@ -24,6 +24,7 @@ from autockpt.schema import (
     TrialState,
     covers,
     format_bytes,
+    label,
     plan_hash,
 )
 from autockpt.schema.known import ALL, NONE, known_plans
@@ -174,7 +175,7 @@ class Engine:
         if self.space.encoding == "knobs":
             return [neutral(self.space, margin) for margin in self.space.margins]
         plans = [*self.known.values(), *(self._solved({"margin": m}).choices for m in self.space.margins)]
-        return [{name: choice.kind for name, choice in plan.items()} for plan in plans]
+        return [{name: label(choice) for name, choice in plan.items()} for plan in plans]
 
     # -- the budget -------------------------------------------------------------------------------------------------
 
@@ -214,7 +215,8 @@ class Engine:
 
     def _open_study(self) -> Study:
         seed = self.limits.seed + self.book.resumed
-        return Study(self.space, self.units, name="search", storage=self.storage, seed=seed)
+        menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
+        return Study(self.space, menus, name="search", storage=self.storage, seed=seed)
 
     def _search(self, study: Study) -> None:
         study.enqueue(self._seeds())

@@ -61,14 +61,14 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
             worker = stack.enter_context(WorkerMeasurer(request.workload, request.device))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
-            uniform = _uniform(tracer, request.space)
+            uniform, space, refused = _uniform(tracer, request.space)
         job = Job(
             name=request.workload.model,
             spec=request.workload,
             settings=dict(tracer.settings),
-            notes=(*request.notes, *tracer.notes, *uniform["save"][1].notes),
+            notes=(*request.notes, *tracer.notes, *uniform["save"][1].notes, *refused),
             budget=request.budget,
-            space=request.space,
+            space=space,
             limits=Limits(request.trials, request.timeout, request.seed),
         )
         if worker is None:
@@ -152,12 +152,12 @@ def search(
         measurer = stack.enter_context(LocalMeasurer(workload))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_workload(workload))
-            uniform = _uniform(tracer, chosen)
+            uniform, chosen, refused = _uniform(tracer, chosen)
         job = Job(
             name=type(model).__name__,
             spec=None,
             settings=dict(workload.settings),
-            notes=(*workload.notes, *uniform["save"][1].notes),
+            notes=(*workload.notes, *uniform["save"][1].notes, *refused),
             budget=parsed,
             space=chosen,
             limits=limits,
@@ -181,15 +181,23 @@ def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
     return Limits(trials, timeout, seed)
 
 
-def _uniform(tracer: Tracer, space: SearchSpace) -> Uniform:
-    """Ghost runs of the uniform plans; refuses a model without blocks to choose for."""
+def _uniform(tracer: Tracer, space: SearchSpace) -> tuple[Uniform, SearchSpace, tuple[str, ...]]:
+    """Ghost runs of the uniform plans, the space without choices that the model refuses, and a note on those.
+
+    Raises UsageError for a model without blocks to choose for.
+    """
     blocks = tuple(u for u in tracer.units if u.role == "block")
     if not blocks:
         raise UsageError(
             "the model has no repeated blocks, so there is nothing to choose per layer",
             remedy="autockpt plans for members of an nn.ModuleList or nn.Sequential, and for transformers' layers.",
         )
-    return uniform_graphs(tracer, blocks, space.choices)
+    uniform = uniform_graphs(tracer, blocks, space.choices)
+    refused = [kind for kind in space.choices if kind not in uniform]
+    if not refused:
+        return uniform, space, ()
+    note = f"not for this model: {', '.join(refused)} (apply such a plan to see why)"
+    return uniform, space.restricted(tuple(uniform)), (note,)
 
 
 def _directory_of_live(job: Job, measurer: Measurer, tracer: Tracer, out: Path) -> RunDirectory:

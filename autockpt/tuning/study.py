@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -14,22 +15,27 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
 from autockpt.errors import RunDirectoryError, UsageError
-from autockpt.schema import SearchSpace, Trial
+from autockpt.schema import Choice, SearchSpace, Trial, label
 
 Parameters = dict[str, float | int | str]
 
 
 class Study:
-    """One study over a search space.
+    """One study over a search space; ``menus`` are the choices of each unit.
 
     A trial that ran out of memory or over the budget is told as complete, with its predicted time and a positive
     violation: told as failed it would teach the sampler nothing.
     """
 
-    def __init__(self, space: SearchSpace, units: tuple[str, ...], *, name: str, storage: str, seed: int) -> None:
+    def __init__(
+        self, space: SearchSpace, menus: Mapping[str, Sequence[Choice]], *, name: str, storage: str, seed: int
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
-        self.distributions = _distributions(space, units)
+        self.distributions = _distributions(space, menus)
+        if space.encoding == "layers":
+            # Optuna refuses to mix trials over other menus, which a profile made anew may bring
+            name += f"-{hashlib.sha256(repr(sorted(self.distributions.items())).encode()).hexdigest()[:8]}"
         self._open: dict[int, optuna.Trial] = {}
         try:
             self._study = optuna.create_study(
@@ -89,9 +95,9 @@ def _unusable(storage: str, error: Exception) -> RunDirectoryError:
     return RunDirectoryError(f"the Optuna study at {shown} cannot be opened: {said}", remedy=remedy)
 
 
-def _distributions(space: SearchSpace, units: tuple[str, ...]) -> dict[str, BaseDistribution]:
+def _distributions(space: SearchSpace, menus: Mapping[str, Sequence[Choice]]) -> dict[str, BaseDistribution]:
     if space.encoding == "layers":
-        return {name: CategoricalDistribution(tuple(space.choices)) for name in units}
+        return {unit: CategoricalDistribution(tuple(map(label, choices))) for unit, choices in menus.items()}
     return {name: FloatDistribution(knob.low, knob.high, log=knob.log) for name, knob in space.knobs.items()}
 
 

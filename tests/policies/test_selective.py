@@ -79,6 +79,7 @@ def gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
     loss.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
+    assert x.grad is not None
     return found | {"x": x.grad}
 
 
@@ -124,11 +125,21 @@ def test_attention_runs_once(name):
     assert counts["keep_attention"].get("aten.addmm") == counts["recompute"].get("aten.addmm")
 
 
+def test_modules_inside_one_another():
+    """What the outer one keeps, the inner one must not keep again."""
+    case = CASES["gpt2"]
+    wanted = plain(case, "fp32")
+    model = case.make()
+    choice = selective("fused_attention", "attn", "attn.c_attn", "mlp", "mlp.c_fc")
+    with attach(model, case.choices(model, choice)):
+        assert_equal(train(model, case, "fp32"), wanted)
+
+
 def test_more_is_kept_the_more_is_named():
     case = CASES["llama"]
     model = case.make().eval()  # attention with dropout is not kept
     kept = []
-    choices = [RECOMPUTE, parse_choice("keep_attention"), selective("attention", "mlp.up_proj"), selective("**")]
+    choices = [RECOMPUTE, parse_choice("keep_attention"), selective("fused_attention", "mlp.up_proj"), selective("**")]
     for choice in choices:
         with attach(model, case.choices(model, choice)):
             run = lambda: case.step(model, case.batch(), use_cache=False)  # noqa: E731
@@ -174,7 +185,7 @@ def test_dropout_inside_an_attention_keeps_the_random_numbers_in_step():
         return x + unit.down(F.dropout(h, 0.4))
 
     wanted = gradients(Model(body))
-    for keep in ("attention", "up", "**"):
+    for keep in ("fused_attention", "up", "**"):
         model = Model(body)
         with attach(model, dict.fromkeys(("units.0", "units.1"), selective(keep))):
             assert_equal(gradients(model), wanted)
@@ -205,8 +216,11 @@ def test_names_are_checked_when_the_plan_is_applied():
     ("written", "read"),
     [
         ("selective", ("**",)),
-        ({"kind": "selective", "keep": "attention"}, ("attention",)),
-        ({"kind": "selective", "keep": ["mlp.up_proj", "attention", "attention"]}, ("attention", "mlp.up_proj")),
+        ({"kind": "selective", "keep": "fused_attention"}, ("fused_attention",)),
+        (
+            {"kind": "selective", "keep": ["mlp.up_proj", "fused_attention", "fused_attention"]},
+            ("fused_attention", "mlp.up_proj"),
+        ),
         ({"kind": "selective", "keep": ["up", "**"]}, ("**",)),
     ],
 )
