@@ -21,7 +21,6 @@ from autockpt.schema.yaml import Document, read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-from collections.abc import Mapping
 
 _HEADER = """\
 # What each unit of the model does with its activations, so that a training step stays within its memory budget.

@@ -46,15 +46,14 @@ def simulate(
     optimizer_seconds: float | None = None,
     host_seconds: float = 0.0,
     rerun_scale: float = 1.0,
-    region_seconds: Mapping[str, float] | None = None,
 ) -> Simulation:
     """Step time and bytes of a graph from the seconds of its op signatures.
 
     ``op_seconds`` by signature text; ``bandwidth_*`` in bytes per second, needed where the graph has copies in that
     direction. With ``copy_queues`` copies run beside compute on one queue per direction, else inline where they are
     issued. ``optimizer_seconds`` replaces the sum over the optimizer's ops. ``host_seconds`` is added to every other
-    op, ``region_seconds`` (by unit name) to every call of a unit, that is once per micro-batch; ops that run a second
-    time take ``rerun_scale`` times as long. Raises ValueError where a needed bandwidth is not positive.
+    op; ops that run a second time take ``rerun_scale`` times as long. Raises ValueError where a needed bandwidth is not
+    positive.
     """
     timeline = bytes_timeline(graph)
     peak_op = int(np.argmax(timeline)) if len(timeline) else 0
@@ -70,8 +69,6 @@ def simulate(
     duration[phase == PHASES.index("recompute")] *= rerun_scale
     if optimizer_seconds is not None and is_optimizer.any():
         duration[np.flatnonzero(is_optimizer)[0]] = optimizer_seconds
-    for unit, seconds in (region_seconds or {}).items():
-        duration[_calls(graph, unit, phase)] += seconds
     copies = _alone(graph, bandwidth_out, bandwidth_in)
     waits = _waits(graph.copies, copies, duration) if copy_queues else _at_issue(graph.copies, copies, len(duration))
     total = duration + waits
@@ -122,13 +119,6 @@ def _table(graph: Graph, op_seconds: Mapping[str, float], used: set[int]) -> tup
     for i, seconds in known.items():
         table[i] = seconds
     return table, missing
-
-
-def _calls(graph: Graph, unit: str, phase: np.ndarray) -> np.ndarray:
-    """Index of the unit's first forward op in each micro-batch."""
-    forward = PHASES.index("forward")
-    own = np.array([i for i, op in enumerate(graph.ops) if op.unit == unit and phase[i] == forward], dtype=np.int64)
-    return own[np.unique(micro_batch_of(phase)[own], return_index=True)[1]] if len(own) else own
 
 
 def _alone(graph: Graph, bandwidth_out: float, bandwidth_in: float) -> np.ndarray:

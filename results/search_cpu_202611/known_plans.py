@@ -16,19 +16,33 @@ from pathlib import Path
 
 from autockpt.history.statistics import compare_until, judge
 from autockpt.measuring import WorkerMeasurer
-from autockpt.schema import RECOMPUTE, SAVE, Choice, SearchRequest, WorkloadSpec, load_space, parse_budget
+from autockpt.schema import (
+    RECOMPUTE,
+    SAVE,
+    Choice,
+    SearchRequest,
+    WorkloadSpec,
+    choice_kinds,
+    load_space,
+    parse_budget,
+    plan_hash,
+)
 from autockpt.tuning import run_search
 
 SPEC = WorkloadSpec(model="llama-small", batch_size=2)
 BUDGETS = ("40%act", "60%act", "80%act")
-SPACES: tuple[tuple[str, ...], ...] = (("save", "recompute", "offload"), ("save", "recompute"))
+SPACES: tuple[tuple[str, ...], ...] = (
+    choice_kinds(),
+    ("save", "recompute", "keep_attention", "selective"),
+    ("save", "recompute"),
+)
 TRIALS = 12
 
 
 def known(units: list[str]) -> dict[str, dict[str, Choice]]:
     """Recompute all, every n-th unit, and the first k units."""
     n = len(units)
-    plans = {"recompute all": dict.fromkeys(units, RECOMPUTE)}
+    plans: dict[str, dict[str, Choice]] = {"recompute all": dict.fromkeys(units, RECOMPUTE)}
     for every in range(2, n + 1):
         plans[f"every {every}"] = {u: RECOMPUTE if i % every == 0 else SAVE for i, u in enumerate(units)}
     for first in range(1, n):
@@ -62,7 +76,7 @@ def one(budget: str, kinds: tuple[str, ...], out: Path) -> None:
         times = worker.compare(rivals, rounds=3)
         best = sorted(rivals, key=lambda name: statistics.median(times[name]))[:2]
         lines = [versus(worker, ours, name, rivals[name]) for name in best]
-    strip = "".join({"save": ".", "recompute": "R", "offload": "O"}[ours[u].kind] for u in blocks)
+    strip = "".join(ours[u].letter for u in blocks)
     print(
         f"| {budget} | {', '.join(kinds)} | `{strip}` | {len(rivals)} | {'; '.join(lines)} "
         f"| {found.measured_trials} | {seconds:.0f} s, of these measured steps {measuring:.0f} s |",
@@ -72,6 +86,8 @@ def one(budget: str, kinds: tuple[str, ...], out: Path) -> None:
 
 def versus(worker: WorkerMeasurer, ours: Mapping[str, Choice], name: str, rival: Mapping[str, Choice]) -> str:
     """The ratio of step times, ours to the rival's, in words."""
+    if plan_hash(ours) == plan_hash(rival):
+        return f"{name}: the same plan"
 
     def draw(rounds: int) -> tuple[list[float], list[float]]:
         times = worker.compare({"ours": ours, "rival": rival}, rounds=rounds)

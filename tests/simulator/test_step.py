@@ -48,13 +48,12 @@ def test_the_optimizer_may_be_timed_as_a_whole():
     assert simulate(graph("fb"), SECONDS, optimizer_seconds=0.25).step_seconds == pytest.approx(3.0)
 
 
-def test_host_time_per_op_and_per_call():
-    """Two micro-batches call unit a twice; the optimizer's time is whole already."""
-    s = simulate(
-        graph("ffbfbo", owners="aaaaa"), SECONDS, optimizer_seconds=1.0, host_seconds=0.1, region_seconds={"a": 10.0}
-    )
-    assert s.step_seconds == pytest.approx(3 * 1.0 + 2 * 2.0 + 1.0 + 5 * 0.1 + 2 * 10.0)
-    assert s.seconds_by_phase["forward"] == pytest.approx(3 * 1.1 + 20.0)
+def test_host_time_and_ops_that_run_again():
+    """Host time belongs to every op but the optimizer's, whose time is whole already; reruns take longer with both."""
+    s = simulate(graph("ffbrbo"), SECONDS, optimizer_seconds=1.0, host_seconds=0.1, rerun_scale=1.5)
+    assert s.seconds_by_phase["recompute"] == pytest.approx(1.5 * 1.6)
+    assert s.seconds_by_phase["forward"] == pytest.approx(2 * 1.1)
+    assert s.step_seconds == pytest.approx(2 * 1.1 + 1.5 * 1.6 + 2 * 2.1 + 1.0)
 
 
 def test_without_queues_copies_take_place_where_they_are_issued():
