@@ -6,6 +6,7 @@ A new choice is one class here, one file in ``policies`` and one line in the tab
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
@@ -107,15 +108,28 @@ def choice_kinds() -> tuple[str, ...]:
 def parse_choice(value: object) -> Choice:
     """A choice from its form in a plan: a bare name, or a mapping with ``kind`` and options.
 
-    Raises PlanError naming the known choices.
+    Raises PlanError naming the known choices, or what is wrong with an option.
     """
     if isinstance(value, CHOICE_TYPES):
         return value  # type: ignore[return-value]
     try:
         return _adapter.validate_python({"kind": value} if isinstance(value, str) else value)
-    except ValidationError:
-        known = ", ".join(choice_kinds())
-        raise PlanError(f"unknown choice {value!r}", remedy=f"Known choices: {known}.") from None
+    except ValidationError as error:
+        raise _unreadable(value, error) from None
+
+
+def _unreadable(value: object, error: ValidationError) -> PlanError:
+    kind = value.get("kind") if isinstance(value, Mapping) else value
+    known = {t.model_fields["kind"].default: t for t in CHOICE_TYPES}
+    if not isinstance(kind, str) or kind not in known:
+        return PlanError(f"unknown choice {value!r}", remedy=f"Known choices: {', '.join(known)}.")
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != kind)
+    options = ", ".join(name for name in known[kind].model_fields if name != "kind") or "none"
+    if first["type"] == "extra_forbidden":
+        return PlanError(f"{kind} has no option {where!r}", remedy=f"Its options: {options}.")
+    said = first["msg"].removeprefix("Value error, ")
+    return PlanError(f"{kind}: {where}: {said}" if where else f"{kind}: {said}", remedy=f"Its options: {options}.")
 
 
 def dump_choice(choice: Choice) -> str | dict[str, Any]:

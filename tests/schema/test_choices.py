@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from autockpt.errors import PlanError
+from autockpt.schema.choices import CHOICE_TYPES, choice_kinds, dump_choice, from_label, label, parse_choice
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ("recompue", "unknown choice 'recompue'"),
+        (3, "unknown choice 3"),
+        ({"keep": ["a"]}, "unknown choice"),
+        ({"kind": "selective", "kep": ["a"]}, "selective has no option 'kep'"),
+        ({"kind": "recompute", "keep": ["a"]}, "recompute has no option 'keep'"),
+        ({"kind": "selective", "keep": []}, "selective: keep: keep must name at least one module"),
+        ({"kind": "selective", "keep": [3]}, "selective: keep.0: "),
+    ],
+)
+def test_what_is_wrong_is_said(value, complaint):
+    with pytest.raises(PlanError) as caught:
+        parse_choice(value)
+    assert str(caught.value.message).startswith(complaint) and caught.value.remedy
+
+
+@pytest.mark.parametrize("value", [*choice_kinds(), {"kind": "selective", "keep": ["mlp.up", "fused_attention"]}])
+def test_round_trips(value):
+    choice = parse_choice(value)
+    assert parse_choice(dump_choice(choice)) == choice == from_label(label(choice))
+
+
+def test_one_letter_each():
+    assert len({t.letter for t in CHOICE_TYPES}) == len(CHOICE_TYPES)  # type: ignore[attr-defined]
