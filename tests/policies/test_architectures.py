@@ -1,0 +1,73 @@
+"""Every policy on models of every build, in every precision, with and without dropout: equal bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.policies import POLICIES
+from autockpt.runtime import attach, without_kv_cache
+from autockpt.schema.choices import parse_choice
+from autockpt.workload.units import discover_units
+from tests.policies.architectures import ARCHITECTURES, Architecture
+from tests.policies.zoo import assert_equal
+
+PRECISIONS = ("fp32", "bf16", "autocast")
+DROPOUTS = (0.0, 0.2)
+
+
+def autocast(precision: str) -> AbstractContextManager:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
+
+
+def train(architecture: Architecture, model: nn.Module, precision: str) -> dict[str, Tensor]:
+    """Losses, gradients, buffers and random states of two steps."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = architecture.batch()
+    if precision == "bf16" and isinstance(batch, Tensor):
+        batch = batch.bfloat16()
+    elif precision == "bf16":
+        batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+    seen: dict[str, Tensor] = {}
+    for i in range(2):
+        with autocast(precision):
+            loss = architecture.step(model, batch)
+        loss.backward()
+        seen[f"{i} loss"], seen[f"{i} random state"] = loss.detach().clone(), torch.get_rng_state()
+        seen |= {f"{i} gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        seen |= {f"{i} buffer {n}": b.clone() for n, b in model.named_buffers()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES.values(), ids=str)
+def trained(request) -> Iterator[tuple[Architecture, dict]]:
+    """An architecture, and per precision and dropout its model with what plain training makes of it."""
+    found = {}
+    for precision in PRECISIONS:
+        for dropout in DROPOUTS:
+            model = request.param.build(dropout)
+            if precision == "bf16":
+                model = model.bfloat16()
+            twin = copy.deepcopy(model)
+            with without_kv_cache(twin):
+                found[precision, dropout] = model, train(request.param, twin, precision)
+    yield request.param, found
+
+
+@pytest.mark.parametrize("kind", sorted(POLICIES))
+def test_bit_equal_everywhere(trained, kind):
+    architecture, cases = trained
+    for (precision, _), (model, wanted) in cases.items():
+        twin = copy.deepcopy(model)
+        choices = {u.name: parse_choice(kind) for u in discover_units(twin) if u.role == "block"}
+        assert len(choices) >= 2
+        with attach(twin, choices) as session, without_kv_cache(twin) if session.guard() is None else nullcontext():
+            assert_equal(train(architecture, twin, precision), wanted)
