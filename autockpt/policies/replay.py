@@ -59,7 +59,7 @@ class Replay:
         self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
         self.parameters = _Versions(state.parameters(module))
         generators = [g for g in objects if isinstance(g, torch.Generator)] if objects else []
-        self.surroundings = Surroundings(generators, state.numpy_use)
+        self.surroundings = Surroundings(state.unit, generators, state.numpy_use)
         self.buffers: list[Seen] = state.buffers.before(module)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
