@@ -63,19 +63,22 @@ def refuse_own_checkpointing(args: Any) -> None:
     Both spellings count (``activation_checkpointing``, ``gradient_checkpointing``), FSDP's option, TRL's offloading,
     and options of the Trainer's own even where that is off: whoever set them expects something of them.
     """
-    asked = [f"{name}=True" for name in (*_SPELLINGS, "activation_offloading") if getattr(args, name, False)]
-    asked += [f"{name}_kwargs={options}" for name in _SPELLINGS if (options := _telling(args, f"{name}_kwargs"))]
+    asked: list[str] = []
+    for name in _SPELLINGS:
+        on, options = getattr(args, name, False), _telling(args, f"{name}_kwargs")
+        asked = [f"{name}=True"] * bool(on) + [f"{name}_kwargs={options}"] * bool(options)
+        if asked:
+            break  # the Trainer mirrors one spelling in the other
+    if getattr(args, "activation_offloading", False):
+        asked.append("activation_offloading=True")
     fsdp = getattr(args, "fsdp_config", None)
-    if isinstance(fsdp, Mapping):
-        asked += [f"fsdp_config: {n}" for n in ("activation_checkpointing", "fsdp_activation_checkpointing") if _on(fsdp, n)]
+    if isinstance(fsdp, Mapping) and any(_on(fsdp, prefix + _SPELLINGS[0]) for prefix in ("", "fsdp_")):
+        asked.append(f"fsdp_config={{'{_SPELLINGS[0]}': True}}")
     if not asked:
         return
-    # the Trainer mirrors one spelling in the other: name it once
-    mirrored = [words for words in asked if words.startswith(_SPELLINGS[1])]
-    if len(mirrored) < len(asked):
-        asked = [words for words in asked if words.replace(*reversed(_SPELLINGS)) not in asked or words not in mirrored]
     raise ConflictError(
-        f"{type(args).__name__} has {', '.join(asked)}, and AutockptCallback is to apply a plan: a layer can follow only one of them",
+        f"{type(args).__name__} has {', '.join(asked)}, and AutockptCallback is to apply a plan: a layer can follow "
+        "only one of them",
         remedy="The plan wins where the arguments leave activations alone: pass activation_checkpointing=False "
         "(gradient_checkpointing=False in older versions and in TRL, where it is on by default), without its options. "
         "To train with the Trainer's own instead, leave AutockptCallback out.",

@@ -16,8 +16,8 @@ def outside_graphs(kind: str, why: str) -> Callable[[Callable[..., Any]], Callab
     what to do. Costs nothing where nothing is being compiled.
     """
     reason = (
-        f"autockpt's choice `{kind}` {why}, so its unit cannot be part of one graph. Compile without fullgraph=True, or "
-        "choose save or recompute for it."
+        f"autockpt's choice `{kind}` {why}, so its unit cannot be part of one graph. Compile without "
+        "fullgraph=True, or choose save or recompute for it."
     )
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,6 @@ from autockpt.policies.kvcache import without_cache
 from autockpt.policies.saved import Group, Packer, unpack
 from autockpt.schema.choices import Choice
 
-
 _outside_graphs = outside_graphs("offload", "moves what autograd saves by way of hooks")
 
 
