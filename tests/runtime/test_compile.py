@@ -43,7 +43,7 @@ def run(model: nn.Module) -> dict[str, Tensor]:
 def compiled(model: nn.Module, where: str, fullgraph: bool) -> nn.Module:
     if where == "whole":
         return torch.compile(model, fullgraph=fullgraph, **AOT)  # type: ignore[return-value]
-    for layer in model.model.layers:
+    for layer in model.model.layers:  # type: ignore[reportGeneralTypeIssues]
         layer.compile(fullgraph=fullgraph, **AOT)
     return model
 
