@@ -87,14 +87,7 @@ def apply(
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    units = discover_units(model)
-    if not units:
-        raise PlanError(
-            f"{type(model).__name__} has no repeated blocks that a plan could speak of",
-            remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
-        )
-    plan.check_structure(planned_units(plan, units))
-    choices = plan.expand(unit.name for unit in units)
+    choices = choices_for(model, plan)
     notes = _doubts(plan, model)
     if check_batch is not None:
         _check(model, choices, check_batch, step)
@@ -105,6 +98,18 @@ def apply(
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
     return Handle(plan, choices, session, notes)
+
+
+def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:
+    """The plan's choice for every unit of a live model, by name. Raises PlanError where it belongs to another model."""
+    units = discover_units(model)
+    if not units:
+        raise PlanError(
+            f"{type(model).__name__} has no repeated blocks that a plan could speak of",
+            remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
+        )
+    plan.check_structure(planned_units(plan, units))
+    return plan.expand(unit.name for unit in units)
 
 
 def planned_units(plan: Plan, units: Sequence[Unit]) -> list[Unit]:
