@@ -7,8 +7,11 @@ from autockpt.policies.offload import OffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.replay import recomputing
 from autockpt.policies.save import SavePolicy
+from autockpt.policies.segment import SegmentPolicy
 
-POLICIES: dict[str, Policy] = {policy.kind: policy for policy in (SavePolicy(), RecomputePolicy(), OffloadPolicy())}
+POLICIES: dict[str, Policy] = {
+    policy.kind: policy for policy in (SavePolicy(), RecomputePolicy(), OffloadPolicy(), SegmentPolicy())
+}
 
 __all__ = [
     "POLICIES",

@@ -10,9 +10,11 @@ from autockpt.schema.choices import (
     Offload,
     Recompute,
     Save,
+    Segment,
     choice_kinds,
     dump_choice,
     parse_choice,
+    searched_kinds,
 )
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.graph import PHASES, Copy, Graph, Op, Phase, Storage, StorageKind, TensorMeta, Unit, UnitRole
@@ -77,6 +79,7 @@ __all__ = [
     "SearchOutcome",
     "SearchRequest",
     "SearchSpace",
+    "Segment",
     "Silence",
     "StageTime",
     "Storage",
@@ -105,6 +108,7 @@ __all__ = [
     "peak_of",
     "plan_hash",
     "question_hash",
+    "searched_kinds",
     "seconds_of",
     "strip_prefixes",
 ]
