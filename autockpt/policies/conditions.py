@@ -24,7 +24,9 @@ class Conditions:
     __slots__ = ("_autocast", "_cpu", "_default_device", "_devices")
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        places = {(t.device.type, t.device.index or 0) for t in tensors if t is not None and not (t.is_cpu or t.is_meta)}
+        places = {
+            (t.device.type, t.device.index or 0) for t in tensors if t is not None and not (t.is_cpu or t.is_meta)
+        }
         self._cpu = torch.get_rng_state()
         self._devices = [(place, _random_state(place)) for place in sorted(places)]
         self._autocast = _autocast_now({kind for kind, _ in places})

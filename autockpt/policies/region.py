@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -87,8 +86,8 @@ def _as_input(value: torch.Tensor, trains: bool) -> torch.Tensor:
 class Call:
     """One call of a unit: what it needs to run again, and the slots that wait for it.
 
-    ``readers`` are the numbers of later calls that read an output; ``outputs`` holds those values, without a graph, only
-    while backward is at work on the region.
+    ``readers`` are the numbers of later calls that read an output; ``outputs`` holds those values, without a graph,
+    only while backward is at work on the region.
     """
 
     def __init__(self, number: int, replay: Replay, levels: int, lock: threading.RLock) -> None:
@@ -160,19 +159,19 @@ class Call:
 
     def _run_again(self, target: Call, fill: bool) -> None:
         """Run as in forward; ``target`` is the last call of this refill, which ends as soon as its slots are full."""
-        filler = _Filler(self, self._slots, stops=self is target) if fill else None
+        filler = _Filler(self, self._slots, fill, stops=self is target)
         values = [source.value() for source in self._sources]
         tensors = [values[position] for position in self._positions]
         del values
         self._gather_parameters()
         try:
-            hooks = nullcontext() if filler is None else saved_tensors_hooks(filler.pack, _identity)
-            with torch.enable_grad(), self._conditions.restored(), hooks:
+            # hooks in any case: backward may have been called inside a unit's forward, whose own are in force then
+            with torch.enable_grad(), self._conditions.restored(), saved_tensors_hooks(filler.pack, _as_it_is):
                 output = self._replay(*tensors)
         except _Enough:
             output = None
-        if filler is not None and filler.filled < len(self._slots):
-            raise self.differs(f"saved {len(self._slots)} tensors in forward and {filler.filled} when it ran again")
+        if filler.seen < len(self._slots):
+            raise self.differs(f"saved {len(self._slots)} tensors in forward and {filler.seen} when it ran again")
         self._keep_outputs(output, target.number)
         self._drop_inputs(target)
 
@@ -226,32 +225,33 @@ def _in_pieces(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
     return before is not now and hasattr(now, "to_local") and not hasattr(before, "to_local")
 
 
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 class _Filler:
-    """Puts what a second run saves into the slots of the first. ``filled`` counts them."""
+    """Puts what a second run saves into the slots of the first, or only looks whether it would fit. ``seen`` counts."""
 
-    def __init__(self, call: Call, slots: list[weakref.ref[Slot]], stops: bool) -> None:
-        self._call, self._slots, self._stops = call, slots, stops
-        self.filled = 0
+    def __init__(self, call: Call, slots: list[weakref.ref[Slot]], fills: bool, stops: bool) -> None:
+        self._call, self._slots, self._fills, self._stops = call, slots, fills, stops
+        self.seen = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The hook for autograd's packing when a call runs again."""
-        if self.filled >= len(self._slots):
+        if self.seen >= len(self._slots):
             raise self._call.differs(f"saved {len(self._slots)} tensors in forward and more when it ran again")
         # a graph that holds its own output by way of Python is never freed
         value = tensor.detach() if tensor.requires_grad else tensor
-        slot = self._slots[self.filled]()
-        self.filled += 1
-        if slot is not None and slot.value is None:
+        slot = self._slots[self.seen]()
+        self.seen += 1
+        if slot is not None:
             form = (value.size(), value.dtype, value.device)
             if slot.form != form:
                 was, now = (f"{tuple(size)} {dtype} on {device}" for size, dtype, device in (slot.form, form))
                 raise self._call.differs(f"saved a tensor {was} in forward and {now} when it ran again")
-            slot.value = value
-        if self._stops and self.filled == len(self._slots):
+            if self._fills and slot.value is None:
+                slot.value = value
+        if self._stops and self.seen == len(self._slots):
             raise _Enough
         return value
 

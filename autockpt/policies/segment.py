@@ -105,8 +105,8 @@ def _words(members: Sequence[PlannedUnit], levels: int) -> str:
 def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped and made again with its segment.
 
-    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place, other tensors
-    saved the second time), and in backward InPlaceError where something that it read was changed since.
+    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place). In backward
+    ConflictError where a unit does not do again what it did, InPlaceError where something that it read was changed.
     """
     if torch.compiler.is_compiling():
         return _between_graphs(module, state, *args, **kwargs)
@@ -132,7 +132,7 @@ def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwar
 
 
 # Not even the unit's inside is compiled: what runs again must be what ran, and backward is outside of every graph.
-_between_graphs = torch.compiler.disable(
+_between_graphs: Any = torch.compiler.disable(
     run_in_segment,
     reason="autockpt's choice `segment` runs several units again in backward, so they cannot be part of a compiled "
     "graph. Compile without fullgraph=True, or choose save or recompute for them.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from pathlib import Path
@@ -14,11 +15,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from autockpt.runtime import attach
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Segment
 from tests.policies.zoo import CASES
 
 LLAMA = CASES["llama"]
-CHOICES = {"model.layers.0": RECOMPUTE, "model.layers.1": OFFLOAD, "model.layers.2": SAVE}
+LAYERS = tuple(f"model.layers.{i}" for i in range(3))
+PLANS: tuple[dict[str, Choice], ...] = (
+    dict(zip(LAYERS, (RECOMPUTE, OFFLOAD, SAVE), strict=True)),
+    dict.fromkeys(LAYERS, Segment(size=3)),
+    dict.fromkeys(LAYERS, Segment(size=3, levels=2)),
+)
 WAYS = ("ddp", "fsdp2", "fsdp2 in 16 bits")
 
 
@@ -35,13 +41,13 @@ def shard(model: Any, way: str) -> Any:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def train(rank: int, way: str, order: str) -> list[Tensor]:
+def train(rank: int, way: str, order: str, plan: dict[str, Choice]) -> list[Tensor]:
     model = LLAMA.make()
     if order == "before":
-        attach(model, CHOICES)
+        attach(model, plan)
     wrapped = shard(model, way)
     if order == "after":
-        attach(wrapped, CHOICES)
+        attach(wrapped, plan)
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Tensor] = []
@@ -63,11 +69,11 @@ def one_process(rank: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     wrong = []
     for way in WAYS:
-        wanted = train(rank, way, "never")
-        for order in ("before", "after"):
-            got = train(rank, way, order)
+        wanted = train(rank, way, "never", {})
+        for order, (number, plan) in itertools.product(("before", "after"), enumerate(PLANS)):
+            got = train(rank, way, order, plan)
             if len(got) != len(wanted) or not all(map(torch.equal, got, wanted)):
-                wrong.append(f"{way}, attached {order}")
+                wrong.append(f"{way}, plan {number} attached {order}")
     Path(folder, f"{rank}.txt").write_text("\n".join(wrong))
     dist.destroy_process_group()
 
