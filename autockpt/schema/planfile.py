@@ -28,8 +28,9 @@ _HEADER = """\
 #   handle = autockpt.apply(model, "{name}")  # handle.remove() undoes it
 #   print(handle)  # what was attached, unit by unit
 #
-# Choices: {kinds}. Edit them as you like: names may be ranges (model.layers.0-11) or wildcards
-# (* one component, ** any number). An edited plan counts as unmeasured until it is measured again.
+# Choices: {kinds}.
+# Edit them as you like: names may be ranges (model.layers.0-11) or wildcards (* one component, ** any number).
+# An edited plan counts as unmeasured until it is measured again.
 """
 _COMMENTS = {
     "source": "measured: real steps held the budget; simulated: predicted only",
