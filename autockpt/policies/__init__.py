@@ -9,6 +9,7 @@ from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.recompute_offload import RecomputeOffloadPolicy
 from autockpt.policies.replay import recomputing
 from autockpt.policies.save import SavePolicy
+from autockpt.policies.segment import SegmentPolicy
 from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy
 
 _TABLE: tuple[Policy, ...] = (
@@ -18,6 +19,7 @@ _TABLE: tuple[Policy, ...] = (
     SelectivePolicy(),
     OffloadPolicy(),
     RecomputeOffloadPolicy(),
+    SegmentPolicy(),
 )
 POLICIES: dict[str, Policy] = {policy.kind: policy for policy in _TABLE}
 

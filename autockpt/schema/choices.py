@@ -18,12 +18,20 @@ ATTENTION = "fused_attention"
 EVERYTHING = "**"
 
 
+def _words(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
 class _Choice(Data):
     letter: ClassVar[str]
     """What stands for the choice where a plan is shown in one line."""
+    searched: ClassVar[bool] = True
+    """Whether a search tries the choice by itself; in a plan every choice may be written."""
 
     def __str__(self) -> str:
-        return self.kind  # type: ignore[attr-defined]
+        options = self.model_dump(exclude_defaults=True, exclude={"kind"})
+        said = ", ".join(f"{name} {_words(value)}" for name, value in options.items())
+        return f"{self.kind} ({said})" if said else self.kind  # type: ignore[attr-defined]
 
 
 class Save(_Choice):
@@ -64,9 +72,6 @@ class Selective(_Choice):
             raise ValueError("keep must name at least one module; without any, the choice is `recompute`")
         return (EVERYTHING,) if EVERYTHING in value else tuple(sorted(set(value)))
 
-    def __str__(self) -> str:
-        return self.kind if self.keep == (EVERYTHING,) else f"{self.kind} ({', '.join(self.keep)})"
-
 
 class KeepAttention(_Choice):
     """Keep the output of fused attention, which recomputes inside itself already, and run the rest again."""
@@ -92,17 +97,45 @@ class RecomputeOffload(_Choice):
     kind: Literal["recompute_offload"] = "recompute_offload"
 
 
+class Segment(_Choice):
+    """Several consecutive units as one region: only what enters it is kept, and it runs again as a whole in backward.
+
+    ``size`` consecutive units of a plan with this same choice form one region; a run of them that is no multiple ends
+    with a shorter one. ``levels`` 1: the whole region is made again at once (Chen et al. 2016, arXiv:1604.06174).
+    2: first only what passes between its units, then one unit at a time: less memory for up to one more forward.
+    """
+
+    letter: ClassVar[str] = "G"
+    searched: ClassVar[bool] = False
+    kind: Literal["segment"] = "segment"
+    size: int = Field(default=2, ge=1)
+    levels: Literal[1, 2] = 1
+
+
 Choice = Annotated[
-    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload, Field(discriminator="kind")
+    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload | Segment, Field(discriminator="kind")
 ]
 SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
-CHOICE_TYPES: tuple[type[Data], ...] = (Save, Recompute, KeepAttention, Selective, Offload, RecomputeOffload)
+CHOICE_TYPES: tuple[type[_Choice], ...] = (
+    Save,
+    Recompute,
+    KeepAttention,
+    Selective,
+    Offload,
+    RecomputeOffload,
+    Segment,
+)
 _adapter: TypeAdapter[Any] = TypeAdapter(Choice)
 
 
 def choice_kinds() -> tuple[str, ...]:
     """Names of all choices, as they are written in plans."""
     return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES)
+
+
+def searched_kinds() -> tuple[str, ...]:
+    """Names of the choices that a search tries by itself."""
+    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if t.searched)
 
 
 def parse_choice(value: object) -> Choice:

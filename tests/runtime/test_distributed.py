@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.policies import POLICIES
 from autockpt.runtime import attach
-from autockpt.schema.choices import Choice, parse_choice
+from autockpt.schema.choices import Choice, Segment, parse_choice
 from tests.policies.zoo import CASES
 
 LLAMA = CASES["llama"]
@@ -57,12 +57,14 @@ def shard(model: Any, way: str) -> Any:
 
 
 def plans() -> dict[str, dict[str, Choice]]:
-    """Every kind of choice on all layers, and all of them side by side."""
+    """Every kind of choice on all layers, segments over all of them, and all kinds side by side."""
     kinds = sorted(POLICIES)
     result = {kind: dict.fromkeys(NAMES, parse_choice(kind)) for kind in kinds}
     for start in range(0, len(kinds), len(NAMES)):
         beside = {name: parse_choice(kinds[(start + i) % len(kinds)]) for i, name in enumerate(NAMES)}
         result["beside one another: " + ", ".join(c.kind for c in beside.values())] = beside
+    for levels in (1, 2):
+        result[f"one segment, {levels} levels"] = dict.fromkeys(NAMES, Segment(size=3, levels=levels))
     return result
 
 
