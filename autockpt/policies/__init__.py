@@ -2,13 +2,16 @@
 
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, call_inner, place, take_off
 from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, Policy, PolicySession
+from autockpt.policies.chunked_loss import ChunkedLossPolicy
 from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
 from autockpt.policies.offload import OffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.replay import recomputing
 from autockpt.policies.save import SavePolicy
 
-POLICIES: dict[str, Policy] = {policy.kind: policy for policy in (SavePolicy(), RecomputePolicy(), OffloadPolicy())}
+POLICIES: dict[str, Policy] = {
+    policy.kind: policy for policy in (SavePolicy(), RecomputePolicy(), OffloadPolicy(), ChunkedLossPolicy())
+}
 
 __all__ = [
     "POLICIES",

@@ -5,15 +5,23 @@ A new choice is one class here, one file in ``policies`` and one line in the tab
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
+from autockpt.schema.graph import UnitRole
+
+LAYERS: tuple[UnitRole, ...] = ("block", "attention", "mlp")
 
 
 class _Choice(Data):
+    """``roles`` are the units that a choice is for; not ``exact`` means gradients that are equal up to rounding."""
+
+    roles: ClassVar[tuple[UnitRole, ...]] = LAYERS
+    exact: ClassVar[bool] = True
+
     def __str__(self) -> str:
         return self.kind  # type: ignore[attr-defined]
 
@@ -21,6 +29,7 @@ class _Choice(Data):
 class Save(_Choice):
     """Keep every activation for the backward pass, as PyTorch does by itself. Nothing is attached."""
 
+    roles: ClassVar[tuple[UnitRole, ...]] = (*LAYERS, "head")
     kind: Literal["save"] = "save"
 
 
@@ -39,15 +48,28 @@ class Offload(_Choice):
     kind: Literal["offload"] = "offload"
 
 
-Choice = Annotated[Save | Recompute | Offload, Field(discriminator="kind")]
-SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
-CHOICE_TYPES: tuple[type[Data], ...] = (Save, Recompute, Offload)
+class ChunkedLoss(_Choice):
+    """Run a language model's output head and cross-entropy over chunks of tokens, each again in backward.
+
+    For the output head only (``lm_head: chunked_loss``). The one choice that is not bit-equal: sums over tokens are
+    taken in another order.
+    """
+
+    roles: ClassVar[tuple[UnitRole, ...]] = ("head",)
+    exact: ClassVar[bool] = False
+    kind: Literal["chunked_loss"] = "chunked_loss"
+    tokens: int = Field(default=1024, gt=0, description="rows of logits that exist at a time")
+
+
+Choice = Annotated[Save | Recompute | Offload | ChunkedLoss, Field(discriminator="kind")]
+SAVE, RECOMPUTE, OFFLOAD, CHUNKED_LOSS = Save(), Recompute(), Offload(), ChunkedLoss()
+CHOICE_TYPES: tuple[type[_Choice], ...] = (Save, Recompute, Offload, ChunkedLoss)
 _adapter: TypeAdapter[Any] = TypeAdapter(Choice)
 
 
-def choice_kinds() -> tuple[str, ...]:
-    """Names of all choices, as they are written in plans."""
-    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES)
+def choice_kinds(role: UnitRole | None = None) -> tuple[str, ...]:
+    """Names of all choices, as they are written in plans; of those that are for one role of units."""
+    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if role is None or role in t.roles)
 
 
 def parse_choice(value: object) -> Choice:
