@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +147,7 @@ class _Chunked(torch.autograd.Function):
         with loss.call.running():
             for rows in chunks:
                 some, found = _of_chunk(loss, hidden[rows], target[rows], _rows_of(gradient, rows), trained, of_hidden)
-                if of_hidden is not None:
+                if of_hidden is not None and some is not None:
                     of_hidden[rows] = some
                 for i, part in enumerate(found):
                     sums[i] = _added(sums[i], part, alone=len(chunks) == 1)
@@ -158,7 +158,7 @@ class _Chunked(torch.autograd.Function):
 
 def _of_chunk(
     loss: CrossEntropy, hidden: Tensor, target: Tensor, gradient: Tensor, trained: list[nn.Parameter], wanted: Any
-) -> tuple[Tensor | None, list[Tensor | None]]:
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     """Gradients of one chunk: of its rows (where ``wanted``), and of the weights."""
     with torch.enable_grad():
         hidden = hidden.detach().requires_grad_(wanted is not None)

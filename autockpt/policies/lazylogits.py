@@ -139,7 +139,7 @@ class LazyLogits(Tensor):
             first._source.family.watchers.append(args[1])
             with _plain_call():
                 return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
+        name = _name(func)
         for lazy in _lazies((args, kwargs)):
             _before_use(lazy, name, args, kwargs)
         return func(*_real(args, name), **_real(kwargs, name))
@@ -340,13 +340,20 @@ _UNDERSTOOD: dict[Any, Callable[..., Any]] = {
 }
 
 # answered without any logits
+_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes"),
+    *("requires_grad", "is_leaf", "grad_fn", "grad"),
+    *("is_cpu", "is_cuda", "is_meta", "is_quantized", "is_sparse", "is_nested", "retains_grad", "output_nr"),
+    *("_base", "_version", "_backward_hooks"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__"),
+    *("is_contiguous", "is_floating_point", "is_complex"),
+)
 _ABOUT: frozenset[Any] = frozenset(
     {
-        *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
-        *(getattr(_T, name).__get__ for name in ("is_leaf", "grad_fn", "is_cuda", "is_meta", "is_quantized")),
-        *(getattr(_T, name).__get__ for name in ("is_sparse", "is_nested", "grad", "itemsize", "nbytes", "output_nr")),
-        *(getattr(_T, name) for name in ("size", "dim", "numel", "nelement", "stride", "is_contiguous", "get_device")),
-        *(getattr(_T, name) for name in ("is_floating_point", "is_complex", "element_size", "ndimension", "__len__")),
+        *(getattr(_T, name).__get__ for name in _PROPERTIES),
+        *(getattr(_T, name) for name in _METHODS),
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     }
 )
@@ -369,6 +376,11 @@ def _before_use(lazy: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict
         )
     with torch.enable_grad():
         source.whole(f"because of {name}")
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
 
 
 def _is_distributed(hook: Any) -> bool:

@@ -20,7 +20,7 @@ from autockpt.schema.names import fold, outermost
 from autockpt.schema.plan import Plan
 from autockpt.workload.losses import default_step
 from autockpt.workload.settings import short_dtype
-from autockpt.workload.units import discover_units
+from autockpt.workload.units import discover_head, discover_units
 
 
 class Handle:
@@ -93,8 +93,9 @@ def apply(
             f"{type(model).__name__} has no repeated blocks that a plan could speak of",
             remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
         )
-    plan.check_structure(planned_units(plan, units))
-    choices = plan.expand(unit.name for unit in units)
+    head = discover_head(model)
+    plan.check_structure(planned_units(plan, units), head)
+    choices = plan.expand((unit.name for unit in units), head.name if head is not None else None)
     notes = _doubts(plan, model)
     if check_batch is not None:
         _check(model, choices, check_batch, step)

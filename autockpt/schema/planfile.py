@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from autockpt.errors import PlanError
 from autockpt.schema.choices import choice_kinds, dump_choice, parse_choice
 from autockpt.schema.files import atomic_write, reason, set_aside
+from autockpt.schema.graph import UnitRole
 from autockpt.schema.names import parse_pattern
 from autockpt.schema.plan import SCHEMA_VERSION, Plan
 from autockpt.schema.sizes import format_bytes
@@ -28,8 +29,9 @@ _HEADER = """\
 #   handle = autockpt.apply(model, "{name}")  # handle.remove() undoes it
 #   print(handle)  # what was attached, unit by unit
 #
-# Choices: {kinds}. Edit them as you like: names may be ranges (model.layers.0-11) or wildcards
-# (* one component, ** any number). An edited plan counts as unmeasured until it is measured again.
+# Choices: {kinds}; for the output head, by its name: {head}.
+# Edit them as you like: names may be ranges (model.layers.0-11) or wildcards (* one component, ** any number).
+# An edited plan counts as unmeasured until it is measured again.
 """
 _COMMENTS = {
     "source": "measured: real steps held the budget; simulated: predicted only",
@@ -60,9 +62,7 @@ def read_plan(path: Path) -> Plan:
     _check_units(document, plan.model.units)
     plan._document = document
     if plan.model.units:
-        plan.expand(
-            plan.model.classes
-        )  # so that patterns which clash or match nothing are refused here, with their line
+        plan.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
     return plan
 
 
@@ -130,6 +130,10 @@ def _is_same(plan: Plan, path: Path) -> bool:
         return False
 
 
+def _kinds(role: UnitRole) -> str:
+    return ", ".join(choice_kinds(role))
+
+
 def render(plan: Plan, name: str = "plan.yaml") -> str:
     """The file's text: a header that says how to load it, then one section per paragraph, the choices last."""
     data: dict[str, Any] = plan.model_dump(mode="json", exclude_defaults=True, exclude={"choices", "autockpt"})
@@ -139,7 +143,7 @@ def render(plan: Plan, name: str = "plan.yaml") -> str:
     if not plan.hash:
         data.pop("hash", None)
     order = [f for f in Plan.model_fields if f in data]
-    sections = [_HEADER.format(name=name, kinds=", ".join(choice_kinds())), f"autockpt: {plan.autockpt}\n"]
+    sections = [_HEADER.format(name=name, kinds=_kinds("block"), head=_kinds("head")), f"autockpt: {plan.autockpt}\n"]
     for key in order:
         comment = f"# {_COMMENTS[key]}\n" if key in _COMMENTS and isinstance(data[key], dict | list) else ""
         text = _dump({key: data[key]})

@@ -14,7 +14,7 @@ def test_all_shipped_spaces_load() -> None:
     assert {"knobs", "layers"} <= set(names)
     for name in names:
         space = load_space(name)
-        assert space.name == name and space.choices == choice_kinds() and space.description
+        assert space.name == name and space.choices == choice_kinds("block") and space.description
         for knob in space.knobs.values():
             assert knob.neutral is not None
 
