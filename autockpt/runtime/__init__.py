@@ -13,6 +13,7 @@ from autockpt.runtime.observation import (
 )
 from autockpt.runtime.reruns import RunCounter, UnitRuns
 from autockpt.runtime.session import Session, attach, remove, without_kv_cache
+from autockpt.runtime.sketches import coarsest, coarsest_type, sketch
 
 __all__ = [
     "ForwardBackward",
@@ -24,6 +25,8 @@ __all__ = [
     "UnitRuns",
     "apply",
     "attach",
+    "coarsest",
+    "coarsest_type",
     "compare",
     "deterministic_algorithms",
     "digest_tensors",
@@ -33,5 +36,6 @@ __all__ = [
     "planned_units",
     "recomputing",
     "remove",
+    "sketch",
     "without_kv_cache",
 ]

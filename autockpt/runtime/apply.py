@@ -75,9 +75,10 @@ def apply(
     """Apply a plan, or a plan file, to a live model; the choices then act whenever gradients are enabled.
 
     Nothing about the model changes but what its forward keeps: no submodule is replaced, ``state_dict``, parameter
-    names, class and config stay as they are. With ``check_batch`` two steps on it are compared bit by bit with plain
-    training before anything is applied for good (``step(model, batch)`` gives the loss; default: the model's own);
-    weights, gradients, buffers and random states are afterwards as before.
+    names, class and config stay as they are. With ``check_batch`` two steps on it are compared with plain training
+    before anything is applied for good, bit by bit, or within a tolerance where a choice is not exact
+    (``step(model, batch)`` gives the loss; default: the model's own); weights, gradients, buffers and random states are
+    afterwards as before.
 
     Where the plan's numbers were found under other circumstances (dtype, LoRA, kind of device, and later a larger
     batch), one warning says that its promise does not hold here.
@@ -125,7 +126,13 @@ def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, step: Ca
         loss.backward()
         return loss.detach()
 
-    result = compare(model, forward_backward, lambda: attach(model, choices), lambda: without_kv_cache(model))
+    result = compare(
+        model,
+        forward_backward,
+        lambda: attach(model, choices),
+        lambda: without_kv_cache(model),
+        exact=all(choice.exact for choice in choices.values()),
+    )
     if not result.equal:
         raise ConflictError(
             f"under this plan the model does not train as it does without: {result.describe()}",
