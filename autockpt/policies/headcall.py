@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
@@ -50,6 +49,14 @@ class HeadCall:
             raise ConflictError(
                 f"dropout or adapters of {self.unit} were switched between its forward and the use of its logits",
                 remedy=f"Use `save` on {self.unit}, or switch after backward.",
+            )
+
+    def check_once(self) -> None:
+        """Raise ConflictError in a backward that is itself to be differentiated: that would silently lose a part."""
+        if torch.is_grad_enabled():
+            raise ConflictError(
+                f"the loss of {self.unit} cannot be differentiated twice (create_graph=True) under chunked_loss",
+                remedy=f"Use `save` on {self.unit}.",
             )
 
     @contextmanager
@@ -134,9 +141,9 @@ class _Chunked(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         loss: CrossEntropy = ctx.loss
+        loss.call.check_once()
         hidden, target, count = ctx.saved_tensors
         gradient = gradients[0] if count is None else gradients[0] / count
         _, wants_hidden, _, *wants = ctx.needs_input_grad

@@ -97,8 +97,8 @@ class _Source:
             if self.seen is None:
                 self.seen = self.compute(self.hidden).detach()
             return self.seen
-        self.state.warn(why)
         self.real = self.compute(self.hidden)
+        self.state.warn(why)
         self.watch(self.real)
         return self.real
 
@@ -176,6 +176,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         source: _Source = ctx.source
+        source.call.check_once()
         with torch.enable_grad():
             hidden = source.hidden.detach().requires_grad_()
             logits = source.compute(hidden)

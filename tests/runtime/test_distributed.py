@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
+from autockpt.errors import ConflictError
+from autockpt.policies.lazylogits import LazyLogits
 from autockpt.runtime import attach
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, ChunkedLoss
 from tests.policies.zoo import CASES
 
 LLAMA = CASES["llama"]
@@ -35,19 +37,26 @@ def shard(model: Any, way: str) -> Any:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def train(rank: int, way: str, order: str) -> list[Tensor]:
+def train(rank: int, way: str, order: str, choices: dict[str, Choice] = CHOICES, own: bool = False) -> list[Tensor]:
+    """Gradients of two steps; ``own``: with a loss of the caller's own, computed after the model's forward."""
     model = LLAMA.make()
     if order == "before":
-        attach(model, CHOICES)
+        attach(model, choices)
     wrapped = shard(model, way)
     if order == "after":
-        attach(wrapped, CHOICES)
+        attach(wrapped, choices)
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Tensor] = []
     for _ in range(2):
         batch = {k: v.roll(rank, 1) for k, v in LLAMA.batch().items()}
-        wrapped(**batch, use_cache=False).loss.backward()
+        out = wrapped(**batch, use_cache=False)
+        assert isinstance(out.logits, LazyLogits) == (order != "never" and "lm_head" in choices)
+        loss = (
+            nn.functional.cross_entropy(out.logits.float().view(-1, 64), batch["labels"].view(-1)) if own else out.loss
+        )
+        del out
+        loss.backward()
         for parameter in model.parameters():
             gradient = parameter.grad
             assert gradient is not None
@@ -55,6 +64,31 @@ def train(rank: int, way: str, order: str) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return seen
+
+
+def chunked(rank: int) -> list[str]:
+    """What goes wrong with a head whose weights are gathered with the whole model, and with one that is by itself."""
+    choices: dict[str, Choice] = {"model.layers.0": RECOMPUTE, "lm_head": ChunkedLoss(tokens=50)}
+    wrong = []
+    for way in WAYS:
+        for own in (False, True):
+            wanted = train(rank, way, "never", own=own)
+            for order in ("before", "after"):
+                got = train(rank, way, order, choices, own)
+                away = max(float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True))
+                if away > (2e-2 if "16" in way else 1e-5):
+                    wrong.append(f"{way}, attached {order}, own loss {own}: {away}")
+    model = LLAMA.make()
+    attach(model, choices)
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    try:
+        model(**LLAMA.batch(), use_cache=False)
+    except ConflictError as error:
+        return wrong if "lm_head, which is sharded by itself" in str(error) else [*wrong, str(error)]
+    return [*wrong, "a head that is sharded by itself is not refused"]
 
 
 def one_process(rank: int, port: int, folder: str) -> None:
@@ -68,6 +102,7 @@ def one_process(rank: int, port: int, folder: str) -> None:
             got = train(rank, way, order)
             if len(got) != len(wanted) or not all(map(torch.equal, got, wanted)):
                 wrong.append(f"{way}, attached {order}")
+    wrong += [f"chunked loss, {words}" for words in chunked(rank)]
     Path(folder, f"{rank}.txt").write_text("\n".join(wrong))
     dist.destroy_process_group()
 
