@@ -2,6 +2,7 @@
 
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, call_inner, place, take_off
 from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, Policy, PolicySession
+from autockpt.policies.chunked_loss import ChunkedLossPolicy
 from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
 from autockpt.policies.heavy import is_heavy
 from autockpt.policies.offload import OffloadPolicy
@@ -20,6 +21,7 @@ _TABLE: tuple[Policy, ...] = (
     OffloadPolicy(),
     RecomputeOffloadPolicy(),
     SegmentPolicy(),
+    ChunkedLossPolicy(),
 )
 POLICIES: dict[str, Policy] = {policy.kind: policy for policy in _TABLE}
 

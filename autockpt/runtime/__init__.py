@@ -13,6 +13,7 @@ from autockpt.runtime.observation import (
 )
 from autockpt.runtime.reruns import RunCounter, UnitRuns
 from autockpt.runtime.session import Session, attach, attached_path, remove, without_kv_cache
+from autockpt.runtime.sketches import coarsest, coarsest_type, sketch
 
 __all__ = [
     "ForwardBackward",
@@ -26,6 +27,8 @@ __all__ = [
     "attach",
     "attached_path",
     "choices_for",
+    "coarsest",
+    "coarsest_type",
     "compare",
     "deterministic_algorithms",
     "digest_tensors",
@@ -35,5 +38,6 @@ __all__ = [
     "planned_units",
     "recomputing",
     "remove",
+    "sketch",
     "without_kv_cache",
 ]

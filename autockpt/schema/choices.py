@@ -13,7 +13,9 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
+from autockpt.schema.graph import UnitRole
 
+LAYERS: tuple[UnitRole, ...] = ("block", "attention", "mlp")
 ATTENTION = "fused_attention"
 EVERYTHING = "**"
 
@@ -26,7 +28,11 @@ class _Choice(Data):
     letter: ClassVar[str]
     """What stands for the choice where a plan is shown in one line."""
     searched: ClassVar[bool] = True
-    """Whether a search tries the choice by itself; in a plan every choice may be written."""
+    """Whether a search tries the choice for a layer by itself; in a plan every choice may be written."""
+    roles: ClassVar[tuple[UnitRole, ...]] = LAYERS
+    """The units that the choice is for."""
+    exact: ClassVar[bool] = True
+    """Whether gradients are equal bit for bit, not only up to rounding."""
 
     def __str__(self) -> str:
         options = self.model_dump(exclude_defaults=True, exclude={"kind"})
@@ -38,6 +44,7 @@ class Save(_Choice):
     """Keep every activation for the backward pass, as PyTorch does by itself. Nothing is attached."""
 
     letter: ClassVar[str] = "."
+    roles: ClassVar[tuple[UnitRole, ...]] = (*LAYERS, "head")
     kind: Literal["save"] = "save"
 
 
@@ -112,10 +119,26 @@ class Segment(_Choice):
     levels: Literal[1, 2] = 1
 
 
+class ChunkedLoss(_Choice):
+    """Run a language model's output head and cross-entropy over chunks of tokens, each again in backward.
+
+    For the output head only (``lm_head: chunked_loss``). The one choice that is not bit-equal: sums over tokens are
+    taken in another order.
+    """
+
+    letter: ClassVar[str] = "C"
+    searched: ClassVar[bool] = False
+    roles: ClassVar[tuple[UnitRole, ...]] = ("head",)
+    exact: ClassVar[bool] = False
+    kind: Literal["chunked_loss"] = "chunked_loss"
+    tokens: int = Field(default=1024, gt=0, description="rows of logits that exist at a time")
+
+
 Choice = Annotated[
-    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload | Segment, Field(discriminator="kind")
+    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload | Segment | ChunkedLoss,
+    Field(discriminator="kind"),
 ]
-SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
+SAVE, RECOMPUTE, OFFLOAD, CHUNKED_LOSS = Save(), Recompute(), Offload(), ChunkedLoss()
 CHOICE_TYPES: tuple[type[_Choice], ...] = (
     Save,
     Recompute,
@@ -124,17 +147,18 @@ CHOICE_TYPES: tuple[type[_Choice], ...] = (
     Offload,
     RecomputeOffload,
     Segment,
+    ChunkedLoss,
 )
 _adapter: TypeAdapter[Any] = TypeAdapter(Choice)
 
 
-def choice_kinds() -> tuple[str, ...]:
-    """Names of all choices, as they are written in plans."""
-    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES)
+def choice_kinds(role: UnitRole | None = None) -> tuple[str, ...]:
+    """Names of all choices, as they are written in plans; of those that are for one role of units."""
+    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if role is None or role in t.roles)
 
 
 def searched_kinds() -> tuple[str, ...]:
-    """Names of the choices that a search tries by itself."""
+    """Names of the choices that a search tries for every layer."""
     return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if t.searched)
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies import POLICIES
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, parse_choice
+from autockpt.schema.choices import RECOMPUTE, choice_kinds, parse_choice
 from tests.policies.zoo import CASES, assert_equal, bytes_alive_after
 
 LLAMA = CASES["llama"]
@@ -54,7 +53,7 @@ def wanted() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("where", ["layers", "whole"])
-@pytest.mark.parametrize("kind", sorted(set(POLICIES) - {"save"}))
+@pytest.mark.parametrize("kind", sorted(set(choice_kinds("block")) - {"save"}))
 @pytest.mark.filterwarnings("error:.*lru_cache:UserWarning")
 def test_one_graph_or_an_error_with_the_choices_name(kind, where, wanted):
     model = compiled(make(), where, fullgraph=True)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.policies import POLICIES
 from autockpt.runtime import attach
-from autockpt.schema.choices import Choice, Segment, parse_choice
+from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
 from tests.policies.zoo import CASES
 
 LLAMA = CASES["llama"]
@@ -58,7 +58,7 @@ def shard(model: Any, way: str) -> Any:
 
 def plans() -> dict[str, dict[str, Choice]]:
     """Every kind of choice on all layers, segments over all of them, and all kinds side by side."""
-    kinds = sorted(POLICIES)
+    kinds = sorted(choice_kinds("block"))
     result = {kind: dict.fromkeys(NAMES, parse_choice(kind)) for kind in kinds}
     for start in range(0, len(kinds), len(NAMES)):
         beside = {name: parse_choice(kinds[(start + i) % len(kinds)]) for i, name in enumerate(NAMES)}
