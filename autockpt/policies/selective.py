@@ -53,8 +53,8 @@ class KeepAttentionPolicy(SelectivePolicy):
 def run_selective(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; in backward it runs again without the ops whose outputs were kept.
 
-    Raises what ``recompute`` raises, and ConflictError where a kept output is changed in place, and under
-    torch.compile, which does not see which module an op belongs to.
+    An output that is changed in place cannot be kept: its op runs again like the rest. Raises what ``recompute``
+    raises, and ConflictError under torch.compile, which does not see which module an op belongs to.
     """
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)

@@ -9,9 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autockpt.workload.failures import summary
+
 ROWS, LENGTH, PADDED = 2, 16, 3
 _LANGUAGE = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "CTC")
-_CLASSES = ("CLASSIFICATION",)
+_BINS = (
+    "feature_projection_input_dim",
+    "num_mel_bins",
+    "feature_size",
+    "input_feat_per_channel",
+    "num_spectrogram_bins",
+    "input_dim",
+)
 
 
 class Attempt(NamedTuple):
@@ -25,9 +34,13 @@ def attempts(model: nn.Module, task: str) -> Iterator[Attempt]:
     """Batches from the fullest to the barest; the first one that trains is taken."""
     maker = _Maker(model, task)
     if "pixel_values" in maker.accepted and "input_ids" in maker.accepted and task == "IMAGE_TEXT_TO_TEXT":
-        if (batch := maker.with_images()) is not None:
-            yield Attempt(batch)
-        yield Attempt(maker.text(), "text only")
+        why = "text only"
+        try:
+            yield Attempt(maker.with_images())
+        except Exception as error:
+            why = f"text only: {summary(error)}"
+        yield Attempt(maker.text() | maker.images(), "image and text side by side")
+        yield Attempt(maker.text(), why)
     else:
         yield Attempt(maker.full())
     full = maker.text() if task == "IMAGE_TEXT_TO_TEXT" and "input_ids" in maker.accepted else maker.full()
@@ -38,9 +51,9 @@ def attempts(model: nn.Module, task: str) -> Iterator[Attempt]:
         yield Attempt(maker.with_decoder(bare), "no labels: mean square of its outputs as loss")
 
 
-def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def loss_of(model: nn.Module, batch: dict[str, Any], **extra: Any) -> Tensor:
     """The model's own loss, else the mean square of every floating-point output that gradients reach."""
-    output = model(**batch)
+    output = model(**batch, **extra)
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss if loss.dim() == 0 else loss.sum()
@@ -90,28 +103,23 @@ class _Maker:
         if "attention_mask" in self.accepted:
             batch["attention_mask"] = torch.ones(ROWS, LENGTH, dtype=torch.long)
             batch["attention_mask"][0, -PADDED:] = 0
+        for name in ("qformer_input_ids", "bbox"):
+            if name in self.accepted:
+                batch[name] = torch.zeros(ROWS, LENGTH, 4, dtype=torch.long) if name == "bbox" else self.ids()
         return self._labelled(batch)
 
-    def with_images(self) -> dict[str, Any] | None:
-        """One image per row, with as many image tokens as the model makes features; None where that is not known."""
-        token = next(
-            (t for n in ("image_token_id", "image_token_index") if isinstance(t := getattr(self.config, n, None), int)),
-            None,
-        )
-        features = getattr(self.model, "get_image_features", None)
-        if token is None or features is None:
-            return None
-        vision = getattr(self.config, "vision_config", None) or self.config
-        images = self._image_inputs(vision)
+    def with_images(self) -> dict[str, Any]:
+        """One image per row, with as many image tokens as the model makes features. Raises where that is not known."""
+        names = ("image_token_id", "image_token_index")
+        token = next(t for n in names if isinstance(t := getattr(self.config, n, None), int))
+        images = self.images()
+        features = self.model.get_image_features
         wanted = inspect.signature(features).parameters
-        try:
-            with torch.no_grad():
-                out = features(**{k: v for k, v in images.items() if k in wanted})
-            count = _rows_of(out)
-        except Exception:
-            return None
+        with torch.no_grad():
+            out = features(**{k: v for k, v in images.items() if k in wanted or k == "pixel_values"})
+        count = _rows_of(out)
         if not count or count % ROWS:
-            return None
+            raise ValueError(f"{count} image features for {ROWS} images")
         before, after = self.ids()[:, :4], self.ids()[:, :8]
         ids = torch.cat([before, torch.full((ROWS, count // ROWS), token), after], 1)
         batch = {"input_ids": ids, **{k: v for k, v in images.items() if k in self.accepted}}
@@ -121,6 +129,9 @@ class _Maker:
             if name in self.accepted:
                 batch[name] = (ids == token).long()
         return self._labelled(batch)
+
+    def images(self) -> dict[str, Tensor]:
+        return self._image_inputs(getattr(self.config, "vision_config", None) or self.config)
 
     def _image_inputs(self, vision: Any) -> dict[str, Tensor]:
         if "image_grid_thw" in self.accepted or "image_grid_hws" in self.accepted:
@@ -148,24 +159,20 @@ class _Maker:
         return torch.randn(shape, generator=self.generator)
 
     def sound(self, name: str) -> Tensor:
-        config = (
-            getattr(self.config, "encoder_config", None) or getattr(self.config, "audio_config", None) or self.config
-        )
-        bins = next(
-            (
-                b
-                for n in ("num_mel_bins", "feature_size", "input_feat_per_channel", "num_spectrogram_bins")
-                if (b := getattr(config, n, None))
-            ),
-            None,
-        )
-        if name == "input_values" and not hasattr(config, "frequency_stride"):
-            return torch.randn(ROWS, 4000, generator=self.generator)
+        """Raw sound for models with a convolutional front end, else frames of features."""
+        parts = (getattr(self.config, part, None) for part in ("encoder_config", "audio_config", "encoder"))
+        config = next((part for part in parts if part is not None), self.config)
         if hasattr(config, "frequency_stride"):
-            return torch.randn(ROWS, config.max_length, config.num_mel_bins, generator=self.generator)
-        if self.config.model_type in ("whisper",):
-            return torch.randn(ROWS, bins or 16, 2 * config.max_source_positions, generator=self.generator)
-        return torch.randn(ROWS, 64, bins or 16, generator=self.generator)
+            return self._normal(ROWS, config.max_length, config.num_mel_bins)
+        if hasattr(config, "conv_kernel") or (name == "input_values" and not hasattr(config, "num_mel_bins")):
+            return self._normal(ROWS, 4000)
+        bins = next((b for n in _BINS if isinstance(b := getattr(config, n, None), int)), 16)
+        if self.config.model_type == "whisper":
+            return self._normal(ROWS, bins, 2 * config.max_source_positions)
+        return self._normal(ROWS, 64, bins)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
 
     def with_decoder(self, batch: dict[str, Any]) -> dict[str, Any]:
         if getattr(self.config, "is_encoder_decoder", False) and "decoder_input_ids" in self.accepted:

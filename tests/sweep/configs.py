@@ -58,6 +58,9 @@ _LISTS: tuple[tuple[str, str], ...] = (
     ),
 )
 _NO_DROPOUT = re.compile(r"layerdrop|layer_drop|drop_path|stochastic|label_dropout")
+_KV = r"(key_value_heads|kv_heads)"
+_KV_HEADS = rf"(.*_)?(num_)?{_KV}"
+_MOST_KINDS = 4
 _TOKEN = re.compile(r".*(token_id|token_index|token_ids|_id|_idx)$")
 
 
@@ -74,33 +77,56 @@ def small_config(name: str) -> PreTrainedConfig:
 
 def _small(cls: type[PreTrainedConfig], name: str, path: str) -> PreTrainedConfig:
     default = cls()
-    overrides = OVERRIDES.get(name, {})
     settings: dict[str, Any] = {}
     tokens = iter(range(VOCABULARY - 1, 0, -1))
-    for field in _fields(cls):
-        value = getattr(default, field, None)
-        where = f"{path}{field}"
+    parameters = _parameters(cls)
+    for field, given in parameters.items():
+        value = _value(default, field)
         if isinstance(value, PreTrainedConfig):
-            settings[field] = _small_part(value, name, where)
+            settings[field] = _small(type(value), name, f"{path}{field}.")
         elif isinstance(value, int) and not isinstance(value, bool) and _TOKEN.fullmatch(field):
             settings[field] = value if value < 8 else next(tokens)
+        elif given is None:
+            continue  # derived from the others
+        elif re.fullmatch(_KV_HEADS, field) and value == _value(default, re.sub(_KV, "attention_heads", field)):
+            settings[field] = 4
         elif (small := _shrunk(field, value)) is not None:
             settings[field] = small
-    prefix = path
-    for key, value in overrides.items():
+    settings |= _layer_types(default, parameters)
+    for key, value in OVERRIDES.get(name, {}).items():
         head, _, last = key.rpartition(".")
-        if (f"{head}." if head else "") == prefix:
+        if (f"{head}." if head else "") == path:
             settings[last] = value
-    settings = {key: value for key, value in settings.items() if value is not ...}
-    return cls(**settings)
+    return cls(**{key: value for key, value in settings.items() if value is not ...})
 
 
-def _small_part(part: PreTrainedConfig, name: str, where: str) -> PreTrainedConfig:
-    return _small(type(part), name, f"{where}.")
+def _parameters(cls: type[PreTrainedConfig]) -> dict[str, Any]:
+    """A config's settings with the defaults that its class gives them."""
+    signature = inspect.signature(cls.__init__).parameters
+    return {name: p.default for name, p in signature.items() if name not in ("self", "kwargs", "args")}
 
 
-def _fields(cls: type[PreTrainedConfig]) -> list[str]:
-    return [name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "kwargs", "args")]
+def _value(config: PreTrainedConfig, field: str) -> Any:
+    try:
+        return getattr(config, field, None)
+    except Exception:  # settings that differ from layer to layer
+        return None
+
+
+def _layer_types(default: PreTrainedConfig, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Every kind of layer once, and no fewer than two layers."""
+    layers = _value(default, "num_hidden_layers")
+    lists: dict[str, list[str]] = {}
+    for field in parameters:
+        value = _value(default, field)
+        if field.endswith("layer_types") and isinstance(value, (list, tuple)) and len(value) == layers:
+            lists[field] = list(dict.fromkeys(value))[:_MOST_KINDS]
+    if not lists:
+        return {}
+    count = max(2, *map(len, lists.values()))
+    return {field: [kinds[i % len(kinds)] for i in range(count)] for field, kinds in lists.items()} | {
+        "num_hidden_layers": count
+    }
 
 
 def _shrunk(name: str, value: Any) -> Any:
@@ -130,6 +156,7 @@ def _small_list(name: str, values: list[int] | tuple[int, ...]) -> list[int] | t
         "counts": [min(v, 2) for v in values],
         "heads": [min(v, 2) for v in values],
         "image": [32] * count,
+        "inner": [64] * count,
         "patch": [min(v, 8) for v in values],
         "widths": [min(v, HIDDEN) for v in values]
         if len(set(values)) == 1

@@ -6,6 +6,7 @@ import time
 import warnings
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autockpt.schema.choices import Choice, label
 from autockpt.tracing import Tracer
 from autockpt.workload import from_live
 from autockpt.workload.failures import summary
+from autockpt.workload.losses import takes_use_cache
 from autockpt.workload.units import discover_units
 from tests.sweep.batches import attempts, loss_of
 from tests.sweep.catalogue import Architecture
@@ -162,7 +164,8 @@ def _compare(
 
 def _trace(model: nn.Module, batch: dict[str, Any], plans: list[dict[str, Choice]], result: Result) -> None:
     """Ghost-run the plain cycle and the cycle under every plan that trained."""
-    workload = from_live(model, batch, step=loss_of, optimizer=torch.optim.AdamW(model.parameters()))
+    step = partial(loss_of, use_cache=False) if takes_use_cache(model) else loss_of
+    workload = from_live(model, batch, step=step, optimizer=torch.optim.AdamW(model.parameters()))
     try:
         with Tracer.from_workload(workload, fallback=False) as tracer:
             tracer.trace()
