@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +35,14 @@ def attempts(model: nn.Module, task: str) -> Iterator[Attempt]:
     """Batches from the fullest to the barest; the first one that trains is taken."""
     maker = _Maker(model, task)
     if "pixel_values" in maker.accepted and "input_ids" in maker.accepted and task == "IMAGE_TEXT_TO_TEXT":
-        why = "text only"
-        try:
-            yield Attempt(maker.with_images())
-        except Exception as error:
-            why = f"text only: {summary(error)}"
+        why = ""
+        for several, sizes in product((False, True), (True, False)):
+            try:
+                yield Attempt(maker.with_images(several=several, sizes=sizes))
+            except Exception as error:
+                why = why or f", for with an image: {summary(error)}"
         yield Attempt(maker.text() | maker.images(), "image and text side by side")
-        yield Attempt(maker.text(), why)
+        yield Attempt(maker.text(), f"text only{why}")
     else:
         yield Attempt(maker.full())
     full = maker.text() if task == "IMAGE_TEXT_TO_TEXT" and "input_ids" in maker.accepted else maker.full()
@@ -108,11 +110,19 @@ class _Maker:
                 batch[name] = torch.zeros(ROWS, LENGTH, 4, dtype=torch.long) if name == "bbox" else self.ids()
         return self._labelled(batch)
 
-    def with_images(self) -> dict[str, Any]:
-        """One image per row, with as many image tokens as the model makes features. Raises where that is not known."""
+    def with_images(self, *, several: bool, sizes: bool) -> dict[str, Any]:
+        """One image per row, with as many image tokens as the model makes features. Raises where that is not known.
+
+        ``several``: in a dimension of its own, for models that take several images per row; ``sizes``: with the
+        images' sizes, where the model takes them.
+        """
         names = ("image_token_id", "image_token_index")
         token = next(t for n in names if isinstance(t := getattr(self.config, n, None), int))
         images = self.images()
+        if not sizes:
+            images.pop("image_sizes", None)
+        if several:
+            images["pixel_values"] = images["pixel_values"].unsqueeze(1)
         features = self.model.get_image_features
         wanted = inspect.signature(features).parameters
         with torch.no_grad():
@@ -168,7 +178,7 @@ class _Maker:
             return self._normal(ROWS, 4000)
         bins = next((b for n in _BINS if isinstance(b := getattr(config, n, None), int)), 16)
         if self.config.model_type == "whisper":
-            return self._normal(ROWS, bins, 2 * config.max_source_positions)
+            return self._normal(ROWS, bins, 2 * int(config.max_source_positions))
         return self._normal(ROWS, 64, bins)
 
     def _normal(self, *shape: int) -> Tensor:

@@ -17,6 +17,7 @@ HIDDEN = 32
 # The first pattern that matches a setting's whole name decides. None: the setting stays as it is.
 _RULES: tuple[tuple[str, int | None], ...] = (
     (r"type_vocab_size|num_nextn_predict_layers|num_codebooks|pretraining_tp|.*_token_types?", None),
+    (r"index_.*|.*topk_method", None),
     (r".*vocab_size.*|.*num_embeddings", VOCABULARY),
     (r"num_kv_shared_layers", 0),
     (r"(.*_)?(num_)?(key_value_heads|kv_heads|n_head_kv|multi_query_group_num)|num_attention_groups", 2),
@@ -86,7 +87,7 @@ def _small(cls: type[PreTrainedConfig], name: str, path: str) -> PreTrainedConfi
             settings[field] = _small(type(value), name, f"{path}{field}.")
         elif isinstance(value, int) and not isinstance(value, bool) and _TOKEN.fullmatch(field):
             settings[field] = value if value < 8 else next(tokens)
-        elif given is None:
+        elif given is None and isinstance(value, (list, tuple)):
             continue  # derived from the others
         elif re.fullmatch(_KV_HEADS, field) and value == _value(default, re.sub(_KV, "attention_heads", field)):
             settings[field] = 4

@@ -13,9 +13,8 @@ def row(result: Result) -> str:
     equal = f"{result.equal}/{result.plans}" if result.plans else "–"
     if result.refused:
         equal += f", {result.refused} refused"
-    traced = result.traced if result.trained else "–"
     remark = "; ".join((*result.failures, *result.remarks)).replace("|", "\\|").replace("\n", " ")
-    cells = (result.name, result.cls, result.units or "–", traced, equal, f"{result.seconds:.1f}", remark)
+    cells = (result.name, result.cls, result.units or "–", result.traced, equal, f"{result.seconds:.1f}", remark)
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -25,7 +25,7 @@ from tests.sweep.batches import attempts, loss_of
 from tests.sweep.catalogue import Architecture
 from tests.sweep.configs import small_config
 from tests.sweep.plans import random_plan
-from tests.sweep.training import Record, differences, health, seed_all, train
+from tests.sweep.training import Record, deviation, differences, health, seed_all, train
 
 MOST_PARAMETERS = 5_000_000
 PLANS = 3
@@ -41,7 +41,7 @@ class Result:
     task: str
     parameters: int = 0
     units: int = 0
-    traced: str = "no"
+    traced: str = "–"
     trained: bool = False
     plans: int = 0
     equal: int = 0
@@ -128,7 +128,8 @@ def _plain(model: nn.Module, architecture: Architecture, result: Result) -> tupl
             first = first or error
             continue
         if attempt.remark:
-            result.remarks.append(attempt.remark)
+            why = f" ({_line(first)})" if first is not None and " for " not in attempt.remark else ""
+            result.remarks.append(attempt.remark + why)
         return attempt.batch, record
     raise _Stop(f"does not train plainly: {_line(first)}")
 
@@ -147,7 +148,7 @@ def _compare(
 
     result.plans += 1
     try:
-        different = differences(plain, train(model, batch, attached, deterministic=deterministic))
+        planned = train(model, batch, attached, deterministic=deterministic)
     except Exception as error:
         if isinstance(error, ConflictError):
             result.refused += 1
@@ -155,8 +156,9 @@ def _compare(
         else:
             result.failures.append(f"plan {number} failed: {_line(error)} [{_in_words(plan)}]")
         return
-    if different:
-        what = f"{len(different)} of {len(plain)} values: {', '.join(different[:3])}"
+    if different := differences(plain, planned):
+        by = f"gradients by up to {deviation(plain, planned):.1e} of their largest value"
+        what = f"{len(different)} of {len(plain)} values, {by}: {', '.join(different[:3])}"
         result.failures.append(f"plan {number} UNEQUAL: {what} [{_in_words(plan)}]")
     else:
         result.equal += 1
@@ -165,6 +167,7 @@ def _compare(
 def _trace(model: nn.Module, batch: dict[str, Any], plans: list[dict[str, Choice]], result: Result) -> None:
     """Ghost-run the plain cycle and the cycle under every plan that trained."""
     step = partial(loss_of, use_cache=False) if takes_use_cache(model) else loss_of
+    result.traced = "no"
     workload = from_live(model, batch, step=step, optimizer=torch.optim.AdamW(model.parameters()))
     try:
         with Tracer.from_workload(workload, fallback=False) as tracer:
