@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autockpt.errors import AutockptError
+    from autockpt.integrations.transformers import AutockptCallback
     from autockpt.runtime import apply
     from autockpt.schema.plan import Plan
     from autockpt.tracing import trace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AutockptCallback": "autockpt.integrations.transformers",
     "AutockptError": "autockpt.errors",
     "Plan": "autockpt.schema.plan",
     "apply": "autockpt.runtime",
@@ -30,7 +32,7 @@ _HOME = {
     "verify": "autockpt.verification",
 }
 
-__all__ = ["AutockptError", "Plan", "__version__", "apply", "search", "trace", "verify"]
+__all__ = ["AutockptCallback", "AutockptError", "Plan", "__version__", "apply", "search", "trace", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,12 +22,15 @@ from autockpt.runtime import (
     RunCounter,
     UnitRuns,
     attach,
+    coarsest,
+    coarsest_type,
     deterministic_algorithms,
     digest_tensors,
     judge,
     kept_state,
     observe,
     planned_units,
+    sketch,
     without_kv_cache,
 )
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice
@@ -39,7 +42,7 @@ from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
 from autockpt.schema.verification import Check, CheckState, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Workload, discover_units
+from autockpt.workload import Workload, discover_head, discover_units
 
 PEAK_SLACK = 0.01
 """A measured peak may exceed a promised one by this share: allocators differ a little from run to run."""
@@ -63,7 +66,8 @@ def verify(
     ``workload`` defaults to what the plan was made for. A spec is run in a worker process; a live workload in this one,
     whose state is restored. ``measurer`` replaces either. ``steps`` cycles are timed.
 
-    Checks, in order: *gradients* of two steps bit-equal with plain training, with losses, buffers and random states (at
+    Checks, in order: *gradients* of two steps bit-equal with plain training (where a choice is not exact: equal within
+    a tolerance, and said so), with losses, buffers and random states (at
     full shape where plain training fits, else at the largest shape at which it does, and against recomputing every
     layer at full shape); *recomputed ops* by unit as the plan says; *peak* and *step time* as promised (in turns with
     saving or recomputing everything, where that was measured for the plan and fits: a slow day slows both).
@@ -113,9 +117,12 @@ class _Verification:
 
     def report(self) -> VerifyReport:
         self.listener.stage("build the model")
-        units = [Unit.model_validate(u) for u in self._call("describe_units", {})["units"]]
-        self.plan.check_structure(planned_units(self.plan, units))
-        self.choices = self.plan.expand(unit.name for unit in units)
+        described = self._call("describe_units", {})
+        units = [Unit.model_validate(u) for u in described["units"]]
+        head = described.get("head")
+        output_head = None if head is None else Unit.model_validate(head)
+        self.plan.check_structure(planned_units(self.plan, units), output_head)
+        self.choices = self.plan.expand((u.name for u in units), None if output_head is None else output_head.name)
         self.blocks = [unit.name for unit in units if unit.role == "block"]
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
@@ -224,14 +231,18 @@ def smaller_shapes(spec: WorkloadSpec, batch_size: int | None, seq_len: int | No
 
 
 def compare_on(measurer: Measurer, name: str, choices: Choices, reference: Choices | None) -> Check:
-    """Compare two steps under ``choices`` with two under ``reference`` (None: plain training), bit by bit.
+    """Compare two steps under ``choices`` with two under ``reference`` (None: plain training).
+
+    Bit by bit, or within rounding where a choice is not exact.
 
     Passes DeviceOutOfMemory on where the *reference* does not fit; a plan that does not fit has failed.
     """
 
+    sketched = not all(choice.exact for choice in choices.values())
+
     def run(which: Choices | None, deterministic: bool) -> Observation:
         wired = None if which is None else {n: dump_choice(c) for n, c in which.items()}
-        payload = {"choices": wired, "deterministic": deterministic}
+        payload = {"choices": wired, "deterministic": deterministic, "sketched": sketched}
         return Observation.model_validate(measurer.call(f"{__name__}:observe_steps", payload))
 
     deterministic = False
@@ -327,8 +338,13 @@ def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measure
 
 
 def describe_units(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
-    """The units of the runner's model."""
-    return {"units": [unit.model_dump(mode="json") for unit in discover_units(runner.workload.model)]}
+    """The units of the runner's model, and its output head."""
+    model = runner.workload.model
+    head = discover_head(model)
+    return {
+        "units": [unit.model_dump(mode="json") for unit in discover_units(model)],
+        "head": None if head is None else head.model_dump(mode="json"),
+    }
 
 
 def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
@@ -342,9 +358,10 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
         without_kv_cache(workload.model) if choices is None else attach(workload.model, choices),
     ):
         if workload.full_step is not None:
-            return _observe_full_steps(runner).model_dump()
+            return _observe_full_steps(runner, bool(payload.get("sketched"))).model_dump()
         seed_all(_seed(workload), runner.device.torch_device)
-        return observe(workload.model, _forward_backward(workload)).model_dump()
+        sketched = bool(payload.get("sketched"))
+        return observe(workload.model, _forward_backward(workload), sketched=sketched).model_dump()
 
 
 def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
@@ -360,18 +377,22 @@ def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     return {"units": {name: runs.model_dump() for name, runs in counter.result().items()}}
 
 
-def _observe_full_steps(runner: StepRunner) -> Observation:
+def _observe_full_steps(runner: StepRunner, sketched: bool) -> Observation:
     """Two whole cycles of the user's own; what they leave behind in weights and buffers."""
     workload = runner.workload
     assert workload.full_step is not None
     digests: dict[str, str] = {}
-    with _restored(workload):
+    sketches: dict[str, tuple[float, ...]] = {}
+    with _restored(workload), coarsest_type(workload.model) as types:
         seed_all(_seed(workload), runner.device.torch_device)
         for i in (1, 2):
             workload.full_step()
             state = {**dict(workload.model.named_parameters()), **dict(workload.model.named_buffers())}
             digests |= {f"step {i}: {name}": digest for name, digest in digest_tensors(state).items()}
-    return Observation(digests=digests, norms={})
+            if sketched:
+                numbers = {n: t for n, t in state.items() if t.is_floating_point()}
+                sketches |= {f"step {i}: {name}": sketch(tensor) for name, tensor in numbers.items()}
+    return Observation(digests=digests, norms={}, sketches=sketches, coarsest=coarsest(types))
 
 
 @contextmanager

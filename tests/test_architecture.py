@@ -23,7 +23,7 @@ LAYERS = (
     ("runtime",),
     ("tracing", "measuring"),
     ("profiling",),
-    ("tuning", "integrations"),
+    ("tuning", "integrations", "auto"),
     ("verification",),
     ("cli",),
     ("__main__",),

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
+from autockpt.cli.export import export
 from autockpt.cli.history import history
 from autockpt.cli.search import search
 from autockpt.cli.trace import trace
 from autockpt.cli.verify import verify
 
-VERBS = (search, trace, verify, history)
+VERBS = (search, trace, verify, history, export)
 
 
 def build() -> typer.Typer:

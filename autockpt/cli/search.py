@@ -61,6 +61,10 @@ def search(
         Path | None,
         typer.Option("--plan-out", metavar="FILE", help="Write the plan here, too; another one there is set aside."),
     ] = None,
+    allow_inexact: Annotated[
+        bool,
+        typer.Option("--allow-inexact", help="Also run head and loss in chunks: gradients equal up to rounding."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Trace, solve and predict; measure nothing.")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh/--resume", help="Set an earlier run of this question aside, or continue it.")
@@ -91,6 +95,7 @@ def search(
         storage=storage,
         out=out,
         plan_out=plan_out,
+        allow_inexact=allow_inexact,
         dry_run=dry_run,
         fresh=fresh,
         command=("autockpt", *sys.argv[1:]),

@@ -54,8 +54,7 @@ def _trace(spec: WorkloadSpec, plan: Path | None) -> tuple[Graph, dict[str, Any]
     with screen.progress().status("tracing …"), Tracer.from_spec(spec) as tracer:
         choices = None
         if loaded is not None:
-            loaded.check_structure(tracer.units)
-            choices = loaded.expand([u.name for u in tracer.units])
+            choices = loaded.choices_for(tracer.units, tracer.head)
         graph = tracer.trace(choices)
         settings = dict(tracer.settings) | ({"plan": f"{plan} ({loaded.status})"} if loaded else {})
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)}), settings

@@ -2,6 +2,7 @@
 
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, call_inner, place, take_off
 from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, Policy, PolicySession
+from autockpt.policies.chunked_loss import ChunkedLossPolicy
 from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
 from autockpt.policies.heavy import is_heavy
 from autockpt.policies.offload import OffloadPolicy
@@ -9,6 +10,7 @@ from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.recompute_offload import RecomputeOffloadPolicy
 from autockpt.policies.replay import recomputing
 from autockpt.policies.save import SavePolicy
+from autockpt.policies.segment import SegmentPolicy
 from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy
 
 _TABLE: tuple[Policy, ...] = (
@@ -18,6 +20,8 @@ _TABLE: tuple[Policy, ...] = (
     SelectivePolicy(),
     OffloadPolicy(),
     RecomputeOffloadPolicy(),
+    SegmentPolicy(),
+    ChunkedLossPolicy(),
 )
 POLICIES: dict[str, Policy] = {policy.kind: policy for policy in _TABLE}
 

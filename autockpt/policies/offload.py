@@ -17,10 +17,13 @@ from autockpt.devices.base import Transport
 from autockpt.devices.transport import transport_for
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession, device_of
+from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.saved import Group, Packer, unpack
 from autockpt.schema.choices import Choice
+
+_outside_graphs = outside_graphs("offload", "moves what autograd saves by way of hooks")
 
 
 class Pipeline:
@@ -135,6 +138,7 @@ def _next_others(units: Sequence[PlannedUnit], order: Sequence[PlannedUnit]) -> 
             yield following
 
 
+@_outside_graphs
 def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves goes off the device.
 
@@ -159,6 +163,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
     return output
 
 
+@_outside_graphs
 def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a unit behind an offloaded one: when it has ended that one's copies must be done, and when its
     backward begins they start to come back."""

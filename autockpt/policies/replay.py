@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ def recomputing() -> str | None:
     For module hooks inside a recomputed unit that must act only once per step.
     """
     return getattr(_current, "unit", None)
+
+
+@contextmanager
+def running_again(unit: str) -> Iterator[None]:
+    """What runs inside belongs to ``unit``, outside of its ordinary forward."""
+    outer, _current.unit = recomputing(), unit
+    try:
+        yield
+    finally:
+        _current.unit = outer
 
 
 class ReplayState(Attachment):
@@ -59,7 +70,7 @@ class Replay:
         self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
         self.parameters = _Versions(state.parameters(module))
         generators = [g for g in objects if isinstance(g, torch.Generator)] if objects else []
-        self.surroundings = Surroundings(generators, state.numpy_use)
+        self.surroundings = Surroundings(state.unit, generators, state.numpy_use)
         self.buffers: list[Seen] = state.buffers.before(module)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -100,14 +111,11 @@ class Replay:
             )
         self.hidden.check(unit, "a tensor among the arguments")
         args, kwargs = put_together(self.template, iter(tensors))
-        outer, _current.unit = recomputing(), unit
-        try:
+        with running_again(unit):
             if not self.buffers and not self.surroundings.differ():
                 return call_inner(self.module, self.state, args, kwargs)
             with self.surroundings.restored(), as_seen(unit, self.buffers):
                 return call_inner(self.module, self.state, args, kwargs)
-        finally:
-            _current.unit = outer
 
 
 class _Versions:

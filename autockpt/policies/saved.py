@@ -183,6 +183,20 @@ class Kept:
         return self._tensor
 
 
+class Watched:
+    """A tensor that is not kept: only that nobody changes it in place is held on to."""
+
+    __slots__ = ("_probe", "_size", "_unit", "_version")
+
+    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
+        self._probe, self._version = _probe(tensor), tensor._version
+        self._size, self._unit = tensor.size(), unit
+
+    def check(self) -> None:
+        """Raise InPlaceError where it was changed in place since."""
+        _check(self._probe, self._version, self._unit, self._size)
+
+
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 

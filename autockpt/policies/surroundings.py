@@ -3,13 +3,18 @@ the random states of Python, NumPy and generators among the arguments, and which
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import random
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from autockpt.errors import ConflictError
 
 _KERNELS = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -28,19 +33,20 @@ class NumpyUse:
 class Surroundings:
     """Taken before a forward; ``finish`` after it drops what the forward did not use."""
 
-    def __init__(self, generators: Sequence[torch.Generator], numpy_use: NumpyUse) -> None:
-        numpy = sys.modules.get("numpy") if numpy_use.known is not False else None
-        self._python: Any = random.getstate()
-        self._numpy: Any = numpy.random.get_state() if numpy is not None else None
+    def __init__(self, unit: str, generators: Sequence[torch.Generator], numpy_use: NumpyUse) -> None:
+        numpy = sys.modules.get("numpy")
+        self._unit = unit
+        self._python: PythonState | None = python_state()
+        self._numpy_words = numpy_words() if numpy is not None else b""
+        self._numpy: Any = numpy.random.get_state() if numpy is not None and numpy_use.known is not False else None
         self._numpy_use = numpy_use
+        self._unread = False
         self._generators = [(g, g.get_state()) for g in generators]
         self._kernels = _allowed_kernels()
 
     def finish(self) -> None:
         """The forward has ended."""
-        # any draw moves the index behind the 624 words or, at the end of them, replaces them all
-        (_, words, gauss), (_, words_now, gauss_now) = self._python, random.getstate()
-        if words[-1] == words_now[-1] and words[:4] == words_now[:4] and gauss == gauss_now:
+        if self._python == python_state():
             self._python = None
         if self._numpy is not None:
             now = sys.modules["numpy"].random.get_state()
@@ -48,9 +54,21 @@ class Surroundings:
             self._numpy_use.known = used or bool(self._numpy_use.known)
             if not used:
                 self._numpy = None
+        elif self._numpy_words and self._numpy_words != numpy_words():
+            self._numpy_use.known = self._unread = True
+        self._numpy_words = b""
 
     def differ(self) -> bool:
-        """Whether running again as things are now could give something else."""
+        """Whether running again as things are now could give something else.
+
+        Raises ConflictError where the forward drew numbers from NumPy that nobody had read the state of.
+        """
+        if self._unread:
+            raise ConflictError(
+                f"{self._unit} drew random numbers from NumPy for the first time, after steps without, so this once "
+                "its forward cannot run again as it did",
+                remedy="Run the step again: from now on NumPy's random state is kept for it.",
+            )
         return bool(
             self._python is not None
             or self._numpy is not None
@@ -61,13 +79,13 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
-        python, kernels = random.getstate(), _allowed_kernels()
+        python, kernels = python_state(), _allowed_kernels()
         numpy = sys.modules["numpy"].random if self._numpy is not None else None
         numpy_state = numpy.get_state() if numpy is not None else None
         generators = [g.get_state() for g, _ in self._generators]
         try:
             if self._python is not None:
-                random.setstate(self._python)
+                self._python.put_back()
             if numpy is not None:
                 numpy.set_state(self._numpy)
             for generator, state in self._generators:
@@ -75,12 +93,56 @@ class Surroundings:
             _allow_kernels(self._kernels)
             yield
         finally:
-            random.setstate(python)
+            python.put_back()
             if numpy is not None:
                 numpy.set_state(numpy_state)
             for (generator, _), state in zip(self._generators, generators, strict=True):
                 generator.set_state(state)
             _allow_kernels(kernels)
+
+
+class PythonState(NamedTuple):
+    """Python's random state: 625 machine words, and the second of a pair of normal numbers where that is left."""
+
+    words: bytes
+    normal: float | None
+
+    def put_back(self) -> None:
+        """Make it the state that Python draws from."""
+        numbers = struct.unpack(f"{len(self.words) // 4}I", self.words)
+        random.setstate((3, (*numbers[1:], numbers[0]), self.normal))
+
+
+def python_state() -> PythonState:
+    """The state that Python draws from. ``random.getstate`` makes 625 numbers of it, which takes far longer."""
+    words = _python_words()
+    if words is None:
+        _, numbers, normal = random.getstate()
+        return PythonState(struct.pack(f"{len(numbers)}I", numbers[-1], *numbers[:-1]), normal)
+    return PythonState(bytes(words), random._inst.gauss_next)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _python_words() -> ctypes.Array[ctypes.c_uint32] | None:
+    """Where CPython keeps the words, the index before the rest; None where they are not found there."""
+    try:
+        words = (ctypes.c_uint32 * 625).from_address(id(random._inst) + object.__basicsize__)  # type: ignore[attr-defined]
+        for _ in range(2):
+            _, numbers, _ = random.getstate()
+            if sys.implementation.name != "cpython" or tuple(words) != (numbers[-1], *numbers[:-1]):
+                return None
+    except (AttributeError, ValueError):
+        return None
+    return words
+
+
+def numpy_words() -> bytes:
+    """NumPy's random state without its left-over normal number, as bytes; empty for generators without an address."""
+    try:
+        address = sys.modules["numpy"].random.mtrand._rand._bit_generator.ctypes.state_address
+    except AttributeError:
+        return b""
+    return bytes((ctypes.c_uint32 * 625).from_address(address))
 
 
 def _allowed_kernels() -> list[bool]:

@@ -188,7 +188,7 @@ def _effort(outcome: SearchOutcome) -> str:
 
 
 def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
-    choices = plan.expand(plan.model.classes) if plan.model.units else plan.expand(plan.choices)
+    choices = plan.expand_planned()
     console.print()
     console.print(Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {plan.status}"))
     for pattern, choice in plan.choices.items():

@@ -1,7 +1,7 @@
 """Applying choices to a live model, and taking them off again."""
 
 from autockpt.policies import recomputing
-from autockpt.runtime.apply import Handle, apply, planned_units
+from autockpt.runtime.apply import Handle, apply, choices_for, planned_units
 from autockpt.runtime.gradients import GradientCheck, compare, judge
 from autockpt.runtime.observation import (
     ForwardBackward,
@@ -12,7 +12,8 @@ from autockpt.runtime.observation import (
     observe,
 )
 from autockpt.runtime.reruns import RunCounter, UnitRuns
-from autockpt.runtime.session import Session, attach, remove, without_kv_cache
+from autockpt.runtime.session import Session, attach, attached_path, remove, without_kv_cache
+from autockpt.runtime.sketches import coarsest, coarsest_type, sketch
 
 __all__ = [
     "ForwardBackward",
@@ -24,6 +25,10 @@ __all__ = [
     "UnitRuns",
     "apply",
     "attach",
+    "attached_path",
+    "choices_for",
+    "coarsest",
+    "coarsest_type",
     "compare",
     "deterministic_algorithms",
     "digest_tensors",
@@ -33,5 +38,6 @@ __all__ = [
     "planned_units",
     "recomputing",
     "remove",
+    "sketch",
     "without_kv_cache",
 ]

@@ -20,7 +20,7 @@ from autockpt.schema.names import fold, outermost
 from autockpt.schema.plan import Plan
 from autockpt.workload.losses import default_step
 from autockpt.workload.settings import short_dtype
-from autockpt.workload.units import discover_units
+from autockpt.workload.units import discover_head, discover_units
 
 
 class Handle:
@@ -75,9 +75,10 @@ def apply(
     """Apply a plan, or a plan file, to a live model; the choices then act whenever gradients are enabled.
 
     Nothing about the model changes but what its forward keeps: no submodule is replaced, ``state_dict``, parameter
-    names, class and config stay as they are. With ``check_batch`` two steps on it are compared bit by bit with plain
-    training before anything is applied for good (``step(model, batch)`` gives the loss; default: the model's own);
-    weights, gradients, buffers and random states are afterwards as before.
+    names, class and config stay as they are. With ``check_batch`` two steps on it are compared with plain training
+    before anything is applied for good, bit by bit, or within a tolerance where a choice is not exact
+    (``step(model, batch)`` gives the loss; default: the model's own); weights, gradients, buffers and random states are
+    afterwards as before.
 
     Where the plan's numbers were found under other circumstances (dtype, LoRA, kind of device, and later a larger
     batch), one warning says that its promise does not hold here.
@@ -87,14 +88,7 @@ def apply(
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    units = discover_units(model)
-    if not units:
-        raise PlanError(
-            f"{type(model).__name__} has no repeated blocks that a plan could speak of",
-            remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
-        )
-    plan.check_structure(planned_units(plan, units))
-    choices = plan.expand(unit.name for unit in units)
+    choices = choices_for(model, plan)
     notes = _doubts(plan, model)
     if check_batch is not None:
         _check(model, choices, check_batch, step)
@@ -105,6 +99,19 @@ def apply(
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
     return Handle(plan, choices, session, notes)
+
+
+def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:
+    """The plan's choice for every unit of a live model, by name. Raises PlanError where it belongs to another model."""
+    units = discover_units(model)
+    if not units:
+        raise PlanError(
+            f"{type(model).__name__} has no repeated blocks that a plan could speak of",
+            remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
+        )
+    head = discover_head(model)
+    plan.check_structure(planned_units(plan, units), head)
+    return plan.expand((unit.name for unit in units), head.name if head is not None else None)
 
 
 def planned_units(plan: Plan, units: Sequence[Unit]) -> list[Unit]:
@@ -124,7 +131,13 @@ def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, step: Ca
         loss.backward()
         return loss.detach()
 
-    result = compare(model, forward_backward, lambda: attach(model, choices), lambda: without_kv_cache(model))
+    result = compare(
+        model,
+        forward_backward,
+        lambda: attach(model, choices),
+        lambda: without_kv_cache(model),
+        exact=all(choice.exact for choice in choices.values()),
+    )
     if not result.equal:
         raise ConflictError(
             f"under this plan the model does not train as it does without: {result.describe()}",

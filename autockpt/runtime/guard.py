@@ -73,10 +73,14 @@ def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict
 
 
 class CacheState(Attachment):
-    """The attachment that keeps a language model from building a KV cache in training steps."""
+    """The attachment that keeps a language model from building a KV cache in training steps.
 
-    def __init__(self) -> None:
+    ``position`` is where ``use_cache`` stands among the forward's parameters, asked once: a compiler cannot.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__("")
+        self.position = _position(type(module))
         self.warned = False
 
 
@@ -84,7 +88,7 @@ def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwa
     """The model's forward with ``use_cache`` off wherever gradients are enabled. The config stays as it is."""
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
-    position = _position(type(module))
+    position = state.position
     if position is not None and position < len(args):
         asked = args[position]
         args = (*args[:position], False, *args[position + 1 :])

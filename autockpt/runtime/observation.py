@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from autockpt.runtime.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 from autockpt.schema.base import Data
 
 ForwardBackward = Callable[[Callable[[], None]], Tensor]
@@ -18,15 +21,33 @@ ForwardBackward = Callable[[Callable[[], None]], Tensor]
 
 
 class Observation(Data):
-    """Digests by what they are of (``step 2: gradient model.norm.weight``), and norms of the gradients."""
+    """Digests by what they are of (``step 2: gradient model.norm.weight``), and norms of the gradients.
+
+    ``sketches`` of losses and gradients, where asked for, tell how far apart those of two observations are;
+    ``coarsest`` is the coarsest floating point type that the model computed in.
+    """
 
     digests: dict[str, str]
     norms: dict[str, float]
+    sketches: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    coarsest: str = ""
 
     def differences(self, other: Observation) -> list[str]:
         """What is not bit-equal, in order; entries that only one of the two has count as well."""
         names = list(dict.fromkeys((*self.digests, *other.digests)))
         return [name for name in names if self.digests.get(name) != other.digests.get(name)]
+
+    def distances(self, other: Observation) -> dict[str, float]:
+        """How far sketched losses and gradients are apart, each relative to its own length (see ``SMALL``)."""
+        losses = {name for name in self.sketches if name.endswith(": loss")}
+        longest = max((length(s) for name, s in self.sketches.items() if name not in losses), default=0.0)
+        found = {}
+        for name, sums in self.sketches.items():
+            away = distance(sums, other.sketches.get(name, (math.inf,) * len(sums)))
+            own = length(sums)
+            scale = own if name in losses else max(own, SMALL * longest)
+            found[name] = 0.0 if away == 0 else away / scale if scale else math.inf
+        return found
 
     def largest_deviation(self, other: Observation) -> float:
         """The largest relative difference of two gradients' norms; a measure of size, not a proof."""
@@ -34,15 +55,24 @@ class Observation(Data):
         return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b), default=0.0)
 
 
-def observe(model: nn.Module, forward_backward: ForwardBackward, *, steps: int = 2) -> Observation:
+def observe(
+    model: nn.Module, forward_backward: ForwardBackward, *, steps: int = 2, sketched: bool = False
+) -> Observation:
     """Run ``steps`` accumulating forwards and backwards and note all that they compute or change.
 
     Losses, random states after each forward and backward, buffers and gradients. The weights stay; buffers, gradients
-    and random states are put back afterwards.
+    and random states are put back afterwards. ``sketched``: with sketches of losses and gradients.
     """
     digests: dict[str, str] = {}
     norms: dict[str, float] = {}
-    with kept_state(model):
+    sketches: dict[str, tuple[float, ...]] = {}
+
+    def note(name: str, tensor: Tensor) -> None:
+        digests[name] = _digest(tensor)
+        if sketched:
+            sketches[name] = sketch(_local(tensor))
+
+    with kept_state(model), coarsest_type(model) if sketched else nullcontext([]) as types:
         for i in range(1, steps + 1):
             prefix = f"step {i}: "
 
@@ -50,16 +80,18 @@ def observe(model: nn.Module, forward_backward: ForwardBackward, *, steps: int =
                 digests[f"{prefix}random state after forward"] = _digest_of_random_state()
 
             loss = forward_backward(between)
-            digests[f"{prefix}loss"] = _digest(loss)
+            note(f"{prefix}loss", loss)
             digests[f"{prefix}random state after backward"] = _digest_of_random_state()
             for name, buffer in model.named_buffers():
                 digests[f"{prefix}buffer {name}"] = _digest(buffer)
             for name, parameter in model.named_parameters():
                 gradient = parameter.grad
-                digests[f"{prefix}gradient {name}"] = "none" if gradient is None else _digest(gradient)
-                if gradient is not None:
+                if gradient is None:
+                    digests[f"{prefix}gradient {name}"] = "none"
+                else:
+                    note(f"{prefix}gradient {name}", gradient)
                     norms[f"{prefix}gradient {name}"] = float(_local(gradient).detach().float().norm())
-    return Observation(digests=digests, norms=norms)
+    return Observation(digests=digests, norms=norms, sketches=sketches, coarsest=coarsest(types) if sketched else "")
 
 
 @contextmanager

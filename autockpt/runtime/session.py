@@ -112,7 +112,7 @@ def without_kv_cache(model: nn.Module) -> Session:
     session = Session((), None)
     blocks = [module_of(model, unit.name) for unit in discover_units(model) if unit.role == "block"]
     for owner in cache_owners(model, blocks):
-        session.place("", owner, run_without_cache, CacheState())
+        session.place("", owner, run_without_cache, CacheState(owner))
     return session
 
 
@@ -124,6 +124,11 @@ def remove(model: nn.Module) -> None:
             take_off(module, forward)
 
 
+def attached_path(model: nn.Module) -> str | None:
+    """Where in the model a choice is attached, by name; the root is the empty one. None: nowhere."""
+    return next((path for path, module in model.named_modules() if attached_to(module) is not None), None)
+
+
 def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
     names: dict[int, str] = {}
     for unit in units:
@@ -132,12 +137,11 @@ def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
                 f"{other} and {unit.name} are one and the same module",
                 remedy="Make a choice for one of the names only.",
             )
-    for path, module in model.named_modules():
-        if attached_to(module) is not None:
-            raise ConflictError(
-                f"a plan is applied to this model already (at {path or 'its root'})",
-                remedy="Remove it first: handle.remove(), or autockpt.runtime.remove(model) for a copied model.",
-            )
+    if (path := attached_path(model)) is not None:
+        raise ConflictError(
+            f"a plan is applied to this model already (at {path or 'its root'})",
+            remedy="Remove it first: handle.remove(), or autockpt.runtime.remove(model) for a copied model.",
+        )
     refuse_wrappers(model)
     for path, module in model.named_modules():
         refuse_native(module, path)
@@ -145,7 +149,7 @@ def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
 
 def _look_after(model: nn.Module, attached: Sequence[nn.Module], session: Session) -> None:
     for owner in cache_owners(model, attached):
-        session.place("", owner, run_without_cache, CacheState())
+        session.place("", owner, run_without_cache, CacheState(owner))
     root = unwrap(model)
     state = GuardState(flagged_modules(root))
     state.listeners = session.listeners

@@ -12,12 +12,14 @@ from autockpt.schema.choices import (
     Recompute,
     RecomputeOffload,
     Save,
+    Segment,
     Selective,
     choice_kinds,
     dump_choice,
     from_label,
     label,
     parse_choice,
+    searched_kinds,
 )
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.graph import PHASES, Copy, Graph, Op, Phase, Storage, StorageKind, TensorMeta, Unit, UnitRole
@@ -84,6 +86,7 @@ __all__ = [
     "SearchOutcome",
     "SearchRequest",
     "SearchSpace",
+    "Segment",
     "Selective",
     "Silence",
     "StageTime",
@@ -115,6 +118,7 @@ __all__ = [
     "peak_of",
     "plan_hash",
     "question_hash",
+    "searched_kinds",
     "seconds_of",
     "strip_prefixes",
 ]

@@ -13,23 +13,38 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
+from autockpt.schema.graph import UnitRole
 
+LAYERS: tuple[UnitRole, ...] = ("block", "attention", "mlp")
 ATTENTION = "fused_attention"
 EVERYTHING = "**"
+
+
+def _words(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 class _Choice(Data):
     letter: ClassVar[str]
     """What stands for the choice where a plan is shown in one line."""
+    searched: ClassVar[bool] = True
+    """Whether a search tries the choice for a layer by itself; in a plan every choice may be written."""
+    roles: ClassVar[tuple[UnitRole, ...]] = LAYERS
+    """The units that the choice is for."""
+    exact: ClassVar[bool] = True
+    """Whether gradients are equal bit for bit, not only up to rounding."""
 
     def __str__(self) -> str:
-        return self.kind  # type: ignore[attr-defined]
+        options = self.model_dump(exclude_defaults=True, exclude={"kind"})
+        said = ", ".join(f"{name} {_words(value)}" for name, value in options.items())
+        return f"{self.kind} ({said})" if said else self.kind  # type: ignore[attr-defined]
 
 
 class Save(_Choice):
     """Keep every activation for the backward pass, as PyTorch does by itself. Nothing is attached."""
 
     letter: ClassVar[str] = "."
+    roles: ClassVar[tuple[UnitRole, ...]] = (*LAYERS, "head")
     kind: Literal["save"] = "save"
 
 
@@ -64,9 +79,6 @@ class Selective(_Choice):
             raise ValueError("keep must name at least one module; without any, the choice is `recompute`")
         return (EVERYTHING,) if EVERYTHING in value else tuple(sorted(set(value)))
 
-    def __str__(self) -> str:
-        return self.kind if self.keep == (EVERYTHING,) else f"{self.kind} ({', '.join(self.keep)})"
-
 
 class KeepAttention(_Choice):
     """Keep the output of fused attention, which recomputes inside itself already, and run the rest again."""
@@ -92,17 +104,62 @@ class RecomputeOffload(_Choice):
     kind: Literal["recompute_offload"] = "recompute_offload"
 
 
+class Segment(_Choice):
+    """Several consecutive units as one region: only what enters it is kept, and it runs again as a whole in backward.
+
+    ``size`` consecutive units of a plan with this same choice form one region; a run of them that is no multiple ends
+    with a shorter one. ``levels`` 1: the whole region is made again at once (Chen et al. 2016, arXiv:1604.06174).
+    2: first only what passes between its units, then one unit at a time: less memory for up to one more forward.
+    """
+
+    letter: ClassVar[str] = "G"
+    searched: ClassVar[bool] = False
+    kind: Literal["segment"] = "segment"
+    size: int = Field(default=2, ge=1)
+    levels: Literal[1, 2] = 1
+
+
+class ChunkedLoss(_Choice):
+    """Run a language model's output head and cross-entropy over chunks of tokens, each again in backward.
+
+    For the output head only (``lm_head: chunked_loss``). The one choice that is not bit-equal: sums over tokens are
+    taken in another order.
+    """
+
+    letter: ClassVar[str] = "C"
+    searched: ClassVar[bool] = False
+    roles: ClassVar[tuple[UnitRole, ...]] = ("head",)
+    exact: ClassVar[bool] = False
+    kind: Literal["chunked_loss"] = "chunked_loss"
+    tokens: int = Field(default=1024, gt=0, description="rows of logits that exist at a time")
+
+
 Choice = Annotated[
-    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload, Field(discriminator="kind")
+    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload | Segment | ChunkedLoss,
+    Field(discriminator="kind"),
 ]
-SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
-CHOICE_TYPES: tuple[type[Data], ...] = (Save, Recompute, KeepAttention, Selective, Offload, RecomputeOffload)
+SAVE, RECOMPUTE, OFFLOAD, CHUNKED_LOSS = Save(), Recompute(), Offload(), ChunkedLoss()
+CHOICE_TYPES: tuple[type[_Choice], ...] = (
+    Save,
+    Recompute,
+    KeepAttention,
+    Selective,
+    Offload,
+    RecomputeOffload,
+    Segment,
+    ChunkedLoss,
+)
 _adapter: TypeAdapter[Any] = TypeAdapter(Choice)
 
 
-def choice_kinds() -> tuple[str, ...]:
-    """Names of all choices, as they are written in plans."""
-    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES)
+def choice_kinds(role: UnitRole | None = None) -> tuple[str, ...]:
+    """Names of all choices, as they are written in plans; of those that are for one role of units."""
+    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if role is None or role in t.roles)
+
+
+def searched_kinds() -> tuple[str, ...]:
+    """Names of the choices that a search tries for every layer."""
+    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if t.searched)
 
 
 def parse_choice(value: object) -> Choice:

@@ -12,7 +12,7 @@ from autockpt.schema.base import Data
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward", "optimizer")
-UnitRole = Literal["block", "attention", "mlp"]
+UnitRole = Literal["block", "attention", "mlp", "head"]
 StorageKind = Literal["activation", "gradient", "optimizer", "other"]
 
 

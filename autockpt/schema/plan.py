@@ -16,10 +16,10 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
-from autockpt.schema.choices import SAVE, Choice, dump_choice, parse_choice
+from autockpt.schema.choices import SAVE, Choice, choice_kinds, dump_choice, parse_choice
 from autockpt.schema.device import Environment
-from autockpt.schema.graph import Unit
-from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern
+from autockpt.schema.graph import Unit, UnitRole
+from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.sizes import ResolvedBudget
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.workload import WorkloadSpec
@@ -142,29 +142,54 @@ class Plan(Data):
             for pattern, choice in self.choices.items()
         )
 
-    def expand(self, unit_names: Iterable[str]) -> dict[str, Choice]:
+    def expand(self, unit_names: Iterable[str], head: str | None = None) -> dict[str, Choice]:
         """The choice of every unit by its exact name, as given.
 
-        Outermost units that the plan does not mention get ``save``; sub-units appear only where it mentions them.
-        Wrapper prefixes (PEFT, compile, DDP, Lightning) are seen through. Raises PlanError for patterns that match
-        nothing, a unit named twice, and a choice inside another.
+        Outermost units that the plan does not mention get ``save``; sub-units appear only where it mentions them, and
+        so does the output ``head``: last, and only where a line names it without wildcards. Wrapper prefixes (PEFT,
+        compile, DDP, Lightning) are seen through. Raises PlanError for patterns that match nothing, a unit named twice,
+        a choice inside another, and one that is for other units.
         """
         names = list(unit_names)
-        view = align(self.choices, names)
-        owner = expand(self.entries, view)
+        lines = [e for e in self.entries if head is not None and _names(e.pattern, head)]
+        rest = [e for e in self.entries if e not in lines]
+        view = align([e.pattern for e in rest], names)
+        owner = expand(rest, view)
         check_nesting(owner)
+        check_roles([*((name, entry, "block") for name, entry in owner.items()), *((head, e, "head") for e in lines)])
         meant_choices: dict[str, Choice] = dict.fromkeys(outermost(view), SAVE)
         meant_choices |= {meant: entry.value for meant, entry in owner.items()}
         by_real_name = {view[meant]: choice for meant, choice in meant_choices.items()}
-        return {name: by_real_name[name] for name in names if name in by_real_name}
+        choices = {name: by_real_name[name] for name in names if name in by_real_name}
+        return choices | ({head: lines[0].value} if head is not None and lines else {})
 
-    def check_structure(self, units: Iterable[Unit]) -> None:
+    def choices_for(self, units: Iterable[Unit], head: Unit | None = None) -> dict[str, Choice]:
+        """The choices for a model with these units and this output head.
+
+        Raises PlanError where the plan was made for another model, or does not fit this one.
+        """
+        units = list(units)
+        self.check_structure(units, head)
+        return self.expand([unit.name for unit in units], head.name if head is not None else None)
+
+    def expand_planned(self) -> dict[str, Choice]:
+        """``expand`` over the units that the plan itself lists, its output head included."""
+        entry = next((e for e in self.entries if "block" not in e.value.roles), None)
+        head = None if entry is None or "*" in entry.pattern else entry.pattern
+        return self.expand([name for name in self.model.classes or self.choices if name != head], head)
+
+    def lists(self, head: Unit | None) -> list[Unit]:
+        """The model's output head, where it is among the units that the plan was made for."""
+        return [head] if head is not None and any(_names(name, head.name) for name in self.model.classes) else []
+
+    def check_structure(self, units: Iterable[Unit], head: Unit | None = None) -> None:
         """Raise PlanError where the plan was made for other units than these: others missing, new, or of another class.
 
-        A plan written by hand without ``model.units`` fits any structure.
+        The output ``head`` counts only where the plan lists it. A plan written by hand without ``model.units`` fits any
+        structure.
         """
         planned = self.model.classes
-        units = list(units)
+        units = [*units, *self.lists(head)]
         if not planned:
             return
         view = align(self.model.units, [u.name for u in units])
@@ -191,9 +216,30 @@ class Plan(Data):
             return "the plan holds no measurement"
         if not self.model.units:
             return "the plan no longer says which units it was measured with"
-        if self.hash != plan_hash(self.expand(self.model.classes)):
+        if self.hash != plan_hash(self.expand_planned()):
             return f"the choices were edited after the plan was {self.source}"
         return ""
+
+
+def check_roles(chosen: Iterable[tuple[str | None, Entry[Choice], UnitRole]]) -> None:
+    """Raise PlanError where a line's choice is not for the kind of unit that it names, or two name the head."""
+    head = None
+    for name, entry, role in chosen:
+        if role not in entry.value.roles:
+            here = "the output head" if role == "head" else "no output head"
+            known = ", ".join(choice_kinds(role))
+            raise PlanError(
+                entry.located(f"{entry.value} cannot be used on {name}, which is {here}"),
+                remedy=f"Choices for {'it' if role == 'head' else 'layers'}: {known}.",
+            )
+        if role == "head" and head is not None:
+            raise PlanError(entry.located(f"{name} is named twice"), remedy="Leave one of the two lines.")
+        head = name if role == "head" else head
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Whether a pattern is one unit's name, written with or without what wrappers put in front."""
+    return any(pattern in view for view in views([name]))
 
 
 def plan_hash(choices: Mapping[str, Choice]) -> str:

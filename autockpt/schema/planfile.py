@@ -141,7 +141,10 @@ def render(plan: Plan, name: str = "plan.yaml") -> str:
     if not plan.hash:
         data.pop("hash", None)
     order = [f for f in Plan.model_fields if f in data]
-    kinds = textwrap.fill(f"# Choices: {', '.join(choice_kinds())}.", width=110, subsequent_indent="# ")
+    layers, head = (", ".join(choice_kinds(role)) for role in ("block", "head"))
+    kinds = textwrap.fill(
+        f"# Choices: {layers}; for the output head, by its name: {head}.", width=110, subsequent_indent="# "
+    )
     sections = [_HEADER.format(name=name, kinds=kinds), f"autockpt: {plan.autockpt}\n"]
     for key in order:
         comment = f"# {_COMMENTS[key]}\n" if key in _COMMENTS and isinstance(data[key], dict | list) else ""

@@ -36,6 +36,7 @@ class SearchRequest(Data):
     out: Path = Path("results")
     plan_out: Path | None = Field(default=None, description="write the plan here as well")
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
+    allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
     command: tuple[str, ...] = Field(default=(), description="the exact command line")
     notes: tuple[str, ...] = Field(
@@ -59,6 +60,7 @@ class SearchRequest(Data):
             "device": environment.device.model_dump(mode="json", exclude=left_out),
             "versions": versions,
             "seed": self.seed,
+            **({"allow_inexact": True} if self.allow_inexact else {}),
             **more,
         }
 

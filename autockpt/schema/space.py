@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data
-from autockpt.schema.choices import choice_kinds
+from autockpt.schema.choices import searched_kinds
 from autockpt.schema.suggest import closest
 from autockpt.schema.yaml import Document, read
 
@@ -49,7 +49,7 @@ class SearchSpace(Data):
     description: str = ""
     encoding: Encoding
     sampler: Literal["gp", "tpe", "random"] = "gp"
-    choices: tuple[str, ...] = Field(default_factory=choice_kinds, description="kinds; always with save")
+    choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
     margins: tuple[float, ...] = (0.0, 0.02, 0.05)
     knobs: dict[str, Knob] = Field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class SearchSpace(Data):
     @field_validator("choices")
     @classmethod
     def _known_choices(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        known = choice_kinds()
+        known = searched_kinds()
         if unknown := [c for c in value if c not in known]:
             raise ValueError(f"unknown choice {unknown[0]!r}; known are {', '.join(known)}")
         return tuple(c for c in known if c in value or c == "save")
@@ -89,7 +89,7 @@ class SearchSpace(Data):
 
         Raises UsageError for an unknown choice.
         """
-        known = choice_kinds()
+        known = searched_kinds()
         for kind in kinds:
             if kind not in known:
                 near = closest(kind, known)
@@ -106,7 +106,7 @@ class SearchSpace(Data):
 
 def known_knobs() -> tuple[str, ...]:
     """Names of all knobs: one margin, and a price per choice that costs something."""
-    return ("margin", *(f"{kind}_price" for kind in choice_kinds() if kind != "save"))
+    return ("margin", *(f"{kind}_price" for kind in searched_kinds() if kind != "save"))
 
 
 def load_space(name: str) -> SearchSpace:

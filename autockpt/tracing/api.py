@@ -57,6 +57,5 @@ def trace_workload(workload: Workload, plan: Plan | Mapping[str, Choice] | str |
         if isinstance(plan, (str, Path)):
             plan = Plan.load(plan)
         if isinstance(plan, Plan):
-            plan.check_structure(tracer.units)
-            plan = plan.expand([unit.name for unit in tracer.units])
+            plan = plan.choices_for(tracer.units, tracer.head)
         return tracer.trace(plan)

@@ -29,7 +29,7 @@ def serve(connection: Connection, note: Note, source: Source, threads: int, prep
     """Answer requests until the connection ends. Returns to its caller, which must end the process.
 
     ``source`` says whether steps are ghost-run or recorded, ``threads`` is the parent's number; ``prepare`` builds or
-    takes the workload. Replies are (ALIVE,), then (READY, units, settings, notes) or (FAILED,
+    takes the workload. Replies are (ALIVE,), then (READY, units, head, settings, notes) or (FAILED,
     error class, message, remedy), and for each request (DONE, result) or (FAILED, ...).
     """
     _be_a_child()
@@ -86,7 +86,7 @@ def _prepared(run: Run, prepare: Callable[[Run], None]) -> tuple[Any, ...]:
     gc.collect()
     gc.freeze()  # what is there now stays: collections before each trace only look at what is new
     workload = run.workload
-    return READY, run.units, workload.settings, workload.notes
+    return READY, run.units, run.head, workload.settings, workload.notes
 
 
 def _answer(connection: Connection, work: Callable[[], tuple[Any, ...]]) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autockpt.policies import recomputing
 from autockpt.schema.graph import PHASES, Phase
 from autockpt.schema.names import strip_prefixes
 
@@ -51,6 +52,7 @@ class Location:
         self.paths: list[str] = [""]
         self._numbers: dict[int, int] = {}
         self._owners: dict[int, int] = {}  # parameter id -> module
+        self._units: dict[str, int] = {}  # path -> the innermost module of that path
         for path, module in model.named_modules():
             self._register(module, strip_prefixes(path))
         self.order: dict[int, None] = {}
@@ -82,8 +84,8 @@ class Location:
             self._claim(module)
             return self.phase, module
         if _grad_enabled() or len(self._stack) > self._depth:
+            module = self._stack[-1] if len(self._stack) > self._depth else self._running_again(node)
             self.accumulating = False
-            module = self._stack[-1] if len(self._stack) > self._depth else self._module_of(node)
             self._claim(module)
             return RECOMPUTE, module
         return BACKWARD, self._module_of(node)
@@ -109,6 +111,7 @@ class Location:
         self._numbers[id(module)] = number = len(self.paths) if path else 0
         if path:
             self.paths.append(path)
+            self._units[path] = number
         for parameter in module._parameters.values():
             if parameter is not None:
                 self._owners.setdefault(id(parameter), number)
@@ -133,6 +136,12 @@ class Location:
             for number in range(self._claimed, now):
                 self._modules_of_nodes[number] = module
         self._claimed = now
+
+    def _running_again(self, node: Any) -> int:
+        """The unit whose own forward runs again, or else the module that ``node`` belongs to."""
+        unit = recomputing()
+        module = self._units.get(unit) if unit is not None else None
+        return self._module_of(node) if module is None else module
 
     def _module_of(self, node: Any) -> int:
         module = self._modules_of_nodes.get(node._sequence_nr())

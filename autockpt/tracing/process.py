@@ -37,7 +37,7 @@ class NotForkable(Exception):
 
 
 class GhostProcess:
-    """A child that holds a ghost workload. ``units``, ``settings`` and ``notes`` describe it.
+    """A child that holds a ghost workload. ``units``, ``head``, ``settings`` and ``notes`` describe it.
 
     Its death, whatever the cause, is a GhostError that says at which op. An interrupt while it works ends it.
     """
@@ -56,7 +56,7 @@ class GhostProcess:
             if first is not None:
                 self._connection.send_bytes(first)
             self._await_alive()
-            self.units, self.settings, self.notes = self._receive(READY)
+            self.units, self.head, self.settings, self.notes = self._receive(READY)
         except BaseException:
             self.close()
             raise

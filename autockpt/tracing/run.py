@@ -26,7 +26,7 @@ from autockpt.tracing.real import RealRecorder
 from autockpt.tracing.recorder import Recorder
 from autockpt.tracing.transport import NotingTransport
 from autockpt.tracing.units import refine, unit_of
-from autockpt.workload import Workload, build, discover_units, explain
+from autockpt.workload import Workload, build, discover_head, discover_units, explain
 from autockpt.workload.failures import location, summary
 
 _STATES_PER_WEIGHT = 4  # weights, gradients, and two states
@@ -41,6 +41,7 @@ class Run:
     source: Source
     workload: Workload
     units: tuple[Unit, ...] = ()
+    head: Unit | None = None
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -69,6 +70,7 @@ class Run:
         self._recorder.location.bind(workload.model)
         self._cycle()
         self.units = refine(discover_units(workload.model), self._recorder)
+        self.head = discover_head(workload.model)
         self._places = [(path, unit_of(path, self.units)) for path in self._recorder.location.paths]
 
     @contextmanager

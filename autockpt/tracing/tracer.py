@@ -23,6 +23,7 @@ class _Backend(Protocol):
     """What answers a tracer's requests."""
 
     units: tuple[Unit, ...]
+    head: Unit | None
     settings: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -36,14 +37,15 @@ class Tracer:
 
     The workload lives as ghosts in a child process where that is possible, so that nothing it meets can harm this one.
     A workload that cannot be ghost-run is run for real there, one cycle per trace, and its graphs say so
-    (``source="recorded"``, and a note). ``units`` are the units that were called, in order; ``settings`` and ``notes``
-    are the workload's. A context manager.
+    (``source="recorded"``, and a note). ``units`` are the units that were called, in order, ``head`` is the model's
+    output head; ``settings`` and ``notes`` are the workload's. A context manager.
     """
 
     def __init__(self, backend: _Backend, notes: tuple[str, ...] = ()) -> None:
         self._backend = backend
         self._notes = notes
         self.units: tuple[Unit, ...] = backend.units
+        self.head: Unit | None = backend.head
         self.settings: dict[str, Any] = dict(backend.settings)
         self.notes: tuple[str, ...] = tuple(backend.notes)
 
@@ -138,7 +140,8 @@ class _InProcess:
     def __init__(self, workload: Workload) -> None:
         self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
         self._run.copy(workload)
-        self.units, self.settings, self.notes = self._run.units, workload.settings, workload.notes
+        self.units, self.head = self._run.units, self._run.head
+        self.settings, self.notes = workload.settings, workload.notes
 
     def ask(self, verb: str, **arguments: Any) -> Any:
         if self._run is None:

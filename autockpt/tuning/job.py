@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from autockpt.schema import Budget, Listener, SearchSpace, StageTime, WorkloadSpec
+from autockpt.schema import Budget, Choice, Listener, SearchSpace, StageTime, WorkloadSpec
+from autockpt.schema.choices import dump_choice
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Job:
-    """One question: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model."""
+    """One question: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
+
+    ``fixed`` are choices that every plan has besides those for blocks.
+    """
 
     name: str
     spec: WorkloadSpec | None
@@ -32,12 +36,14 @@ class Job:
     space: SearchSpace
     limits: Limits
     notes: tuple[str, ...] = field(default=())
+    fixed: Mapping[str, Choice] = field(default_factory=dict)
 
     @property
     def workload_key(self) -> str:
         """What op times other than those of single ops depend on."""
         described = self.spec.model_dump(mode="json") if self.spec else dict(self.settings)
-        return json.dumps([described, self.name], default=str)
+        fixed = [{name: dump_choice(choice) for name, choice in self.fixed.items()}] if self.fixed else []
+        return json.dumps([described, self.name, *fixed], default=str)
 
 
 class Clock:

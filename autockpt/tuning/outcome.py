@@ -62,10 +62,10 @@ def make_plan(
     ours = rows[-1]
     spec: WorkloadSpec | None = job.spec
     return Plan.create(
-        choices,
+        {**choices, **job.fixed},
         units,
         model=job.name,
-        fingerprint=fingerprint(tuple(units)),
+        fingerprint=fingerprint(unit for unit in units if unit.role != "head"),
         source=source,
         workload=spec,
         settings=plain(job.settings),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from autockpt.devices import get_device, process_environment
 from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError
@@ -33,6 +33,7 @@ from autockpt.schema import (
     SearchRequest,
     SearchSpace,
     Silence,
+    Unit,
     load_space,
     parse_budget,
 )
@@ -40,6 +41,7 @@ from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
 from autockpt.tuning.dryrun import foresee
 from autockpt.tuning.engine import Confirm, Engine
+from autockpt.tuning.inexact import FixedMeasurer, Settled, settle, units_of, way_out
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import make_plan, measured_rows, plain, simulated_rows
 from autockpt.workload import fingerprint, from_live
@@ -62,21 +64,37 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
             uniform, space, refused = _uniform(tracer, request.space)
+        settled = Settled({}, tracer, uniform, request.budget)
+        here = environment_of(device, {**process_environment(request.device), **os.environ})
+        if request.allow_inexact:
+            with clock.stage("weigh chunked_loss"):
+                settled = settle(tracer, uniform, request.budget, space, here, device.used_by_others())
+        else:
+            stack.enter_context(_naming_the_way_out(tracer, uniform, here.device.overhead_bytes))
         job = Job(
             name=request.workload.model,
             spec=request.workload,
             settings=dict(tracer.settings),
-            notes=(*request.notes, *tracer.notes, *uniform["save"][1].notes, *refused),
-            budget=request.budget,
+            notes=(
+                *request.notes,
+                *([settled.note] if settled.note else []),
+                *tracer.notes,
+                *uniform["save"][1].notes,
+                *refused,
+            ),
+            budget=settled.budget,
             space=space,
             limits=Limits(request.trials, request.timeout, request.seed),
+            fixed=settled.fixed,
         )
+        units = units_of(tracer.units, tracer.head, settled.fixed)
         if worker is None:
-            outcome = _foreseen(job, tracer, uniform, clock, request.device)
+            outcome = _foreseen(job, units, settled, clock, request.device)
         else:
             with clock.stage("build"):
                 environment = worker.environment
-            question = request.question(environment, model_fingerprint=fingerprint(tracer.units))
+            more = {"fixed": sorted(settled.fixed)} if settled.fixed else {}
+            question = request.question(environment, model_fingerprint=fingerprint(tracer.units), **more)
             run = RunDirectory.enter(
                 request.out,
                 question,
@@ -87,7 +105,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
             )
             stack.enter_context(run.lock())
             run.add_command(request.command)
-            outcome = _searched(job, tracer, worker, uniform, run, request.storage or run.storage, clock)
+            outcome = _searched(job, units, settled, worker, run, request.storage or run.storage, clock)
         if request.plan_out is not None and outcome.plan is not None:
             set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
             outcome = outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
@@ -166,7 +184,8 @@ def search(
         if out is not None:
             run = _directory_of_live(job, measurer, tracer, Path(out))
             stack.enter_context(run.lock())
-        outcome = _searched(job, tracer, measurer, uniform, run, run.storage if run else "sqlite://", clock)
+        settled = Settled({}, tracer, uniform, parsed)
+        outcome = _searched(job, tracer.units, settled, measurer, run, run.storage if run else "sqlite://", clock)
     if outcome.plan is None:
         raise KeyboardInterrupt
     return outcome.plan
@@ -215,8 +234,18 @@ def _directory_of_live(job: Job, measurer: Measurer, tracer: Tracer, out: Path) 
     return RunDirectory.enter(out, question, model=job.name, device=environment.device.kind, budget=job.budget.text)
 
 
-def _profiled(job: Job, tracer: Tracer, measurer: Measurer, uniform: Uniform, clock: Clock) -> Profiled:
+@contextmanager
+def _naming_the_way_out(tracer: Tracer, uniform: Uniform, overhead: int) -> Iterator[None]:
+    """A budget that nothing fits is said to be within reach of ``--allow-inexact`` where that is so."""
+    try:
+        yield
+    except InfeasibleError as error:
+        raise way_out(error, tracer, uniform, overhead) from None
+
+
+def _profiled(job: Job, settled: Settled, measurer: Measurer, clock: Clock) -> Profiled:
     """Op times, menus and predictions of the workload on the measurer's device."""
+    uniform = settled.uniform
     device = measurer.environment.device
     others = used_by_others(measurer)
     room = device.capacity_bytes - device.overhead_bytes - others
@@ -229,22 +258,25 @@ def _profiled(job: Job, tracer: Tracer, measurer: Measurer, uniform: Uniform, cl
             remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
             smallest_peak=leanest(uniform)[1].peak_bytes,
         ) from None
-    return build_profile(tracer, times, uniform, used_by_others=others)
+    return build_profile(settled.traces, times, uniform, used_by_others=others)
 
 
 def _searched(
     job: Job,
-    tracer: Tracer,
+    units: Sequence[Unit],
+    settled: Settled,
     measurer: Measurer,
-    uniform: Uniform,
     run: RunDirectory | None,
     storage: str,
     clock: Clock,
 ) -> SearchOutcome:
     """Profile, search and write the plan."""
     environment = measurer.environment
+    confirm = _confirmation(job, measurer)
+    if settled.fixed:
+        measurer = cast(Measurer, FixedMeasurer(measurer, settled.fixed))
     with clock.stage("profile"):
-        profiled = _profiled(job, tracer, measurer, uniform, clock)
+        profiled = _profiled(job, settled, measurer, clock)
     if run is not None:
         run.write_environment(environment)
         run.write_graph(profiled.base)
@@ -258,7 +290,7 @@ def _searched(
         run=run,
         storage=storage,
         clock=clock,
-        confirm=_confirmation(job, measurer),
+        confirm=confirm,
     )
     found = engine.run()
     rows = measured_rows(engine.known, found.trials, found.best)
@@ -267,7 +299,7 @@ def _searched(
         plan = make_plan(
             job,
             found.best.choices,
-            tracer.units,
+            units,
             environment,
             found.budget,
             source="measured",
@@ -296,11 +328,13 @@ def _searched(
     )
 
 
-def _foreseen(job: Job, tracer: Tracer, uniform: Uniform, clock: Clock, device_name: str | None) -> SearchOutcome:
+def _foreseen(
+    job: Job, units: Sequence[Unit], settled: Settled, clock: Clock, device_name: str | None
+) -> SearchOutcome:
     """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
     device = get_device(device_name)
     environment = environment_of(device, {**process_environment(device_name), **os.environ})
-    _, graph = leanest(uniform)
+    _, graph = leanest(settled.uniform)
     times = cached_op_times(environment, graph, job.workload_key)
     notes = list(job.notes)
     if times is None:
@@ -310,12 +344,12 @@ def _foreseen(job: Job, tracer: Tracer, uniform: Uniform, clock: Clock, device_n
         )
     with clock.stage("solve"):
         times_used = times or nominal_op_times(environment, graph)
-        profiled = build_profile(tracer, times_used, uniform, used_by_others=device.used_by_others())
+        profiled = build_profile(settled.traces, times_used, settled.uniform, used_by_others=device.used_by_others())
         foreseen = foresee(profiled, job.budget, job.space)
     rows = simulated_rows(foreseen.predictions, seconds=times is not None)
     chosen, resolved = foreseen.choices, foreseen.budget
     return SearchOutcome(
-        plan=make_plan(job, chosen, tracer.units, environment, resolved, source="simulated", rows=rows, notes=notes),
+        plan=make_plan(job, chosen, units, environment, resolved, source="simulated", rows=rows, notes=notes),
         budget=resolved,
         device=environment.device,
         rows=rows,
@@ -338,6 +372,6 @@ def _confirmation(job: Job, measurer: Measurer) -> Confirm | None:
     def confirm(choices: Mapping[str, Choice], budget_bytes: int, steps: int) -> Measurement:
         measurer.rest()  # two processes on one device would take each other's memory
         with WorkerMeasurer(spec, measurer.device_name, budget_bytes=budget_bytes) as fresh:
-            return fresh.measure(choices, steps=steps)
+            return fresh.measure({**choices, **job.fixed}, steps=steps)
 
     return confirm

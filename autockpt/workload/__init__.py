@@ -7,7 +7,7 @@ from autockpt.workload.failures import explain, is_out_of_memory
 from autockpt.workload.live import from_live, move
 from autockpt.workload.losses import default_step, find_loss, loss_of
 from autockpt.workload.storages import nested_tensors, storage_bytes
-from autockpt.workload.units import discover_units, fingerprint, module_of
+from autockpt.workload.units import discover_head, discover_units, fingerprint, module_of
 
 __all__ = [
     "Mark",
@@ -15,6 +15,7 @@ __all__ = [
     "Workload",
     "build",
     "default_step",
+    "discover_head",
     "discover_units",
     "explain",
     "find_loss",

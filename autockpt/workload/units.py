@@ -44,6 +44,37 @@ def discover_units(model: nn.Module) -> tuple[Unit, ...]:
     return tuple(blocks + inner)
 
 
+def discover_head(model: nn.Module) -> Unit | None:
+    """The output head of a language model: the layer that turns features into logits over the vocabulary.
+
+    Only plans that name it have to do with it; it is none of ``discover_units``. None where there is no such layer
+    (seen through PEFT, DDP, compile, Lightning).
+    """
+    head = next((h for m in model.modules() if (h := _output_embeddings(m)) is not None), None)
+    if head is None:
+        return None
+    for path, module in model.named_modules():
+        if module is head:
+            return Unit(name=strip_prefixes(path), cls=class_name(module), kind=0, role="head")
+    return None
+
+
+def _output_embeddings(module: nn.Module) -> nn.Module | None:
+    """What transformers' ``get_output_embeddings`` says."""
+    ask = getattr(type(module), "get_output_embeddings", None)
+    if ask is None or type(module).__module__.startswith("peft."):
+        return None
+    try:
+        head = ask(module)
+    except (AttributeError, NotImplementedError):
+        return None
+    return unwrap(head) if isinstance(head, nn.Module) and _is_linear(head) else None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return any(isinstance(inner, nn.Linear) for inner in module.modules())
+
+
 def module_of(model: nn.Module, unit_name: str) -> nn.Module:
     """The module behind a unit's name, on a model however wrapped (a LightningModule around the model included).
 

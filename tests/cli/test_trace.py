@@ -16,6 +16,7 @@ class Tracer:
     def __init__(self, spec: WorkloadSpec) -> None:
         self.spec = spec
         self.units = small_graph().units
+        self.head = None
         self.settings = {"dtype": "fp32", "parameters": 12}
         self.notes = ("a note of the tracer's",)
 

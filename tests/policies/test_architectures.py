@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies import POLICIES
 from autockpt.runtime import attach, without_kv_cache
-from autockpt.schema.choices import parse_choice
+from autockpt.schema.choices import choice_kinds, parse_choice
 from autockpt.workload.units import discover_units
 from tests.policies.architectures import ARCHITECTURES, Architecture
 from tests.policies.zoo import assert_equal
@@ -62,7 +61,7 @@ def trained(request) -> Iterator[tuple[Architecture, dict]]:
     yield request.param, found
 
 
-@pytest.mark.parametrize("kind", sorted(POLICIES))
+@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
 def test_bit_equal_everywhere(trained, kind):
     architecture, cases = trained
     for (precision, _), (model, wanted) in cases.items():

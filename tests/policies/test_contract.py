@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from autockpt.policies import POLICIES
 from autockpt.runtime import attach, remove
-from autockpt.schema.choices import CHOICE_TYPES, RECOMPUTE, Choice, parse_choice
+from autockpt.schema.choices import CHOICE_TYPES, RECOMPUTE, Choice, choice_kinds, parse_choice
 from tests.policies.deferred import DeferredTransport
 from tests.policies.zoo import CASES, Case, assert_equal, bytes_alive_after, plain, precision, train
 
-KINDS = sorted(POLICIES)
+KINDS = sorted(choice_kinds("block"))
 NO_CACHE = {"use_cache": False}
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=str)

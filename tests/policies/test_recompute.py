@@ -112,6 +112,29 @@ def test_python_random_numbers_that_are_first_used_in_a_later_step():
         assert_equal(train(model), wanted)
 
 
+def test_numpy_random_numbers_that_are_first_used_in_a_later_step_are_refused_once():
+    """Reading NumPy's state each time would cost more than a small layer; what was missed is never silently wrong."""
+    step = 0
+
+    def body(unit, x):
+        return (unit.linear(x) * (float(np.random.rand()) if step > 0 else 1.0)).sigmoid()
+
+    def gradients(model: nn.Module) -> dict[str, Tensor]:
+        np.random.seed(step)
+        model.zero_grad()
+        model(torch.ones(4, 8)).pow(2).sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    plain, model = Model(body), Model(body)
+    with attach(model, CHOICES):
+        assert_equal(gradients(model), gradients(plain))
+        step = 1
+        with pytest.raises(ConflictError, match="from NumPy for the first time"):
+            gradients(model)
+        step = 2
+        assert_equal(gradients(model), gradients(plain))
+
+
 def test_every_way_of_passing_tensors():
     def body(unit, first=None, second=None, pair=(None, None), deep=None, flag=True, *, last):
         x = first if second is None else second

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autockpt.policies import attached_to
 from autockpt.runtime import attach, remove
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, choice_kinds, parse_choice
 from tests.policies.zoo import CASES, assert_equal
 
 LLAMA = CASES["llama"]
@@ -84,21 +84,6 @@ def test_the_trainer_sees_the_models_arguments(tmp_path):
     assert_equal(train(CHOICES), train({}))
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_layers_recompute_without_breaking_the_graph(fullgraph):
-    """aot_eager is exact enough to be bit-equal here, layer by layer."""
-    torch._dynamo.reset()
-    model = LLAMA.make()
-    model.config._attn_implementation = "eager"
-    model.eval()  # without dropout: compiled random numbers are others
-    wanted = run(model)
-    for layer in model.model.layers[:2]:
-        layer.compile(backend="aot_eager", fullgraph=fullgraph)
-    with attach(model, {"model.layers.0": RECOMPUTE, "model.layers.1": RECOMPUTE}):
-        assert_equal(run(model), wanted)
-    torch._dynamo.reset()
-
-
 def test_offload_around_compiled_parts():
     torch._dynamo.reset()
     model = LLAMA.make()
@@ -108,3 +93,30 @@ def test_offload_around_compiled_parts():
     with attach(model, {"model.layers.0": OFFLOAD}):
         assert_equal(run(model), wanted)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
+def test_a_scaled_loss_with_steps_that_are_skipped(kind):
+    """GradScaler: gradients scaled by thousands, one step with infinities skipped, clipping in between."""
+
+    def train(choices: dict[str, Any]) -> dict[str, Tensor]:
+        model = LLAMA.make()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(1)
+        scales = []
+        with attach(model, choices):
+            for i in range(4):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(**LLAMA.batch(), use_cache=False).loss
+                scaler.scale(loss * (float("inf") if i == 1 else 1.0)).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+        assert min(scales) == 2.0**11 and max(scales) == 2.0**12  # backed off once, and grew again
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    assert_equal(train(dict.fromkeys(CHOICES, parse_choice(kind))), train({}))

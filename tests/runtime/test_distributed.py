@@ -4,22 +4,43 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from autockpt.policies import POLICIES
 from autockpt.runtime import attach
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
 from tests.policies.zoo import CASES
 
 LLAMA = CASES["llama"]
-CHOICES = {"model.layers.0": RECOMPUTE, "model.layers.1": OFFLOAD, "model.layers.2": SAVE}
+NAMES = [f"model.layers.{i}" for i in range(3)]
 WAYS = ("ddp", "fsdp2", "fsdp2 in 16 bits")
+Choices = dict[str, Choice] | None
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the all-gathers of parameters, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in str(func):
+            in_backward = torch._C._current_graph_task_id() != -1
+            self.backward += in_backward
+            self.forward += not in_backward
+        return func(*args, **(kwargs or {}))
 
 
 def shard(model: Any, way: str) -> Any:
@@ -35,26 +56,59 @@ def shard(model: Any, way: str) -> Any:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def train(rank: int, way: str, order: str) -> list[Tensor]:
+def plans() -> dict[str, dict[str, Choice]]:
+    """Every kind of choice on all layers, segments over all of them, and all kinds side by side."""
+    kinds = sorted(choice_kinds("block"))
+    result = {kind: dict.fromkeys(NAMES, parse_choice(kind)) for kind in kinds}
+    for start in range(0, len(kinds), len(NAMES)):
+        beside = {name: parse_choice(kinds[(start + i) % len(kinds)]) for i, name in enumerate(NAMES)}
+        result["beside one another: " + ", ".join(c.kind for c in beside.values())] = beside
+    for levels in (1, 2):
+        result[f"one segment, {levels} levels"] = dict.fromkeys(NAMES, Segment(size=3, levels=levels))
+    return result
+
+
+class Run(NamedTuple):
+    """What two training steps left on this rank: its share of all gradients, all-gathers, keys."""
+
+    gradients: list[Tensor]
+    gathers: tuple[int, int]
+    keys: list[str]
+
+
+def train(rank: int, way: str, choices: Choices = None, order: str = "", own: bool = False) -> Run:
+    """``own``: transformers' own recompute of every layer."""
     model = LLAMA.make()
-    if order == "before":
-        attach(model, CHOICES)
+    if own:
+        model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
+    if choices and order == "before":
+        attach(model, choices)
     wrapped = shard(model, way)
-    if order == "after":
-        attach(wrapped, CHOICES)
+    if choices and order == "after":
+        attach(wrapped, choices)
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Tensor] = []
-    for _ in range(2):
-        batch = {k: v.roll(rank, 1) for k, v in LLAMA.batch().items()}
-        wrapped(**batch, use_cache=False).loss.backward()
-        for parameter in model.parameters():
-            gradient = parameter.grad
-            assert gradient is not None
-            seen.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
+    with Gathers() as gathers:
+        for _ in range(2):
+            batch = {k: v.roll(rank, 1) for k, v in LLAMA.batch().items()}
+            wrapped(**batch, use_cache=False).loss.backward()
+            for parameter in model.parameters():
+                gradient = parameter.grad
+                assert gradient is not None
+                seen.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+    return Run(seen, (gathers.forward, gathers.backward), list(wrapped.state_dict()))
+
+
+def differences(way: str, wanted: Run, recomputed: Run, got: Run) -> Iterator[str]:
+    if len(got.gradients) != len(wanted.gradients) or not all(map(torch.equal, got.gradients, wanted.gradients)):
+        yield "gradients"
+    if got.gathers != recomputed.gathers or (way != "ddp" and not all(got.gathers)):
+        yield f"all-gathers: {got.gathers}, not {recomputed.gathers}"
+    if got.keys != wanted.keys:
+        yield "keys"
 
 
 def one_process(rank: int, port: int, folder: str) -> None:
@@ -63,11 +117,13 @@ def one_process(rank: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     wrong = []
     for way in WAYS:
-        wanted = train(rank, way, "never")
-        for order in ("before", "after"):
-            got = train(rank, way, order)
-            if len(got) != len(wanted) or not all(map(torch.equal, got, wanted)):
-                wrong.append(f"{way}, attached {order}")
+        wanted, recomputed = train(rank, way), train(rank, way, own=True)
+        for what, choices in plans().items():
+            for order in ("before", "after"):
+                if order == "before" and what in POLICIES:
+                    continue  # the order is asked for where all choices are side by side
+                got = train(rank, way, choices, order)
+                wrong += [f"{way}, {what}, attached {order}: {d}" for d in differences(way, wanted, recomputed, got)]
     Path(folder, f"{rank}.txt").write_text("\n".join(wrong))
     dist.destroy_process_group()
 

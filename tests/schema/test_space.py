@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import UsageError
-from autockpt.schema import SearchSpace, choice_kinds, load_space
+from autockpt.schema import SearchSpace, load_space, searched_kinds
 from autockpt.schema.space import known_knobs, shipped_spaces
 
 
@@ -14,7 +14,7 @@ def test_all_shipped_spaces_load() -> None:
     assert {"knobs", "layers"} <= set(names)
     for name in names:
         space = load_space(name)
-        assert space.name == name and space.choices == choice_kinds() and space.description
+        assert space.name == name and space.choices == searched_kinds() and space.description
         for knob in space.knobs.values():
             assert knob.neutral is not None
 

@@ -1,0 +1,155 @@
+"""``AUTOCKPT_PLAN=plan.yaml`` and ``import autockpt.auto``: a plan for a script that can gain only one line.
+
+The first model that fits the plan and is called to be trained gets it, right before that call; the line may stand
+anywhere before training. What was attached, or at exit that nothing was and why, is said on stderr.
+
+This is the one module with an effect on import. It exchanges ``torch.nn.Module.__call__`` until a model is found: hooks
+come too late, for a call has looked up the model's forward before it runs them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from autockpt.errors import AutockptError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autockpt.schema.plan import Plan
+
+VARIABLE = "AUTOCKPT_PLAN"
+_SHOWN = 3
+
+
+class Watch:
+    """Waits for a model that the plan fits. Once the plan is attached it is out of the way of every further call.
+
+    When the model that has the plan is gone (a script that trains one model after another), it waits for the next.
+    """
+
+    def __init__(self, plan: Plan, path: str) -> None:
+        self.plan, self.path = plan, path
+        self.settled = False
+        self.reasons: dict[str, str] = {}
+        self._rejected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._explained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._installed: Any = None
+        self._original: Any = None
+
+    def install(self) -> None:
+        """Begin to look at calls of modules."""
+        import torch
+        from torch import nn
+
+        if self._installed is not None:
+            return
+        self._original = original = nn.Module.__call__
+
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            # a compiler that traces this is to see nothing of it
+            if not torch.compiler.is_compiling() and self._installed is call:
+                self.consider(module)
+            return original(module, *args, **kwargs)
+
+        self._installed = call
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def uninstall(self) -> None:
+        """Stop looking. Where somebody else exchanged the call since, ours stays beneath and does nothing."""
+        from torch import nn
+
+        if nn.Module.__call__ is self._installed:
+            nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        self._installed = None
+
+    def consider(self, module: nn.Module) -> None:
+        """Attach the plan where this call is a training step of a model that it fits."""
+        import torch
+
+        if not module._modules or not torch.is_grad_enabled() or module in self._rejected:
+            return
+        if (why := self._misfit(module)) is not None:
+            self._rejected.add(module)
+            self._explain(module, why)
+        # a frozen teacher of the same build is none; it is asked again, for a model may be thawed
+        elif any(p.requires_grad for p in module.parameters()):
+            self._attach(module)
+
+    def _misfit(self, module: nn.Module) -> str | None:
+        """Why the plan is not for this module; None where it is."""
+        from autockpt.errors import PlanError
+        from autockpt.runtime import choices_for
+
+        try:
+            choices_for(module, self.plan)
+        except PlanError as error:
+            return error.message
+        return None
+
+    def _explain(self, module: nn.Module, why: str) -> None:
+        """Keep the reasons for whole models, not for their parts, which are called within them."""
+        part = any(module is inner for outer in self._explained for inner in outer.modules())
+        if not part and len(self.reasons) < _SHOWN:
+            self._explained.add(module)
+            self.reasons.setdefault(type(module).__name__, why)
+
+    def _attach(self, module: nn.Module) -> None:
+        from autockpt.runtime import apply, attached_path
+
+        self.uninstall()
+        self.settled = True
+        if attached_path(module) is None:
+            try:
+                handle = apply(module, self.plan)
+            except AutockptError as error:
+                _fail(error)
+            _say(f"{self.path} is attached to {type(module).__name__}\n{handle}")
+        else:
+            _say(f"{type(module).__name__} has a plan already, which is left as it is; {self.path} is not used")
+        weakref.finalize(module, self.install).atexit = False
+
+    def report(self) -> None:
+        """At exit: say so where nothing was attached."""
+        # a process that only loads data, started by one that trains, has nothing to report
+        if self.settled or (not self.reasons and multiprocessing.parent_process() is not None):
+            return
+        why = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+        _say(f"{self.path} was attached to nothing: {why or 'this process called no model with gradients enabled'}")
+
+
+def start() -> Watch | None:
+    """What the import does. Ends the process with exit code 2 where the plan cannot be read."""
+    path = os.environ.get(VARIABLE, "").strip()
+    if not path:
+        _say(f"{VARIABLE} is not set, so `import autockpt.auto` does nothing. Set it to a plan file.")
+        return None
+    try:
+        from autockpt.schema.plan import Plan
+
+        watch = Watch(Plan.load(path), path)
+    except AutockptError as error:
+        _fail(error)
+    watch.install()
+    atexit.register(watch.report)
+    return watch
+
+
+def _fail(error: AutockptError) -> NoReturn:
+    """One screen instead of a traceback, from wherever in the script this is."""
+    print(f"autockpt: error: {error.message}", error.remedy, sep="\n", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code) from None
+
+
+def _say(text: str) -> None:
+    """On stderr, once for all processes of a distributed run."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"autockpt: {text}", file=sys.stderr, flush=True)
+
+
+watch = start()

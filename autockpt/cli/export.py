@@ -1,0 +1,56 @@
+"""``autockpt export``: a plan as the nearest setting of another trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autockpt.cli import screen
+from autockpt.cli.guard import guarded
+from autockpt.errors import UsageError
+
+
+@guarded
+def export(
+    plan: Annotated[Path, typer.Argument(help="The plan file.")],
+    *,
+    to: Annotated[str, typer.Option("--to", metavar="TRAINER", help="transformers, axolotl, torchtitan or megatron.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write a file, never over another. Default: print.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print settings, losses and notes as JSON.")] = False,
+) -> None:
+    """Write the nearest setting of a trainer's own.
+
+    For trainers that cannot apply a plan: their activation checkpointing set as near to the plan as it goes, without
+    keeping more in memory where that can be avoided. What is lost stands beside it.
+    """
+    from autockpt.integrations.export import export as nearest
+    from autockpt.schema import Plan
+
+    exported = nearest(Plan.load(plan), to)
+    if out is not None:
+        _write(out, exported.settings)
+    if as_json:
+        screen.print_json(exported.model_dump_json(indent=2))
+    elif out is None:
+        print(exported.settings, end="", flush=True)
+    else:
+        console = screen.progress()
+        console.print(f"{out}: {'exact' if exported.exact else 'not all of the plan'}")
+        for loss in exported.losses:
+            console.print(f"- {loss}")
+
+
+def _write(out: Path, text: str) -> None:
+    from autockpt.schema.files import atomic_write, reason
+
+    if out.exists():
+        raise UsageError(f"{out} exists already", remedy="Give another --out, or move that file away first.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(out, text)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written: {reason(error)}", remedy="Give a path you can write to.") from None

@@ -1,0 +1,80 @@
+"""The random states, autocast and default device under which a forward ran, for running it again under the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+Place = tuple[str, int]
+
+
+class _Autocast(NamedTuple):
+    """Per kind of device whether autocast is on and its type; whether casts of weights are cached."""
+
+    kinds: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+
+
+class Conditions:
+    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on."""
+
+    __slots__ = ("_autocast", "_cpu", "_default_device", "_devices")
+
+    def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        places = {
+            (t.device.type, t.device.index or 0) for t in tensors if t is not None and not (t.is_cpu or t.is_meta)
+        }
+        self._cpu = torch.get_rng_state()
+        self._devices = [(place, _random_state(place)) for place in sorted(places)]
+        self._autocast = _autocast_now({kind for kind, _ in places})
+        self._default_device = torch.get_default_device()
+
+    @property
+    def places(self) -> list[Place]:
+        """The accelerators whose random states are known."""
+        return [place for place, _ in self._devices]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As then. Random states are not put back at the end: ``random_states_kept`` does that once for many."""
+        torch.set_rng_state(self._cpu)
+        for place, state in self._devices:
+            _set_random_state(place, state)
+        with ExitStack() as stack:
+            if self._default_device != torch.get_default_device():
+                stack.enter_context(self._default_device)
+            if self._autocast != _autocast_now({kind for (kind, _), _ in self._devices}):
+                for kind, enabled, dtype in self._autocast.kinds:
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._autocast.cache))
+            yield
+
+
+@contextmanager
+def random_states_kept(places: Sequence[Place]) -> Iterator[None]:
+    """The CPU's random state and those of accelerators are afterwards as before."""
+    cpu, devices = torch.get_rng_state(), [(place, _random_state(place)) for place in places]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        for place, state in devices:
+            _set_random_state(place, state)
+
+
+def _random_state(place: Place) -> torch.Tensor:
+    module: Any = torch.get_device_module(place[0])
+    return module.get_rng_state(place[1])
+
+
+def _set_random_state(place: Place, state: torch.Tensor) -> None:
+    module: Any = torch.get_device_module(place[0])
+    module.set_rng_state(state, place[1])
+
+
+def _autocast_now(kinds: set[str]) -> _Autocast:
+    known = sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+    states = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in (*known, "cpu")]
+    return _Autocast(tuple(states), torch.is_autocast_cache_enabled())

@@ -1,0 +1,205 @@
+"""One call of a model's output head, and the cross-entropy of its logits a chunk of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError
+from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.base import InPlaceError
+from autockpt.policies.replay import running_again
+
+Elementwise = Callable[[Tensor], Tensor]
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+class HeadCall:
+    """What it takes to run a head again on some of the rows it was called with: weights, settings, autocast."""
+
+    def __init__(self, module: nn.Module, state: Attachment, device: torch.device) -> None:
+        self._module, self._state = module, state
+        self._autocast = Autocast(device.type)
+        self._parameters = tuple(module.parameters())
+        self._versions = [p._version for p in self._parameters]
+        self._settings = _settings(module)
+        self.trained = tuple(p for p in self._parameters if p.requires_grad)
+
+    @property
+    def unit(self) -> str:
+        return self._state.unit
+
+    def check(self) -> None:
+        """Raise InPlaceError where the weights are no longer what they were, ConflictError where settings are not."""
+        now = tuple(self._module.parameters())
+        same = len(now) == len(self._parameters) and all(map(_is_same, now, self._parameters))
+        if not same or [p._version for p in self._parameters] != self._versions:
+            raise InPlaceError(
+                f"weights of {self.unit} have been modified by an inplace operation (or exchanged) since its forward, "
+                "and its logits are only computed when they are needed",
+                remedy="Read the logits and run backward before the optimizer steps, and inside the model's forward "
+                "where FSDP gathers the weights only there.",
+            )
+        if _settings(self._module) != self._settings:
+            raise ConflictError(
+                f"dropout or adapters of {self.unit} were switched between its forward and the use of its logits",
+                remedy=f"Use `save` on {self.unit}, or switch after backward.",
+            )
+
+    def check_once(self) -> None:
+        """Raise ConflictError in a backward that is itself to be differentiated: that would silently lose a part."""
+        if torch.is_grad_enabled():
+            raise ConflictError(
+                f"the loss of {self.unit} cannot be differentiated twice (create_graph=True) under chunked_loss",
+                remedy=f"Use `save` on {self.unit}.",
+            )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around calls of ``rows``: autocast as in the forward. Entered once, so that weights are cast once."""
+        self.check()
+        with running_again(self.unit), self._autocast.as_before():
+            yield
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """Logits of these rows. Inside autocast gradients are enabled: it would remember a copy of the weights that
+        was made without them, and hand it to the next user."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() or self._autocast.enabled):
+            return call_inner(self._module, self._state, (hidden,), {})
+
+
+class Autocast:
+    """The autocast state of one kind of device when this was made."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.enabled = torch.is_autocast_enabled(kind)
+        self._dtype = torch.get_autocast_dtype(kind)
+        self._cache = torch.is_autocast_cache_enabled()
+
+    def as_before(self) -> torch.autocast:
+        return torch.autocast(self._kind, dtype=self._dtype, enabled=self.enabled, cache_enabled=self._cache)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, ``chunk`` rows at a time."""
+
+    call: HeadCall
+    steps: tuple[Elementwise, ...]
+    chunk: int
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    autocast: Autocast
+
+    def __call__(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The loss of ``hidden`` (rows × features) against class indices ``target`` (rows)."""
+        return _Chunked.apply(self, hidden, target, *self.call.trained)  # type: ignore[return-value]
+
+    def losses(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The loss of every row."""
+        logits = self.call.rows(hidden)
+        for step in self.steps:
+            logits = step(logits)
+        with self.autocast.as_before():
+            return nn.functional.cross_entropy(
+                logits, target, ignore_index=self.ignore_index, reduction="none", label_smoothing=self.label_smoothing
+            )
+
+    def chunks(self, rows: int) -> list[slice]:
+        return [slice(start, min(start + self.chunk, rows)) for start in range(0, rows, self.chunk)]
+
+
+class _Chunked(torch.autograd.Function):
+    """Forward keeps nothing of the logits; backward computes each chunk again (Chen et al. 2016, arXiv:1604.06174)
+    and sums the weights' gradients over chunks in single precision at least."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: CrossEntropy, hidden: Tensor, target: Tensor, *trained: Tensor) -> Tensor:
+        parts = []
+        with loss.call.running():
+            for rows in loss.chunks(len(hidden)):
+                part = loss.losses(hidden[rows].detach(), target[rows]).detach()
+                parts.append(part if loss.reduction == "none" else _wide(part).sum())
+        ctx.loss = loss
+        count = None
+        if loss.reduction == "none":
+            result = torch.cat(parts)
+        else:
+            result = torch.stack(parts).sum()
+            if loss.reduction == "mean":
+                count = (target != loss.ignore_index).sum()
+                result = result / count
+            result = result.to(part.dtype)
+        ctx.save_for_backward(hidden, target, count)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        loss: CrossEntropy = ctx.loss
+        loss.call.check_once()
+        hidden, target, count = ctx.saved_tensors
+        gradient = gradients[0] if count is None else gradients[0] / count
+        _, wants_hidden, _, *wants = ctx.needs_input_grad
+        trained = [p for p, wanted in zip(loss.call.trained, wants, strict=True) if wanted]
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        sums: list[Tensor | None] = [None] * len(trained)
+        chunks = loss.chunks(len(hidden))
+        with loss.call.running():
+            for rows in chunks:
+                some, found = _of_chunk(loss, hidden[rows], target[rows], _rows_of(gradient, rows), trained, of_hidden)
+                if of_hidden is not None and some is not None:
+                    of_hidden[rows] = some
+                for i, part in enumerate(found):
+                    sums[i] = _added(sums[i], part, alone=len(chunks) == 1)
+                del some, found
+        results = iter(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
+        return None, of_hidden, None, *(next(results) if wanted else None for wanted in wants)
+
+
+def _of_chunk(
+    loss: CrossEntropy, hidden: Tensor, target: Tensor, gradient: Tensor, trained: list[nn.Parameter], wanted: Any
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    """Gradients of one chunk: of its rows (where ``wanted``), and of the weights."""
+    with torch.enable_grad():
+        hidden = hidden.detach().requires_grad_(wanted is not None)
+        losses = loss.losses(hidden, target)
+    inputs = [*([hidden] if wanted is not None else []), *trained]
+    found = list(torch.autograd.grad(losses, inputs, gradient.to(losses.dtype).expand_as(losses), allow_unused=True))
+    return (found.pop(0) if wanted is not None else None), found
+
+
+def _rows_of(gradient: Tensor, rows: slice) -> Tensor:
+    return gradient[rows] if gradient.dim() else gradient
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _SHORT else tensor
+
+
+def _added(total: Tensor | None, part: Tensor | None, *, alone: bool) -> Tensor | None:
+    if part is None or alone:
+        return part
+    return _wide(part) if total is None else total.add_(part)
+
+
+def _is_same(now: Tensor, before: Tensor) -> bool:
+    return now is before
+
+
+def _settings(module: nn.Module) -> list[object]:
+    """What decides a head's forward beside its weights: active dropout, PEFT's adapters."""
+    found: list[object] = []
+    for inner in module.modules():
+        if isinstance(inner, nn.modules.dropout._DropoutNd):
+            found.append(inner.training and inner.p > 0)
+        if hasattr(inner, "active_adapters"):
+            found.append((list(inner.active_adapters), inner.__dict__.get("_disable_adapters")))  # type: ignore[arg-type]
+            found.append(list(getattr(inner, "merged_adapters", ())))
+    return found

@@ -1,0 +1,139 @@
+"""segment: several consecutive units are one region, of which only what enters it is kept (Chen et al. 2016,
+arXiv:1604.06174; PyTorch's ``checkpoint_sequential``, without the parent's forward being written for it)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from autockpt.policies.attachment import call_inner
+from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.kvcache import without_cache
+from autockpt.policies.region import Recording, unpack
+from autockpt.policies.replay import Replay, ReplayState
+from autockpt.schema.choices import Choice, Segment
+
+
+class Region:
+    """What the units of one segment share. A pass begins with the model's forward, or where a unit is called out of
+    turn: a unit that is called twice belongs to two passes."""
+
+    def __init__(self, size: int, levels: int) -> None:
+        self.size, self.levels = size, levels
+        self.begin()
+
+    def begin(self) -> None:
+        """Whatever is called next has nothing to do with what was called before."""
+        self._recording: Recording | None = None
+        self._last = -1
+
+    end = begin
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"size": self.size, "levels": self.levels}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__init__(**state)
+
+    def enter(self, position: int, replay: Replay) -> Recording:
+        """The pass that a unit's call belongs to.
+
+        A tensor with a history that is hidden in an unknown object is kept as it is: were it an output of this very
+        pass, the pass would hold itself alive.
+        """
+        hides = any(t is not None and t.requires_grad for t in replay.hidden.tensors)
+        if self._recording is None or position <= self._last or hides:
+            self._recording = Recording(self.levels)
+        self._last = position
+        return self._recording
+
+    def leave(self, position: int) -> None:
+        """A unit's call has ended well."""
+        if position == self.size - 1:
+            self.begin()
+
+
+class SegmentState(ReplayState):
+    """A unit's attachment: its region, and its place in it."""
+
+    def __init__(self, unit: str, region: Region, position: int) -> None:
+        super().__init__(unit)
+        self.region, self.position = region, position
+
+
+class SegmentPolicy:
+    kind: ClassVar[str] = "segment"
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        for members in _segments(session.order):
+            choice = members[0].choice
+            assert isinstance(choice, Segment)
+            region = Region(len(members), choice.levels)
+            session.listen(region)
+            for position, unit in enumerate(members):
+                session.place(unit.name, unit.module, run_in_segment, SegmentState(unit.name, region, position))
+                session.note(unit.name, _words(members, choice.levels))
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        # the last unit stops as soon as all is there that backward needs; two levels run all others once more
+        levels = choice.levels if isinstance(choice, Segment) else 1
+        return min(forward // 2, forward - 1) if forward else 0, levels * forward
+
+
+def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
+    """Neighbours with the same segment choice, in parts of its size."""
+    for choice, run in itertools.groupby(order, key=lambda unit: unit.choice):
+        if isinstance(choice, Segment):
+            members = list(run)
+            for start in range(0, len(members), choice.size):
+                yield members[start : start + choice.size]
+
+
+def _words(members: Sequence[PlannedUnit], levels: int) -> str:
+    if len(members) == 1:
+        return "segment: alone in it; its inputs are kept, its forward runs again in backward"
+    how = "run again together in backward" if levels == 1 else "run again in backward, then one by one"
+    return f"segment: {len(members)} units from {members[0].name} to {members[-1].name} {how}"
+
+
+def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwargs: Any) -> Any:
+    """The unit's forward; where gradients are enabled, what it saves is dropped and made again with its segment.
+
+    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place). In backward
+    ConflictError where a unit does not do again what it did, InPlaceError where something that it read was changed.
+    """
+    if torch.compiler.is_compiling():
+        return _between_graphs(module, state, *args, **kwargs)
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    refuse_native(module, state.unit)
+    args, kwargs = without_cache(module, state.unit, args, kwargs)
+    replay = Replay(module, state, args, kwargs)
+    region = state.region
+    try:
+        recording = region.enter(state.position, replay)
+        call = recording.add(replay)
+        versions = [tensor._version for tensor in replay.tensors]
+        with saved_tensors_hooks(call.pack, unpack):
+            output = replay(*replay.tensors)
+        replay.finish(versions)
+        recording.learn(call, output)
+    except BaseException:
+        region.begin()
+        raise
+    region.leave(state.position)
+    return output
+
+
+# Not even the unit's inside is compiled: what runs again must be what ran, and backward is outside of every graph.
+_between_graphs: Any = torch.compiler.disable(
+    run_in_segment,
+    reason="autockpt's choice `segment` runs several units again in backward, so they cannot be part of a compiled "
+    "graph. Compile without fullgraph=True, or choose save or recompute for them.",
+)

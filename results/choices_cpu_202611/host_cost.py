@@ -1,0 +1,101 @@
+"""Host time per layer and step of every choice, beside PyTorch's checkpointing called by hand.
+
+    OMP_NUM_THREADS=1 python results/choices_cpu_202611/host_cost.py
+
+A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
+each after one step that is not timed; medians over the rounds, and the 95 % interval of the ratio to checkpointing by
+hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+from torch.utils.checkpoint import checkpoint
+
+from autockpt.history.statistics import ratio_interval
+from autockpt.runtime import attach
+from autockpt.schema import choice_kinds
+from autockpt.schema.choices import from_label, label
+
+LAYERS, ROUNDS, BY_HAND = 24, 40, "torch.utils.checkpoint by hand"
+CHOICES = [
+    *choice_kinds(),
+    '{"kind": "selective", "keep": ["mlp.up_proj"]}',
+    '{"kind": "selective", "keep": ["fused_attention", "mlp.gate_proj", "mlp.up_proj"]}',
+]
+
+
+def model_and_batch() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The tiny model."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    ids = torch.randint(0, 64, (1, 8))
+    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+@contextmanager
+def by_hand(model: torch.nn.Module) -> Iterator[None]:
+    """transformers' own slot, set to non-reentrant checkpointing on every layer."""
+    layers = model.model.layers  # type: ignore[union-attr]
+    for layer in layers:  # type: ignore[union-attr]
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:  # type: ignore[union-attr]
+            layer.gradient_checkpointing = False
+
+
+def main() -> None:
+    """Measure and print the table."""
+    torch.set_num_threads(1)
+    model, batch = model_and_batch()
+    names = [f"model.layers.{i}" for i in range(LAYERS)]
+
+    def once() -> tuple[float, float]:
+        begin = time.perf_counter()
+        loss = model(**batch).loss
+        middle = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        model.zero_grad()
+        return middle - begin, end - middle
+
+    parsed = {label(c): c for c in map(from_label, CHOICES)}
+    candidates = {"nothing attached": None, BY_HAND: None} | parsed
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
+    for turn in range(ROUNDS):
+        order = list(candidates) if turn % 2 == 0 else list(reversed(candidates))
+        for name in order:
+            choice = candidates[name]
+            choices = {} if choice is None else dict.fromkeys(names, choice)
+            with by_hand(model) if name == BY_HAND else attach(model, choices):
+                once()
+                times[name].append(once())
+    hand = [sum(pair) for pair in times[BY_HAND]]
+    print("| choice on every layer | forward, µs a layer | backward, µs a layer | times by hand |")
+    print("|---|---|---|---|")
+    for name, pairs in times.items():
+        forward, backward = (statistics.median(p[i] for p in pairs) / LAYERS * 1e6 for i in (0, 1))
+        ratio = ratio_interval([sum(p) for p in pairs], hand, robust=True) if name != BY_HAND else ""
+        print(f"| {name} | {forward:.0f} | {backward:.0f} | {ratio} |")
+
+
+if __name__ == "__main__":
+    main()

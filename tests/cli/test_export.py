@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autockpt.schema import Plan
+from tests.report.samples import UNITS, choices
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    Plan.create(choices(), UNITS).save(tmp_path / "plan.yaml")
+    return tmp_path / "plan.yaml"
+
+
+def test_settings_are_printed_with_what_is_lost(autockpt, plan: Path) -> None:
+    result = autockpt("export", "plan.yaml", "--to", "axolotl")
+    assert result.code == 0 and not result.err
+    assert "gradient_checkpointing: true" in result.out and "What is lost:" in result.out
+    as_json = autockpt("export", "plan.yaml", "--to", "axolotl", "--json").json
+    assert as_json["settings"] == result.out and as_json["losses"]
+
+
+def test_a_file_is_written_once(autockpt, plan: Path, tmp_path: Path) -> None:
+    result = autockpt("export", "plan.yaml", "--to", "megatron", "--out", "new/flags.txt")
+    assert result.code == 0 and not result.out and "recomputed" in result.err
+    text = (tmp_path / "new" / "flags.txt").read_text()
+    assert "--recompute-granularity full" in text
+    result = autockpt("export", "plan.yaml", "--to", "axolotl", "--out", "new/flags.txt")
+    assert result.code == 2 and "exists already" in result.err
+    assert (tmp_path / "new" / "flags.txt").read_text() == text
+
+
+def test_wrong_questions(autockpt, plan: Path) -> None:
+    assert autockpt("export", "plan.yaml").code == 2
+    result = autockpt("export", "plan.yaml", "--to", "deepspeed")
+    assert result.code == 2 and "torchtitan" in result.err
+    assert autockpt("export", "missing.yaml", "--to", "axolotl").code == 2
+    result = autockpt("export", "plan.yaml", "--to", "axolotl", "--out", "plan.yaml/x")
+    assert result.code == 2 and "cannot be written" in result.err

@@ -1,0 +1,197 @@
+"""Settings of other trainers: what they do is asked of the trainer where it is installed, what they lose is said."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+import transformers
+import yaml
+
+from autockpt.errors import PlanError, UsageError
+from autockpt.integrations.export import TARGETS, export
+from autockpt.integrations.export.wanted import Wanted
+from autockpt.schema import Plan, Structure
+
+LAYERS = 8
+
+
+def plan(choices: dict[str, Any], layers: int = LAYERS) -> Plan:
+    units = {f"model.layers.0-{layers - 1}": "LlamaDecoderLayer"}
+    units |= {f"model.layers.0-{layers - 1}.{part}": part for part in ("self_attn", "mlp")}
+    return Plan(model=Structure(units=units), choices=choices)
+
+
+def wanted(**more: Any) -> Wanted:
+    """Kinds by layer number, for choices that this version may not have."""
+    layers = {f"model.layers.{i}": more.get(f"at{i}", more.get("all", "save")) for i in range(LAYERS)}
+    return Wanted(layers, more.get("parts", {}), more.get("others", {}))
+
+
+def checkpointed(settings: str) -> list[int]:
+    """The layers that the Trainer checkpoints with these arguments."""
+    arguments = transformers.TrainingArguments(use_cpu=True, report_to=[], **yaml.safe_load(settings))
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=1
+    )
+    model = transformers.LlamaForCausalLM(config)
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=[])
+    flags: dict[str, Any] = {}
+
+    class Seen(Exception):
+        pass
+
+    class Look(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            flags["on"] = [i for i, layer in enumerate(model.model.layers) if layer.gradient_checkpointing]
+            raise Seen
+
+    trainer.train_dataset = [{"input_ids": [1, 2], "labels": [1, 2]}]  # type: ignore[assignment]
+    trainer.add_callback(Look())
+    with pytest.raises(Seen):
+        trainer.train()
+    return flags["on"]
+
+
+def flags(settings: str) -> list[str]:
+    return [line for line in settings.splitlines() if not line.startswith("#")]
+
+
+ALL = {f"model.layers.0-{LAYERS - 1}": "recompute"}
+EVEN = {f"model.layers.{i}": "recompute" for i in range(0, LAYERS, 2)}
+ODD = {f"model.layers.{i}": "recompute" for i in range(1, LAYERS, 2)}
+FIRST = {"model.layers.0-4": "recompute"}
+NONE = {"model.layers.0": "save"}
+
+
+@pytest.mark.parametrize(
+    ("choices", "layers", "exact"),
+    [
+        (ALL, range(8), True),
+        (EVEN, range(0, 8, 2), True),
+        (ODD, range(0, 8, 2), False),  # as many, others
+        (FIRST, range(8), False),  # every second were too few
+        (NONE, [], True),
+    ],
+)
+def test_the_trainer_checkpoints_what_was_exported(choices, layers, exact):
+    result = export(plan(choices), "transformers")
+    assert checkpointed(result.settings) == list(layers)
+    assert result.exact is exact, result.losses
+
+
+@pytest.mark.parametrize(
+    ("choices", "mode", "option", "exact"),
+    [
+        (ALL, "full", None, True),
+        (ODD, "selective", "2", True),
+        (EVEN, "selective", "2", False),
+        (FIRST, "full", None, False),
+        (NONE, "none", None, True),
+    ],
+)
+def test_torchtitan(choices, mode, option, exact):
+    result = export(plan(choices), "torchtitan")
+    table = tomllib.loads(result.settings)["activation_checkpoint"]
+    assert (table["mode"], table.get("selective_ac_option")) == (mode, option)
+    assert result.exact is exact, result.losses
+
+
+@pytest.mark.parametrize(
+    ("asked", "lines", "losses"),
+    [
+        (wanted(all="recompute"), ["full", "uniform", "1"], 0),
+        (wanted(at0="recompute", at1="recompute"), ["full", "block", "2"], 0),
+        (wanted(at6="recompute", at7="recompute"), ["full", "block", "2"], 1),
+        (wanted(at0="offload"), ["--cpu-offloading", "1"], 0),
+        (wanted(all="offload"), ["full", "uniform", "1"], 1),
+        (wanted(), ["#"], 0),
+    ],
+    ids=["all", "first", "last", "offload", "offload all", "none"],
+)
+def test_megatron(asked, lines, losses):
+    result = TARGETS["megatron"](asked)
+    ends = [line.rpartition(" ")[2] for line in flags(result.settings)]
+    assert ends == [x for x in lines if x != "#"], result.settings
+    assert len(result.losses) == losses, result.losses
+
+
+def test_megatrons_modules():
+    every = {f"model.layers.{i}": "save" for i in range(LAYERS)} | {"model.layers.0-7.mlp": "recompute"}
+    result = export(plan(every), "megatron")
+    assert flags(result.settings) == ["--recompute-granularity selective", "--recompute-modules mlp"] and result.exact
+    result = export(plan({"model.layers.0.mlp": "recompute", "model.layers.1.self_attn": "recompute"}), "megatron")
+    assert flags(result.settings)[1] == "--recompute-modules core_attn mlp"
+    assert sum("7 of which the plan keeps" in loss for loss in result.losses) == 2
+    assert any("projections" in loss for loss in result.losses)
+
+
+@pytest.mark.parametrize(
+    ("asked", "keys", "losses"),
+    [
+        (wanted(), {"gradient_checkpointing": False}, 0),
+        (wanted(all="recompute"), {"gradient_checkpointing": True}, 0),
+        (wanted(at0="recompute"), {"gradient_checkpointing": True}, 1),
+        (wanted(all="offload"), {"gradient_checkpointing": True, "activation_offloading": True}, 0),
+        (wanted(at3="offload"), {"gradient_checkpointing": True, "activation_offloading": True}, 1),
+        (
+            wanted(all="recompute_offload"),
+            {"gradient_checkpointing": True, "activation_offloading": "hidden_states"},
+            0,
+        ),
+        (wanted(all="keep_attention"), {"gradient_checkpointing": True, "selective_checkpointing": True}, 0),
+        (wanted(all="recompute", at0="offload"), {"gradient_checkpointing": True}, 1),
+    ],
+)
+def test_axolotl(asked, keys, losses):
+    result = TARGETS["axolotl"](asked)
+    assert yaml.safe_load(result.settings) == keys
+    assert len(result.losses) == losses, result.losses
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_nobody_has_heard_of_is_a_stated_loss(target):
+    """A choice of a later version: the layer is freed all the same, and the difference said by name."""
+    result = TARGETS[target](wanted(all="recompute", at2="braided", others={"lm_head": "chunked"}))
+    assert any("model.layers.2" in loss and "`braided` has no counterpart" in loss for loss in result.losses)
+    assert any("lm_head: `chunked` is left out" in loss for loss in result.losses)
+    assert all(f"# - {loss}" in result.settings for loss in result.losses)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", ["recompute", "offload", "recompute_offload", "keep_attention", "selective"])
+@pytest.mark.parametrize("freed", [1, 3, 7, 8])
+def test_no_less_is_freed_than_planned_or_it_is_said(target, kind, freed):
+    result = TARGETS[target](wanted(**{f"at{i}": kind for i in range(freed)}))
+    told = " ".join(result.losses)
+    assert "more memory" not in told
+    if result.exact:
+        expected = {"transformers": "recompute_offload", "axolotl": "offload"}.get(target, "recompute")
+        assert kind in (expected, "recompute", "recompute_offload", "offload", "keep_attention")
+        assert freed in (1, 8) or target == "megatron"
+
+
+def test_a_part_of_a_layer_frees_the_layer():
+    result = export(plan({"model.layers.3.mlp": "recompute"}), "transformers")
+    assert yaml.safe_load(result.settings)["activation_checkpointing_kwargs"] == {"every_n_layers": 8}
+    assert any("recomputed in place of model.layers.3" in loss for loss in result.losses)
+    result = export(plan({"model.layers.0.mlp": "recompute"}), "transformers")
+    assert any("`recompute` for a part of a layer" in loss for loss in result.losses)
+
+
+def test_plans_by_hand():
+    result = export(Plan(choices={"h.0-2": "recompute", "h.3": "save"}), "megatron")
+    assert flags(result.settings)[-1] == "--recompute-num-layers 3"
+    assert any("does not name" in loss for loss in result.losses)
+    for choices in ({"h.*": "recompute"}, {"**": "recompute"}):
+        with pytest.raises(PlanError, match="names no layers by itself"):
+            export(Plan(choices=choices), "megatron")
+    with pytest.raises(PlanError, match="names no layers"):
+        export(Plan(choices={"lm_head": "recompute"}), "megatron")
+
+
+def test_an_unknown_trainer():
+    with pytest.raises(UsageError, match="mega") as caught:
+        export(plan(ALL), "mega")
+    assert "Did you mean megatron?" in caught.value.remedy

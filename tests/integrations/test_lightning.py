@@ -1,0 +1,128 @@
+"""Lightning's Trainer with a plan leaves the same weights as without. Skipped where Lightning is not installed."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError, UsageError
+from autockpt.policies import attached_to, recomputing
+from autockpt.schema.plan import Plan
+from tests.policies.zoo import CASES, assert_equal
+
+LLAMA = CASES["llama"]
+CHOICES = {"model.layers.0": "recompute", "model.layers.1": "save", "model.layers.2": "offload"}
+LIBRARY = next((n for n in ("lightning.pytorch", "pytorch_lightning") if find_spec(n.partition(".")[0])), None)
+needs_lightning = pytest.mark.skipif(LIBRARY is None, reason="neither lightning nor pytorch_lightning is installed")
+
+
+def module(way: str) -> Any:
+    """A LightningModule that calls its model in ``training_step``, or by way of its own ``forward``."""
+    L = import_module(str(LIBRARY))
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = LLAMA.make()
+            self.ran = self.again = 0
+            self.caches: list[bool] = []
+            self.model.model.layers[0].mlp.register_forward_pre_hook(self._count)
+
+        def _count(self, *_: Any) -> None:
+            again = (recomputing() or "").endswith("model.layers.0")
+            self.again += again
+            self.ran += torch.is_grad_enabled() and not again
+
+        def forward(self, batch: dict[str, Tensor]) -> Any:
+            return self.model(**batch)
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            output = self(batch) if way == "forward" else self.model(**batch, use_cache=None)
+            self.caches.append(output.past_key_values is not None)
+            return output.loss
+
+        def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+            assert self.model(**batch).past_key_values is not None
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Module()
+
+
+def fit(model: Any, folder: Any, callbacks: list[Any], **more: Any) -> Any:
+    L = import_module(str(LIBRARY))
+    logging.getLogger(str(LIBRARY)).setLevel(logging.ERROR)
+    L.seed_everything(1)
+    batch = LLAMA.batch()
+    rows = [{k: v[i] for k, v in batch.items()} for i in range(4)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+    trainer = L.Trainer(callbacks=callbacks, **options | {"enable_checkpointing": False} | more)
+    trainer.fit(model, loader, loader)
+    return trainer
+
+
+def untouched(model: nn.Module) -> bool:
+    return not any(attached_to(m) for m in model.modules())
+
+
+def callback() -> Any:
+    from autockpt.integrations.lightning import AutockptLightningCallback
+
+    return AutockptLightningCallback(Plan(choices=CHOICES))
+
+
+@needs_lightning
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["forward", "its model"])
+@pytest.mark.parametrize("more", [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}], ids=["fp32", "bf16"])
+def test_the_same_weights_come_out(tmp_path, way, more):
+    plain, planned, one = module(way), module(way), callback()
+    fit(plain, tmp_path, [], **more)
+    fit(planned, tmp_path, [one], **more)
+    assert_equal(dict(planned.named_parameters()), dict(plain.named_parameters()))
+    assert planned.again == planned.ran == 4 and not any(planned.caches)
+    assert untouched(planned) and "removed" in str(one.handle)
+
+
+@needs_lightning
+@pytest.mark.filterwarnings("ignore")
+def test_a_failed_run_leaves_no_plan_and_saved_weights_resume(tmp_path):
+    L = import_module(str(LIBRARY))
+
+    class Stop(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+                raise RuntimeError("out of luck")
+
+    whole, half = module("forward"), module("forward")
+    fit(whole, tmp_path, [])
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(half, tmp_path, [callback(), Stop()])
+    assert untouched(half)
+    state = torch.load(tmp_path / "half.ckpt", weights_only=False)["state_dict"]
+    assert list(state) == list(whole.state_dict())
+
+
+@needs_lightning
+@pytest.mark.filterwarnings("ignore")
+def test_the_models_own_is_an_error(tmp_path):
+    model = module("forward")
+    model.model.gradient_checkpointing_enable()
+    with pytest.raises(ConflictError, match="checkpointing=True"):
+        fit(model, tmp_path, [callback()])
+
+
+@pytest.mark.skipif(LIBRARY is not None, reason="Lightning is installed")
+def test_without_lightning_it_says_what_to_install():
+    with pytest.raises(UsageError, match="neither is installed"):
+        callback()

@@ -1,0 +1,254 @@
+"""The Trainer with a plan leaves the same weights as without, whatever else it does in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autockpt
+from autockpt.errors import ConflictError, PlanError
+from autockpt.integrations.transformers import AutockptCallback
+from autockpt.policies import attached_to, recomputing
+from autockpt.schema.plan import Plan
+from tests.policies.zoo import CASES, assert_equal
+
+LLAMA = CASES["llama"]
+CHOICES = {"model.layers.0": "recompute", "model.layers.1": "save", "model.layers.2": "offload"}
+ROWS = [{"input_ids": r, "labels": r} for r in LLAMA.batch()["input_ids"]]
+accelerate = pytest.importorskip("accelerate")
+
+
+class Reruns(transformers.TrainerCallback):
+    """Counts how often the first layer runs, in training and once more in backward; generates after every step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ran = self.again = self.cached = 0
+        self.generated: list[Tensor] = []
+        layer = next(m for n, m in model.named_modules() if n.endswith("model.layers.0"))
+        layer.mlp.register_forward_pre_hook(self._ran)
+        model.register_forward_hook(self._answered)
+
+    def _ran(self, *_: Any) -> None:
+        again = (recomputing() or "").endswith("model.layers.0")
+        self.again += again
+        self.ran += torch.is_grad_enabled() and not again
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ids = ROWS[0]["input_ids"][None, :8]
+        self.generated.append(
+            kwargs["model"].generate(input_ids=ids, max_new_tokens=4, do_sample=False, use_cache=True)
+        )
+
+    def _answered(self, module: Any, args: Any, output: Any) -> None:
+        self.cached += not torch.is_grad_enabled() and output.get("past_key_values") is not None
+
+
+def plan(choices: dict[str, str] = CHOICES) -> Plan:
+    return Plan(choices=choices)
+
+
+def arguments(folder: Path, **more: Any) -> Any:
+    accelerate.state.AcceleratorState._reset_state(True)
+    options: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "seed": 3,
+        "logging_strategy": "no",
+    }
+    return transformers.TrainingArguments(output_dir=str(folder), **options | more)
+
+
+def trainer(folder: Path, model: nn.Module, callbacks: list[Any], **more: Any) -> Any:
+    return transformers.Trainer(
+        model=model, args=arguments(folder, **more), train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=callbacks
+    )
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def untouched(model: nn.Module) -> bool:
+    return not any(attached_to(m) for m in model.modules())
+
+
+BUSY = {
+    "gradient_accumulation_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+}
+
+
+@pytest.mark.parametrize("more", [{}, BUSY | {"bf16": True}], ids=["plain", "busy in bf16"])
+def test_the_same_weights_come_out(tmp_path, more):
+    model, twin = LLAMA.make(), LLAMA.make()
+    counted, plainly = Reruns(twin), Reruns(model)
+    callback = AutockptCallback(plan())
+    trainer(tmp_path / "without", model, [plainly], **more).train()
+    with_plan = trainer(tmp_path / "with", twin, [callback, counted], **more)
+    with_plan.train()
+    assert_equal(weights(twin), weights(model))
+    assert counted.again == counted.ran >= 4 and plainly.again == 0
+    assert counted.cached == plainly.cached >= 16  # tokens that were generated with a KV cache
+    assert len(counted.generated) == 4 and all(map(torch.equal, counted.generated, plainly.generated))
+    assert untouched(twin)
+    assert callback.handle is not None and callback.handle.attached.keys() == CHOICES.keys()
+    if more:
+        configs = [json.loads((tmp_path / w / "checkpoint-2" / "config.json").read_text()) for w in ("without", "with")]
+        assert configs[0] == configs[1]
+        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "with" / "checkpoint-2")
+        wanted = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "without" / "checkpoint-2")
+        assert_equal(weights(loaded), weights(wanted))
+
+
+def test_a_run_is_resumed(tmp_path):
+    whole = LLAMA.make()
+    trainer(tmp_path / "whole", whole, [], save_strategy="steps", save_steps=2).train()
+    resumed = LLAMA.make()
+    callback = AutockptCallback(plan())
+    trainer(tmp_path / "resumed", resumed, [callback]).train(str(tmp_path / "whole" / "checkpoint-2"))
+    assert_equal(weights(resumed), weights(whole))
+    assert callback.handle is not None
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_adapters_on_a_base(tmp_path, frozen):
+    peft = pytest.importorskip("peft")
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear")
+        model = peft.get_peft_model(LLAMA.make(), config)
+        if not frozen:
+            model.requires_grad_(True)
+        return model
+
+    model, twin = make(), make()
+    counted = Reruns(twin)
+    trainer(tmp_path / "without", model, [Reruns(model)]).train()
+    trainer(tmp_path / "with", twin, [AutockptCallback(plan()), counted], save_strategy="steps", save_steps=2).train()
+    assert_equal(weights(twin), weights(model))
+    assert counted.again == counted.ran == 4
+    assert (tmp_path / "with" / "checkpoint-2" / "adapter_model.safetensors").exists()
+
+
+def test_an_interrupted_run_can_be_tried_again(tmp_path):
+    class Interrupt(transformers.TrainerCallback):
+        on = True
+
+        def on_step_end(self, args, state, control, **_):
+            if self.on:
+                raise KeyboardInterrupt
+
+    model, interrupt, callback = LLAMA.make(), Interrupt(), AutockptCallback(plan())
+    run = trainer(tmp_path, model, [callback, interrupt])
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    interrupt.on = False
+    run.train()
+    assert untouched(model)
+
+
+NEW, OLD = "activation_checkpointing", "gradient_checkpointing"
+SPELLINGS = [n for n in (NEW, OLD) if n in transformers.TrainingArguments.__dataclass_fields__]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("when", ["at once", "added later"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_trainers_own_is_an_error(tmp_path, spelling, when):
+    callback = AutockptCallback(plan())
+    options = {spelling: True}
+    with pytest.raises(ConflictError, match="checkpointing=True") as caught:
+        run = trainer(tmp_path, LLAMA.make(), [callback] if when == "at once" else [], **options)
+        run.add_callback(callback)
+        run.train()
+    assert "The plan wins" in caught.value.remedy and f"{SPELLINGS[0]}=False" in caught.value.remedy
+    assert caught.value.message.count("=True") == 1  # the mirrored spelling is not named as a second conflict
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_options_of_the_trainers_own_are_an_error_too(tmp_path, spelling):
+    options: dict[str, Any] = {f"{spelling}_kwargs": {"every_n_layers": 2}}
+    with pytest.raises(ConflictError, match="every_n_layers"):
+        trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan())], **options)
+    options = {f"{spelling}_kwargs": {"use_reentrant": False}}  # some trainers set it by default
+    trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan())], **options)
+
+
+def test_checkpointing_switched_on_at_the_model_is_an_error(tmp_path):
+    model = LLAMA.make()
+    getattr(model, f"{SPELLINGS[0]}_enable")()
+    with pytest.raises(ConflictError, match="checkpointing=True"):
+        trainer(tmp_path, model, [AutockptCallback(plan())]).train()
+    assert untouched(model)
+
+
+def test_a_bad_plan_is_found_before_training(tmp_path):
+    with pytest.raises(PlanError):
+        AutockptCallback(tmp_path / "missing.yaml")
+    with pytest.raises(PlanError, match="matches no unit"):
+        trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan({"h.0": "recompute"}))]).train()
+
+
+def test_it_is_a_public_name():
+    assert autockpt.AutockptCallback is AutockptCallback
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_trl(tmp_path, adapters):
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    datasets = pytest.importorskip("datasets")
+    peft = pytest.importorskip("peft")
+    rows = datasets.Dataset.from_list([{"input_ids": r["input_ids"].tolist()} for r in ROWS])
+
+    def train(folder: Path, callbacks: list[Any], **more: Any) -> tuple[dict[str, Tensor], Any]:
+        options = arguments(folder).to_dict() | more
+        kept = {k: options[k] for k in ("max_steps", "per_device_train_batch_size", "report_to", "use_cpu", "seed")}
+        config = trl.SFTConfig(output_dir=str(folder), save_strategy="no", disable_tqdm=True, bf16=False, **kept | more)
+        torch.manual_seed(0)
+        run = trl.SFTTrainer(
+            model=LLAMA.make(),
+            args=config,
+            train_dataset=rows,
+            processing_class=tokenizer(),
+            callbacks=callbacks,
+            peft_config=peft.LoraConfig(r=2, target_modules="all-linear") if adapters else None,
+        )
+        run.train()
+        return weights(run.model), run
+
+    wanted, _ = train(tmp_path / "without", [], gradient_checkpointing=False)
+    callback = AutockptCallback(plan())
+    got, run = train(tmp_path / "with", [callback], gradient_checkpointing=False)
+    assert_equal(got, wanted)
+    assert callback.handle is not None and untouched(run.model)
+    with pytest.raises(ConflictError, match=r"SFTConfig has .*checkpointing=True"):
+        train(tmp_path / "conflict", [AutockptCallback(plan())])  # TRL's default
+    with pytest.raises(ConflictError, match="activation_offloading=True"):
+        train(tmp_path / "more", [AutockptCallback(plan())], gradient_checkpointing=False, activation_offloading=True)
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {f"w{i}": i for i in range(62)} | {"<pad>": 62, "</s>": 63}
+    inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")

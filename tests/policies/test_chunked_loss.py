@@ -1,0 +1,476 @@
+"""chunked_loss against plain training: losses and gradients up to rounding, logits as they are or an error."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError
+from autockpt.policies.lazylogits import LazyLogits
+from autockpt.runtime import attach, remove
+from autockpt.schema.choices import CHUNKED_LOSS, RECOMPUTE, SAVE, Choice, ChunkedLoss
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing import Tracer
+from autockpt.workload import build, discover_head
+from tests.policies.zoo import CASES, precision, train
+from tests.tracing.reference import Real, ops_of, peak_over, same_names
+
+CHUNK = ChunkedLoss(tokens=50)  # 384 tokens: seven chunks and a rest
+F = nn.functional
+pytestmark = pytest.mark.filterwarnings("error:.*chunked_loss computes all logits")
+each_case = pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "bert", "t5")], ids=str)
+
+
+def head_of(model: nn.Module) -> str:
+    head = discover_head(model)
+    assert head is not None
+    return head.name
+
+
+def away(got: Tensor, wanted: Tensor) -> float:
+    got, wanted = got.detach(), wanted.detach()
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12))
+
+
+def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Random states and buffers bit-equal, all else within tolerance of the longest gradient's rounding."""
+    assert got.keys() == wanted.keys()
+    longest = max((float(t.float().norm()) for n, t in wanted.items() if "gradient" in n), default=0.0)
+    for name, tensor in wanted.items():
+        if "random" in name or "buffer" in name:
+            assert torch.equal(got[name], tensor), name
+        elif float(tensor.float().norm()) > 1e-4 * longest or "loss" in name:
+            assert away(got[name], tensor) <= tolerance, (name, away(got[name], tensor))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {f"gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def both(
+    make: Callable[[], nn.Module], run: Callable[[nn.Module], dict[str, Tensor]], choice: Choice = CHUNK
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What ``run`` returns under the choice, and plainly."""
+    results = []
+    for chosen in (choice, SAVE):
+        model = make()
+        torch.manual_seed(5)
+        with attach(model, {head_of(model): chosen}):
+            results.append(run(model))
+    return results[0], results[1]
+
+
+def small_llama(**more: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(**{"vocab_size": 64, **sizes, **more})
+        return transformers.LlamaForCausalLM(config)
+
+    return make
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    return CASES["llama"].batch() | {"use_cache": False, **more}
+
+
+def step(model: nn.Module, **more: Any) -> dict[str, Tensor]:
+    loss = model(**batch(**more)).loss
+    loss.backward()
+    return {"loss": loss.detach()} | gradients(model)
+
+
+# --- gradients
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@each_case
+def test_two_steps_are_equal_up_to_rounding(case, dtype):
+    extra = {"use_cache": False} if case.takes_cache else {}
+    got, wanted = both(case.make, lambda model: train(model, case, dtype, **extra))
+    assert_close(got, wanted, 1e-5 if dtype == "fp32" else 6e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 384, 1000])
+def test_any_chunk_size(tokens):
+    assert_close(*both(small_llama(), step, ChunkedLoss(tokens=tokens)))
+
+
+def test_16_bit_weights_lose_no_more_than_plain_training():
+    exact = step(small_llama()().double())
+    got, plain = both(lambda: small_llama()().bfloat16(), step, ChunkedLoss(tokens=8))
+    for name in exact:
+        assert away(got[name], exact[name]) < 1.1 * away(plain[name], exact[name]) + 1e-3, name
+
+
+def _scaled(name: str) -> Callable[[], nn.Module]:
+    more = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {
+        "gemma2": lambda: transformers.Gemma2Config(vocab_size=64, head_dim=8, final_logit_softcapping=2.0, **more),
+        "granite": lambda: transformers.GraniteConfig(vocab_size=64, logits_scaling=4.0, **more),
+        "cohere": lambda: transformers.CohereConfig(vocab_size=64, logit_scale=0.25, pad_token_id=0, **more),
+    }[name]
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config())
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite", "cohere"])
+def test_what_models_do_to_logits_before_the_loss(name):
+    assert_close(*both(_scaled(name), step))
+
+
+def test_tied_embeddings_and_a_bias_in_the_head():
+    def biased() -> nn.Module:
+        model = small_llama(tie_word_embeddings=True)()
+        model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 64))
+        return model
+
+    got, wanted = both(biased, step)
+    assert "gradient lm_head.bias" in got
+    assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("part", ["lm_head", "model"])
+def test_frozen_parts(part):
+    def frozen() -> nn.Module:
+        model = small_llama()()
+        model.get_submodule(part).requires_grad_(False)
+        return model
+
+    assert_close(*both(frozen, step))
+
+
+@pytest.mark.parametrize("way", ["lora", "modules_to_save"])
+def test_adapters_on_the_head(way):
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        on_head = {"target_modules": ["q_proj", "lm_head"]} if way == "lora" else {"modules_to_save": ["lm_head"]}
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, **({"target_modules": ["q_proj"]} | on_head))
+        model = peft.get_peft_model(small_llama()(), config)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.normal_()
+        return model
+
+    got, wanted = both(adapted, step)
+    assert any("lm_head" in name for name in got)
+    assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("which", ["some", "a whole chunk", "all"])
+def test_ignored_labels(which):
+    labels = batch()["labels"].clone()
+    labels.view(-1)[{"some": slice(0, 400, 3), "a whole chunk": slice(40, 160), "all": slice(None)}[which]] = -100
+    got, wanted = both(small_llama(), lambda model: step(model, labels=labels))
+    if which == "all":
+        assert got.pop("loss").isnan() and wanted.pop("loss").isnan()
+        assert all(torch.equal(got[n], wanted[n]) for n in wanted)
+    assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("count", [100, torch.tensor(77)], ids=["number", "tensor"])
+def test_num_items_in_batch(count):
+    assert_close(*both(small_llama(), lambda model: step(model, num_items_in_batch=count)))
+
+
+def test_shift_labels_and_logits_to_keep():
+    shifted = batch()["labels"].roll(-1, 1)
+    assert_close(*both(small_llama(), lambda model: step(model, shift_labels=shifted)))
+    kept = {"logits_to_keep": 9, "labels": batch()["labels"][:, :9]}
+    assert_close(*both(small_llama(), lambda model: step(model, **kept)))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "shifted": lambda x, y: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, x.size(-1)), y[..., 1:].reshape(-1)),
+    "sum": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum"),
+    "none": lambda x, y: (F.cross_entropy(x.reshape(-1, 64), y.flatten(), reduction="none") ** 2).mean(),
+    "smoothed": lambda x, y: F.cross_entropy(x.view(6 * 64, -1), y.view(-1), label_smoothing=0.2, ignore_index=3),
+    "steps": lambda x, y: F.cross_entropy(torch.tanh(x.to(torch.float64) / 3).mul(2)[:, 3].float(), y[:, 3]),
+    "mask": lambda x, y: F.cross_entropy(x[y > 9], y[y > 9]),
+    "module": lambda x, y: nn.CrossEntropyLoss()(2.0 * x.to(x.device).float().view(-1, 64) * 2, y.view(-1)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_ones_own(name):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        labels = inputs.pop("labels")
+        loss = LOSSES[name](model(**inputs).logits, labels)
+        loss.backward()
+        return {"loss": loss.detach()} | gradients(model)
+
+    assert_close(*both(small_llama(), run))
+
+
+UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log softmax": lambda x, y: F.nll_loss(F.log_softmax(x.float(), -1).view(-1, 64), y.view(-1)),
+    "classes first": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
+    "weights": lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1), weight=torch.arange(64.0)),
+    "probabilities": lambda x, y: F.cross_entropy(x.view(-1, 64), F.one_hot(y.view(-1), 64).float()),
+    "part of the vocabulary": lambda x, y: F.cross_entropy(x[..., :32].reshape(-1, 32), y.view(-1) % 32),
+    "another view": lambda x, y: F.cross_entropy(x.view(-1, 32), y.view(-1).repeat(2) % 32),
+    "a learned scale": lambda x, y: F.cross_entropy((x * torch.ones(1)).view(-1, 64), y.view(-1)),
+    "in place": lambda x, y: F.cross_entropy(x.div_(2).view(-1, 64), y.view(-1)),
+    "assignment": lambda x, y: _assigned(x, y),
+    "a list": lambda x, y: torch.stack([row.logsumexp(-1).mean() for row in x]).sum(),
+    "both": lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1)) + x.logsumexp(-1).square().mean(),
+    "an autograd function": lambda x, y: _Square.apply(x).mean(),  # type: ignore[union-attr]
+}
+
+
+def _assigned(x: Tensor, y: Tensor) -> Tensor:
+    x[:, :, 60:] = -30.0
+    return F.cross_entropy(x.view(-1, 64), y.clamp(max=59).view(-1))
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradients[0]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_whatever_else_is_done_to_logits_is_right(name):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        assert isinstance(logits, LazyLogits) == ("forward" in vars(model.lm_head))
+        loss = UNKNOWN[name](logits, labels)
+        loss.backward()
+        return {"loss": loss.detach()} | gradients(model)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*chunked_loss computes all logits")
+        assert_close(*both(small_llama(), run))
+
+
+def test_trainer_with_accumulation(tmp_path):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        rows = [{k: inputs[k][i] for k in ("input_ids", "labels")} for i in range(6)] * 2
+        for i, row in enumerate(rows):
+            row["labels"] = row["labels"].clone()
+            row["labels"][: 5 * i] = -100
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=3,
+            num_train_epochs=2,
+            optim="sgd",
+            learning_rate=0.1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)  # type: ignore[arg-type]
+        trainer.train()
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    got, wanted = both(small_llama(), run)
+    plain = dict(small_llama()().named_parameters())
+    assert all(away(got[n], wanted[n]) < 1e-5 for n in wanted)
+    assert max(away(plain[n], wanted[n]) for n in wanted) > 1e-3
+
+
+def test_graph_used_twice_and_differentiated_twice():
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        loss = model(**batch()).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    assert_close(*both(small_llama(), run))
+    model = small_llama(attn_implementation="eager")()
+    with attach(model, {"lm_head": CHUNK}), pytest.raises(ConflictError, match="differentiated twice"):
+        torch.autograd.grad(model(**batch()).loss, [model.lm_head.weight], create_graph=True)
+
+
+# --- logits
+
+
+@each_case
+def test_logits_can_be_read(case):
+    extra = {"use_cache": False} if case.takes_cache else {}
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        out = model(**case.batch(), **extra)
+        assert out.logits.shape[-1] == 64 and out.logits.dtype is torch.float32 and out.logits.requires_grad
+        out.loss.backward()
+        with torch.no_grad():
+            best = out.logits.argmax(-1)
+        return {"buffer best": best, "buffer logits": out.logits.detach(), "buffer item": out.logits.detach()[0, 0]}
+
+    assert_close(*both(case.make, run))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_plain_without_gradients(dtype):
+    model = small_llama()().eval()
+    with attach(model, {"lm_head": CHUNK}), torch.no_grad(), precision(dtype):
+        out = model(**batch())
+        assert type(out.logits) is Tensor
+        generated = model.generate(batch()["input_ids"][:2, :8], max_new_tokens=4, do_sample=False)
+    with torch.no_grad(), precision(dtype):
+        assert torch.equal(out.logits, model(**batch()).logits)
+        assert torch.equal(generated, model.generate(batch()["input_ids"][:2, :8], max_new_tokens=4, do_sample=False))
+
+
+def test_weights_that_changed_are_an_error():
+    model = small_llama()()
+    with attach(model, {"lm_head": CHUNK}):
+        out = model(**batch())
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.logits.sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.loss.backward()
+
+
+@pytest.mark.parametrize("use", ["hook", "retain_grad", "grad", "in place"])
+def test_what_needs_whole_logits_after_the_loss_is_an_error(use):
+    model = small_llama()()
+    with attach(model, {"lm_head": CHUNK}):
+        out = model(**batch())
+        with pytest.raises(ConflictError, match="lm_head"):
+            match use:
+                case "hook":
+                    out.logits.register_hook(print)
+                case "retain_grad":
+                    out.logits.retain_grad()
+                case "grad":
+                    torch.autograd.grad(out.loss, out.logits)
+                case _:
+                    out.logits.zero_()
+
+
+@pytest.mark.parametrize("why", ["dropout", "backward hook", "forward hook"])
+def test_heads_that_need_whole_logits_get_them_with_a_warning(why):
+    peft = pytest.importorskip("peft")
+
+    def make() -> nn.Module:
+        model = small_llama()()
+        if why == "dropout":
+            torch.manual_seed(1)
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.5, target_modules=["lm_head"]))
+        return model
+
+    calls: list[str] = []
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        head = model.get_output_embeddings()
+        if why == "backward hook":
+            head.register_full_backward_hook(lambda *_: calls.append("backward"))
+        if why == "forward hook":
+            head.register_forward_hook(lambda _, __, out: out * torch.ones(64))
+        return step(model)
+
+    with pytest.warns(UserWarning, match="chunked_loss computes all logits at once"):
+        got, wanted = both(make, run)
+    assert_close(got, wanted, 0 if why != "forward hook" else 1e-5)
+    assert calls == (["backward"] * 2 if why == "backward hook" else [])
+
+
+def test_a_backward_hook_on_the_model_runs_once():
+    calls: list[str] = []
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        model.register_full_backward_hook(lambda *_: calls.append("backward"))
+        loss = model(**batch(), return_dict=False)[0]
+        loss.backward()
+        return gradients(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_close(*both(small_llama(), run))
+    assert len(calls) == 2
+
+
+# --- attaching
+
+
+@pytest.mark.parametrize("unit", ["model.layers.0", "model.layers.0.mlp", "model.norm", "model.embed_tokens"])
+def test_other_units_are_refused_by_name(unit):
+    model = small_llama()()
+    with pytest.raises(ConflictError, match=f"for the output head, and {unit} is a"):
+        attach(model, {unit: CHUNKED_LOSS})
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_copies_pickles_and_removal():
+    model = small_llama()()
+    wanted = step(small_llama()())
+    keys, fields = list(model.state_dict()), [set(m.__dict__) for m in model.modules()]
+    with attach(model, {"lm_head": CHUNK}):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert_close(step(twin), wanted)
+            with torch.no_grad():
+                twin.lm_head.weight.fill_(float("nan"))
+            assert twin(**batch()).loss.isnan() and not model(**batch()).loss.isnan()
+            remove(twin)
+            assert type(twin(**batch()).logits) is Tensor
+        assert list(model.state_dict()) == keys
+    assert [set(m.__dict__) for m in model.modules()] == fields
+    out = model(**batch())
+    assert type(out.logits) is Tensor
+    with attach(model, {"lm_head": CHUNK}):
+        assert_close(step(model), wanted)
+
+
+# --- memory
+
+
+def test_peak_holds_one_chunk_of_logits():
+    make = small_llama(vocab_size=4096)
+    rows, vocabulary = 6 * 64, 4096
+    peaks = {}
+    for name, choice in (("plain", SAVE), ("chunked", ChunkedLoss(tokens=32))):
+        model = make()
+        with attach(model, {"lm_head": choice}):
+            step(model)
+            model.zero_grad()
+            peaks[name] = peak_over(lambda m=model: step(m))
+    assert peaks["plain"] > 3 * rows * vocabulary * 4
+    assert peaks["chunked"] < peaks["plain"] - 3 * (rows - 32) * vocabulary * 4 + 4 * 32 * vocabulary * 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bf16"}, {"autocast": "bf16"}, {"lora": 4}], ids=str)
+def test_ghost_run_is_exact(settings, tmp_path):
+    small_llama(vocab_size=8192)().config.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    spec = WorkloadSpec(model=str(tmp_path), batch_size=2, seq_len=64, optimizer="sgd", **settings)
+    plan: dict[str, Choice] = {"model.layers.0": RECOMPUTE, "lm_head": ChunkedLoss(tokens=32)}
+    with Tracer.from_spec(spec, fallback=False) as tracer:
+        plain, graph = tracer.trace(), tracer.trace(plan)
+    real = Real(build(spec), plan)
+    assert ops_of(graph) == same_names(real.ops)
+    assert graph.peak_bytes == pytest.approx(real.peak_bytes, rel=1e-4)
+    assert graph.peak_bytes < plain.peak_bytes - 2 * 96 * 8192 * 4

@@ -1,0 +1,650 @@
+"""What only several units that run again together can get wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+from autockpt.devices import transport_for
+from autockpt.errors import ConflictError, PlanError
+from autockpt.policies import POLICIES, InPlaceError
+from autockpt.runtime import RunCounter, attach
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Segment, dump_choice, parse_choice
+from tests.policies.test_contract import SCENARIOS, gradients, planned
+from tests.policies.zoo import CASES, Case, assert_equal, bytes_alive_after, plain, train
+
+WAYS = [Segment(size=2), Segment(size=2, levels=2), Segment(size=99), Segment(size=99, levels=2)]
+each_way = pytest.mark.parametrize("way", WAYS, ids=str)
+each_level = pytest.mark.parametrize("levels", (1, 2))
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=str)
+few_cases = pytest.mark.parametrize("case", [CASES[n] for n in ("gpt2", "t5", "cnn", "sequential")], ids=str)
+
+RANDOM_STATE = torch.get_rng_state().nbytes
+
+
+class Unit(nn.Module):
+    """A unit whose forward is given from outside; ``calls`` counts how often it ran."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.body = body
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.body(self, *args, **kwargs)
+
+
+def sigmoid(unit: nn.Module, x: Tensor) -> Tensor:
+    return torch.dropout(unit.linear(x).sigmoid(), 0.2, True)
+
+
+def in_a_row(units: Any, x: Tensor) -> Tensor:
+    for unit in units:
+        x = unit(x)
+    return x
+
+
+class Stack(nn.Module):
+    """Four units and what the parent does with them."""
+
+    def __init__(self, parent: Callable[..., Tensor] = in_a_row, body: Callable[..., Any] = sigmoid) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(Unit(body) for _ in range(4))
+        self.parent = parent
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parent(self.units, x)
+
+    @property
+    def calls(self) -> list[Any]:
+        return [unit.calls for unit in self.units]
+
+
+def choices(way: Choice) -> dict[str, Choice]:
+    return {f"units.{i}": way for i in range(4)}
+
+
+def run(model: nn.Module, steps: int = 2) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    seen: dict[str, Tensor] = {}
+    for i in range(steps):
+        x = torch.randn(256, 64).requires_grad_()
+        model(x).pow(2).sum().backward()
+        seen |= {f"{i} {n}": g for n, g in gradients(model).items()}
+        seen[f"{i} random state"] = torch.get_rng_state()
+        if x.grad is not None:
+            seen[f"{i} input"] = x.grad
+    return seen
+
+
+def assert_as_plain(make: Callable[[], nn.Module], way: Choice) -> None:
+    wanted, model = run(make()), make()
+    with attach(model, choices(way)):
+        assert_equal(run(model), wanted)
+
+
+# --- how it is written
+
+
+def test_in_a_plan():
+    assert parse_choice("segment") == Segment(size=2, levels=1)
+    assert parse_choice({"kind": "segment", "size": 4}) == Segment(size=4)
+    assert dump_choice(Segment()) == "segment"
+    assert dump_choice(Segment(size=3, levels=2)) == {"kind": "segment", "size": 3, "levels": 2}
+    assert str(Segment(size=3)) == "segment (size 3)"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"kind": "segment", "size": 0}, "cannot have size 0"),
+        ({"kind": "segment", "levels": 3}, "cannot have levels 3"),
+        ({"kind": "segment", "length": 3}, "knows no 'length'"),
+        ({"kind": "recompute", "size": 3}, "knows no 'size'"),
+        ("segments", "unknown choice 'segments'"),
+    ],
+)
+def test_wrong_options_are_named(value: object, message: str):
+    with pytest.raises(PlanError, match=message) as caught:
+        parse_choice(value)
+    assert caught.value.remedy
+
+
+def test_what_was_attached_is_told():
+    model = nn.Sequential(*(Unit(sigmoid) for _ in range(7)))
+    plan = {str(i): Segment(size=2) for i in range(7)} | {"3": SAVE}
+    with attach(model, plan) as session:
+        words = [session.attached[str(i)] for i in range(7)]
+    assert words[0] == words[1] == "segment: 2 units from 0 to 1 run again together in backward"
+    assert words[2].startswith("segment: alone")
+    assert words[4] == words[5] and "from 4 to 5" in words[4]
+    assert words[6].startswith("segment: alone")
+
+
+# --- gradients
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@each_way
+@each_case
+def test_two_steps_are_bit_equal(case: Case, way: Segment, dtype: str):
+    model = case.make()
+    with attach(model, case.choices(model, way)):
+        assert_equal(train(model, case, dtype), plain(case, dtype))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("way", [Segment(size=99), Segment(size=99, levels=2)], ids=str)
+@few_cases
+def test_is_bit_equal_in(scenario: Callable[..., dict[str, Tensor]], case: Case, way: Segment):
+    torch.manual_seed(5)
+    model = case.make()
+    wanted = scenario(case, model) | dict(model.named_buffers())
+    model = case.make()
+    torch.manual_seed(5)
+    with attach(model, case.choices(model, way)):
+        assert_equal(scenario(case, model) | dict(model.named_buffers()), wanted)
+
+
+@each_level
+def test_beside_every_other_choice(levels: int):
+    way = Segment(size=2, levels=levels)
+    case = Case("deep", lambda: Deep(8), lambda: torch.randn(64, 64), lambda m, b: m(b).pow(2).sum())
+    mixed = (SAVE, way, way, OFFLOAD, way, way, way, RECOMPUTE)
+
+    def run_one(plan: dict[str, Choice]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = case.make()
+        with attach(model, plan):
+            return train(model, Case("deep", case.make, lambda: torch.ones(64, 64), case.step))
+
+    names = [f"units.{i}" for i in range(8)]
+    wanted = run_one(dict.fromkeys(names, SAVE))
+    assert_equal(run_one(dict(zip(names, mixed, strict=True))), wanted)
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(Unit(sigmoid) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_a_row(self.units, x)
+
+
+@each_level
+def test_double_backward(levels: int):
+    case = CASES["sequential"]
+
+    def penalty(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        x = case.batch().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+        return gradients(model)
+
+    model = case.make()
+    wanted = penalty(case.make())
+    with attach(model, case.choices(model, Segment(size=99, levels=levels))):
+        assert_equal(penalty(model), wanted)
+
+
+def _residual(units: Any, x: Tensor) -> Tensor:
+    for unit in units:
+        x = x + unit(x)
+    return x
+
+
+def _in_place_between(units: Any, x: Tensor) -> Tensor:
+    for unit in units:
+        x = unit(x).mul_(1.5)
+    return x
+
+
+def _detached_between(units: Any, x: Tensor) -> Tensor:
+    x = units[1](units[0](x))
+    return units[3](units[2](x.detach()) + x)
+
+
+def _views_between(units: Any, x: Tensor) -> Tensor:
+    x = units[0](x)
+    return units[3](units[2](units[1](x.view_as(x)).t().t()).flip(0))
+
+
+def _long_ways(units: Any, x: Tensor) -> Tensor:
+    a = units[0](x)
+    b = units[1](a)
+    return units[3](units[2](b) + a) + b
+
+
+def _skipped(units: Any, x: Tensor) -> Tensor:
+    return units[2](units[0](x))
+
+
+def _backwards(units: Any, x: Tensor) -> Tensor:
+    return in_a_row(reversed(units), x)
+
+
+def _side_by_side(units: Any, x: Tensor) -> Tensor:
+    return units[0](x) + units[1](x) + units[2](x.detach()) + units[3](x)
+
+
+def _unused(units: Any, x: Tensor) -> Tensor:
+    units[1](units[0](x))
+    return units[3](units[2](x))
+
+
+PARENTS = [v for n, v in list(globals().items()) if n.startswith("_") and getattr(v, "__module__", "") == __name__]
+
+
+@each_way
+@pytest.mark.parametrize("parent", PARENTS, ids=lambda f: f.__name__.strip("_"))
+def test_whatever_the_parent_does_between_units(parent: Callable[..., Tensor], way: Segment):
+    assert_as_plain(lambda: Stack(parent), way)
+
+
+@each_way
+def test_tuples_masks_and_states_from_outside(way: Segment):
+    """As encoder-decoder models have them: all units read the same tables, and each hands on more than one tensor."""
+
+    def body(unit, x, states, *, tables, bias=None):
+        scale, index = tables
+        y = torch.dropout(unit.linear(x).sigmoid() * scale + states, 0.2, True)[index]
+        return y, {"bias": y.mean(0) if bias is None else bias}, None
+
+    def parent(units, x):
+        states, tables, bias = x.sin(), (torch.linspace(0, 1, 64), torch.arange(255, -1, -1)), None
+        for unit in units:
+            x, more, _ = unit(x, states, tables=tables, bias=bias)
+            bias = more["bias"]
+        return x + bias
+
+    assert_as_plain(lambda: Stack(parent, body), way)
+
+
+@each_way
+def test_attention_called_with_one_tensor_three_times(way: Segment):
+    class Attentions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.units = nn.ModuleList(nn.MultiheadAttention(64, 4, dropout=0.1) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for unit in self.units:
+                x, _ = unit(x, x, x)
+            return x
+
+    assert_as_plain(Attentions, way)
+
+
+@each_way
+def test_layers_with_a_shortcut_for_inference(way: Segment):
+    """torch's own encoder layer computes in another way in eval() where gradients are disabled."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
+        model = nn.Module()
+        model.units = nn.ModuleList(layer if i == 0 else nn.TransformerEncoderLayer(64, 4, 64) for i in range(4))
+        model.forward = lambda x: in_a_row(model.units, x[None])
+        return model.eval()
+
+    assert_as_plain(make, way)
+
+
+@each_level
+def test_under_autocast_switched_on_for_some_units_only(levels: int):
+    def parent(units, x):
+        x = units[0](x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = units[1](x)
+            with torch.autocast("cpu", enabled=False):
+                x = units[2](x.float())
+            x = units[3](x)
+        return x.float()
+
+    assert_as_plain(lambda: Stack(parent), Segment(size=4, levels=levels))
+
+
+@each_level
+def test_a_default_device_of_the_forward_only(levels: int):
+    def body(unit, x):
+        return unit.linear(x).sigmoid() * torch.ones(64).to("cpu")
+
+    model = Stack(body=body)
+    with attach(model, choices(Segment(size=4, levels=levels))):
+        loss = model(torch.randn(8, 64)).sum()
+        with torch.device("meta"):
+            loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@each_level
+def test_gradients_taken_inside_a_unit(levels: int):
+    def body(unit, x):
+        with torch.enable_grad():
+            y = unit.linear(x).sigmoid()
+            (force,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y + force
+
+    def parent(units, x):
+        return in_a_row(units, x.requires_grad_())
+
+    assert_as_plain(lambda: Stack(parent, body), Segment(size=4, levels=levels))
+
+
+class Twofold(Function):
+    """Reads its saved tensor twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.sin())
+        return x * x.sin().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
+        assert torch.equal(first, second)
+        return gradients[0] * first
+
+
+@each_way
+def test_functions_that_read_what_they_saved_twice(way: Segment):
+    assert_as_plain(lambda: Stack(body=lambda unit, x: Twofold.apply(unit.linear(x)).sigmoid()), way)
+
+
+@each_way
+def test_inside_a_checkpoint_of_the_users_own_and_around_one(way: Segment):
+    class Outer(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def body(unit, x):
+        return checkpoint(lambda y: torch.dropout(unit.linear(y).sigmoid(), 0.3, True), x, use_reentrant=False)
+
+    assert_as_plain(Outer, way)
+    assert_as_plain(lambda: Stack(body=body), way)
+
+
+@each_level
+def test_backward_towards_some_parameters_only(levels: int):
+    def some(model: Stack) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        loss = model(torch.randn(8, 64)).pow(2).sum()
+        seen = {}
+        for i in (3, 1, 0, 2):
+            seen[str(i)], *_ = torch.autograd.grad(loss, [model.units[i].linear.weight], retain_graph=True)
+        return seen
+
+    wanted, model = some(Stack()), Stack()
+    with attach(model, choices(Segment(size=4, levels=levels))):
+        assert_equal(some(model), wanted)
+
+
+@each_way
+def test_frozen_units_at_the_beginning_and_in_the_middle(way: Segment):
+    def make() -> Stack:
+        model = Stack(lambda units, x: in_a_row(units, x.detach()))
+        model.units[0].requires_grad_(False)
+        model.units[2].requires_grad_(False)
+        return model
+
+    assert_as_plain(make, way)
+
+
+# --- what runs again
+
+
+@pytest.mark.parametrize(
+    ("way", "calls"),
+    [
+        (Segment(size=1), [2, 2, 2, 2]),
+        (Segment(size=1, levels=2), [2, 2, 2, 2]),
+        (Segment(size=2), [2, 2, 2, 2]),
+        (Segment(size=4), [2, 2, 2, 2]),
+        (Segment(size=2, levels=2), [3, 2, 3, 2]),
+        (Segment(size=3, levels=2), [3, 3, 2, 2]),
+        (Segment(size=4, levels=2), [3, 3, 3, 2]),
+    ],
+    ids=str,
+)
+def test_how_often_each_unit_runs(way: Segment, calls: list[int]):
+    model = Stack()
+    with attach(model, choices(way)):
+        with torch.no_grad():
+            model(torch.randn(4, 64))
+        assert model.calls == [1, 1, 1, 1]
+        run(model, steps=1)
+        assert [n - 1 for n in model.calls] == calls
+        model.eval()
+        run(model, steps=1)
+        assert [n - 1 for n in model.calls] == [2 * n for n in calls]
+
+
+@each_level
+@pytest.mark.parametrize("name", CASES)
+def test_products_that_run_again_lie_within_what_the_policy_says(name: str, levels: int):
+    case, way = CASES[name], Segment(size=99, levels=levels)
+    model = case.make()
+    plan = case.choices(model, way)
+    counter = RunCounter(model, plan)
+    with attach(model, plan, transport=counter.transport(transport_for("cpu"))), counter.counting():
+        case.step(model, case.batch(), **({"use_cache": False} if case.takes_cache else {})).backward()
+    for unit in counter.result().values():
+        least, most = POLICIES["segment"].reruns(way, unit.forward)
+        assert least <= unit.again <= most
+    again = [unit.again / unit.forward for unit in counter.result().values()]
+    assert levels - 0.5 <= again[0] <= levels and 0.5 <= again[-1] <= 1
+
+
+def test_a_pass_that_broke_off_leaves_nothing_behind():
+    """After it comes a pass that begins in the middle, without the root's forward."""
+    model = Stack()
+    with attach(model, choices(Segment(size=4))):
+        handle = model.units[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(4, 64))
+        handle.remove()
+        x = torch.randn(256, 64)
+        before = model.calls
+        model.units[2](model.units[1](x)).sum().backward()
+        assert [n - m for n, m in zip(model.calls, before, strict=True)] == [0, 2, 2, 0]
+
+
+# --- what is kept
+
+
+def make_bytes(parent: Callable[..., Tensor], plan: dict[str, Choice]) -> int:
+    model = Stack(parent)
+    x = torch.randn(256, 64)
+    with attach(model, plan):
+        model(x)
+        model(x)
+        return bytes_alive_after(lambda: model(x))
+
+
+TENSOR = 256 * 64 * 4
+
+
+@each_level
+@pytest.mark.parametrize(("size", "boundaries"), [(1, 3), (2, 1), (3, 1), (4, 0)])
+def test_nothing_but_the_input_of_each_region_is_kept(size: int, boundaries: int, levels: int):
+    """... and the output, which is the caller's, and four random states."""
+    kept = make_bytes(in_a_row, choices(Segment(size=size, levels=levels)))
+    assert kept == (boundaries + 1) * TENSOR + 4 * RANDOM_STATE
+
+
+@each_level
+def test_what_comes_from_between_the_units_is_kept(levels: int):
+    def parent(units, x):
+        return units[3](units[2](units[1](units[0](x)) + 1))
+
+    kept = make_bytes(parent, choices(Segment(size=4, levels=levels)))
+    assert kept == 2 * TENSOR + 4 * RANDOM_STATE
+
+
+def test_hooks_that_hand_on_new_tensors_over_the_same_memory_keep_nothing():
+    """As those of FSDP2 and of full backward hooks do."""
+    model, x = Stack(), torch.randn(256, 64, requires_grad=True)
+    for unit in model.units:
+        unit.register_full_backward_hook(lambda *_: None)
+    with attach(model, choices(Segment(size=4))):
+        model(x)
+        model(x)
+        assert bytes_alive_after(lambda: model(x)) == TENSOR + 4 * RANDOM_STATE
+
+
+@each_way
+@pytest.mark.parametrize("parent", [in_a_row, *PARENTS], ids=lambda f: f.__name__.strip("_"))
+def test_a_forward_without_backward_is_freed_at_once(parent: Callable[..., Tensor], way: Segment):
+    model = Stack(parent)
+    with attach(model, choices(way)):
+        gc.collect()
+        gc.disable()
+        try:
+            outputs: list[weakref.ref[Any]] = []
+            for unit in model.units:
+                unit.register_forward_hook(lambda m, a, out: outputs.append(weakref.ref(out.untyped_storage())))
+            out = model(torch.randn(8, 64).requires_grad_())
+            del out
+            model(torch.randn(8, 64))  # a region that was not called to its end waits for the next pass
+            assert sum(ref() is not None for ref in outputs[: len(outputs) // 2]) == 0
+        finally:
+            gc.enable()
+
+
+def test_a_history_hidden_in_an_object_holds_nothing_in_a_circle():
+    def body(unit, x, thing):
+        return unit.linear(x + thing.x).sigmoid()
+
+    def parent(units, x):
+        for unit in units:
+            x = unit(x, thing=SimpleNamespace(x=x))
+        return x
+
+    assert_as_plain(lambda: Stack(parent, body), Segment(size=4))
+    model = Stack(parent, body)
+    seen: list[weakref.ref[Any]] = []
+    model.units[1].register_forward_hook(lambda m, a, out: seen.append(weakref.ref(out.untyped_storage())))
+    with attach(model, choices(Segment(size=4))):
+        model(torch.randn(8, 64))
+        model(torch.randn(8, 64))
+        assert seen[0]() is None
+
+
+def peak_of(way: Choice, depth: int = 12) -> int:
+    def body(unit, x):
+        for _ in range(8):
+            x = x.sin()
+        return unit.linear(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Unit(body) for _ in range(depth)))
+    x = torch.randn(256, 64)
+    with attach(model, {str(i): way for i in range(depth)}):
+        model(x).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            model(x).sum().backward()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    held = peak = 0
+    for _, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        held += nbytes
+        peak = max(peak, held)
+    return peak
+
+
+def test_two_levels_need_less_than_one_and_than_unit_by_unit():
+    single, one_shot = peak_of(RECOMPUTE), peak_of(Segment(size=4))
+    two_level = peak_of(Segment(size=4, levels=2))
+    assert two_level < single < one_shot
+    # 12 boundaries and one unit's inside; 3 and 4 units' insides; 3 + 3 and one unit's inside
+    assert single - two_level > 4 * TENSOR
+    assert one_shot - single > 15 * TENSOR
+
+
+# --- what is refused
+
+
+def test_a_unit_that_does_something_else_the_second_time_is_an_error():
+    def fewer(unit, x):
+        x = unit.linear(x)
+        return x.sigmoid() if unit.calls > 1 else x.sigmoid().sigmoid()
+
+    def more(unit, x):
+        x = unit.linear(x)
+        return x.sigmoid() if unit.calls == 1 else x.sigmoid().sigmoid()
+
+    def other(unit, x):
+        x = unit.linear(x)
+        return (x.double() if unit.calls > 1 else x).sigmoid().float()
+
+    for body, words in ((fewer, "tensors in forward and"), (more, "and more when it ran again"), (other, "float64")):
+        for levels in (1, 2):
+            model = Stack(body=body)
+            with attach(model, choices(Segment(size=4, levels=levels))):
+                loss = model(torch.randn(8, 64)).sum()
+                with pytest.raises(ConflictError, match=words) as caught:
+                    loss.backward()
+            assert "units." in caught.value.message and caught.value.remedy
+
+
+def test_a_changed_output_that_a_unit_has_read_is_an_error():
+    def parent(units, x):
+        hidden = units[0](x)
+        out = units[1](hidden)
+        hidden.add_(1)
+        return out
+
+    for levels in (1, 2):
+        model = Stack(parent)
+        with attach(model, choices(Segment(size=4, levels=levels))):
+            loss = model(torch.randn(8, 64)).sum()
+            with pytest.raises(InPlaceError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_a_weight_changed_between_two_backwards_is_an_error():
+    model = Stack()
+    with attach(model, choices(Segment(size=4))):
+        loss = model(torch.randn(8, 64)).sum()
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            model.units[0].linear.bias.add_(1)
+        with pytest.raises(InPlaceError, match=r"parameter of units\.0"):
+            loss.backward()
+
+
+def test_compiled_code_has_a_graph_break_at_each_unit_and_an_error_names_the_choice():
+    model, wanted = Stack(), run(Stack())
+    with attach(model, choices(Segment(size=2))):
+        got = run(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+        assert_equal({name.replace("_orig_mod.", ""): value for name, value in got.items()}, wanted)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="choice `segment`"):
+            torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 64))
+    torch._dynamo.reset()
+
+
+def test_copies_have_regions_of_their_own():
+    model, wanted = planned(CASES["sequential"], "segment")[0], plain(CASES["sequential"])
+    with attach(model, CASES["sequential"].choices(model, Segment(size=4, levels=2))):
+        twin = copy.deepcopy(model)
+        loss = model(CASES["sequential"].batch()).sum()
+        assert_equal(train(twin, CASES["sequential"]), wanted)
+        loss.backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,85 @@
+"""torch.compile around attached choices: one graph where it can be, else an error that names the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE, choice_kinds, parse_choice
+from tests.policies.zoo import CASES, assert_equal, bytes_alive_after
+
+LLAMA = CASES["llama"]
+NO_CACHE = {"use_cache": False}
+# aot_eager runs the very kernels that eager mode runs, so gradients can be compared bit for bit
+AOT: dict[str, Any] = {"backend": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make() -> nn.Module:
+    """Without dropout: compiled random numbers are others. Eager attention, which the CPU compiles bit for bit."""
+    model = LLAMA.make().eval()
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def run(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**LLAMA.batch(), **NO_CACHE).loss.backward()
+    return {n.replace("_orig_mod.", ""): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def compiled(model: nn.Module, where: str, fullgraph: bool) -> nn.Module:
+    if where == "whole":
+        return torch.compile(model, fullgraph=fullgraph, **AOT)  # type: ignore[return-value]
+    for layer in model.model.layers:  # type: ignore[reportGeneralTypeIssues]
+        layer.compile(fullgraph=fullgraph, **AOT)
+    return model
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Tensor]:
+    return run(make())
+
+
+@pytest.mark.parametrize("where", ["layers", "whole"])
+@pytest.mark.parametrize("kind", sorted(set(choice_kinds("block")) - {"save"}))
+@pytest.mark.filterwarnings("error:.*lru_cache:UserWarning")
+def test_one_graph_or_an_error_with_the_choices_name(kind, where, wanted):
+    model = compiled(make(), where, fullgraph=True)
+    with attach(model, LLAMA.choices(model, parse_choice(kind))):
+        try:
+            assert_equal(run(model), wanted)
+        except torch._dynamo.exc.Unsupported as error:
+            assert kind != "recompute"
+            assert f"autockpt's choice `{kind}`" in str(error) and "without fullgraph=True" in str(error)
+        else:
+            return
+    if where == "whole":
+        return  # a model in a dozen graphs takes the compiler long; one layer breaks in the same places
+    torch._dynamo.reset()
+    model = compiled(make(), where, fullgraph=False)
+    with attach(model, LLAMA.choices(model, parse_choice(kind))):
+        assert_equal(run(model), wanted)
+        assert_equal(run(model), wanted)
+
+
+def test_a_compiled_recompute_keeps_less():
+    def kept(choice: bool) -> int:
+        torch._dynamo.reset()
+        model = compiled(make(), "layers", fullgraph=True)
+        with attach(model, LLAMA.choices(model, RECOMPUTE) if choice else {}):
+            run(model)
+            return bytes_alive_after(lambda: model(**LLAMA.batch(), **NO_CACHE))
+
+    assert kept(True) < 0.75 * kept(False)

@@ -1,0 +1,108 @@
+"""Two processes that train together (gloo), with the output head and the loss in chunks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from autockpt.errors import ConflictError
+from autockpt.policies.lazylogits import LazyLogits
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss
+from tests.policies.zoo import CASES
+
+LLAMA = CASES["llama"]
+WAYS = ("ddp", "fsdp2", "fsdp2 in 16 bits")
+
+
+def shard(model: Any, way: str) -> Any:
+    if way == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if "16" in way else None)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def train(rank: int, way: str, order: str, choices: dict[str, Choice] | None = None, own: bool = False) -> list[Tensor]:
+    """Gradients of two steps; ``own``: with a loss of the caller's own, computed after the model's forward."""
+    model, choices = LLAMA.make(), choices or {}
+    if order == "before":
+        attach(model, choices)
+    wrapped = shard(model, way)
+    if order == "after":
+        attach(wrapped, choices)
+    torch.manual_seed(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    for _ in range(2):
+        batch = {k: v.roll(rank, 1) for k, v in LLAMA.batch().items()}
+        out = wrapped(**batch, use_cache=False)
+        assert isinstance(out.logits, LazyLogits) == (order != "never" and "lm_head" in choices)
+        loss = (
+            nn.functional.cross_entropy(out.logits.float().view(-1, 64), batch["labels"].view(-1)) if own else out.loss
+        )
+        del out
+        loss.backward()
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            seen.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def chunked(rank: int) -> list[str]:
+    """What goes wrong with a head whose weights are gathered with the whole model, and with one that is by itself."""
+    choices: dict[str, Choice] = {"model.layers.0": RECOMPUTE, "lm_head": ChunkedLoss(tokens=50)}
+    wrong = []
+    for way in WAYS:
+        for own in (False, True):
+            wanted = train(rank, way, "never", own=own)
+            for order in ("before", "after"):
+                got = train(rank, way, order, choices, own)
+                away = max(float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True))
+                if away > (2e-2 if "16" in way else 1e-5):
+                    wrong.append(f"{way}, attached {order}, own loss {own}: {away}")
+    model = LLAMA.make()
+    attach(model, choices)
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    try:
+        model(**LLAMA.batch(), use_cache=False)
+    except ConflictError as error:
+        return wrong if "lm_head, which is sharded by itself" in str(error) else [*wrong, str(error)]
+    return [*wrong, "a head that is sharded by itself is not refused"]
+
+
+def one_process(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    Path(folder, f"{rank}.txt").write_text("\n".join(chunked(rank)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_ddp_and_fsdp2(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn(one_process, (port, str(tmp_path)), nprocs=2)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["", ""]

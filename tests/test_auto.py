@@ -1,0 +1,160 @@
+"""``import autockpt.auto`` in real scripts, each a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+START = """\
+import autockpt.auto
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, layers=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(layers))
+        self.grad_checkpointing = False
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def step(model):
+    model(torch.ones(128, 64)).sum().backward()
+
+def has_plan(model):
+    from autockpt.runtime import attached_path
+    return attached_path(model) is not None
+"""
+PLAN = "autockpt: 1\nchoices: {layers.0: recompute, layers.1: save, layers.2: offload}\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    def run(
+        code: str, plan: str | None = PLAN, start: str = START, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        inherited = {k: v for k, v in os.environ.items() if k not in ("AUTOCKPT_PLAN", "RANK")}
+        settings = inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        if plan is not None:
+            (tmp_path / "plan.yaml").write_text(plan)
+            settings["AUTOCKPT_PLAN"] = "plan.yaml"
+        (tmp_path / "train.py").write_text(start + code)
+        line = [sys.executable, "train.py"]
+        done = subprocess.run(
+            line, capture_output=True, text=True, cwd=tmp_path, env=settings | environment, timeout=300
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    return run
+
+
+def test_the_first_training_step_has_the_plan(script) -> None:
+    """From its very first call on: the same gradients, no KV cache at the root, and nothing left in the way after."""
+    done = script(
+        """
+from tests.policies.zoo import CASES, assert_equal
+llama, call = CASES["llama"], nn.Module.__call__
+model, plain = llama.make(), llama.make()
+assert call.__name__ == "call"
+with torch.no_grad():
+    assert model(**llama.batch()).past_key_values is not None
+assert not has_plan(model)
+torch.manual_seed(1)
+output = model(**llama.batch())
+output.loss.backward()
+assert output.past_key_values is None and has_plan(model)
+assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+torch.manual_seed(1)
+plain(**llama.batch(), use_cache=False).loss.backward()
+assert not has_plan(plain)
+assert_equal({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in plain.named_parameters()})
+""",
+        PLAN.replace("layers", "model.layers"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("autockpt: plan.yaml is attached to LlamaForCausalLM") == 1
+    assert "model.layers.0  recompute" in done.stderr and not done.stdout
+
+
+def test_the_model_that_fits_gets_it_and_then_the_next(script) -> None:
+    """Inside other modules, beside other models, never a frozen teacher; compiled others are left in one graph."""
+    done = script("""
+import gc
+step(torch.compile(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()), fullgraph=True, backend="aot_eager"))
+step(Net(layers=2))
+teacher = Net().requires_grad_(False)
+teacher(torch.ones(1, 64))
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = Net(), nn.Linear(64, 1)
+    def forward(self, x):
+        return self.head(self.net(x))
+
+for _ in range(2):
+    pair = Pair()
+    step(pair)
+    assert has_plan(pair.net) and not has_plan(teacher)
+    del pair
+    gc.collect()
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is attached to") == 2 and "attached to nothing" not in done.stderr
+
+
+def test_a_plan_of_the_scripts_own_stays(script) -> None:
+    done = script("""
+import autockpt
+model = Net()
+handle = autockpt.apply(model, "plan.yaml")
+step(model)
+handle.remove()
+step(model)
+assert not has_plan(model)
+""")
+    assert done.returncode == 0, done.stderr
+    assert "Net has a plan already, which is left as it is" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("step(Net(2))", "Net: plan.yaml:2: 'layers.2' matches no unit of this model"),
+        ("with torch.no_grad(): Net()(torch.ones(1, 64))", "this process called no model with gradients enabled"),
+    ],
+    ids=["another model", "no training"],
+)
+def test_nothing_attached_is_said_at_exit(script, code: str, why: str) -> None:
+    done = script(code)
+    assert done.returncode == 0
+    assert f"autockpt: plan.yaml was attached to nothing: {why}\n" == done.stderr
+
+
+def test_without_the_variable_nothing_happens(script) -> None:
+    line = "import autockpt.auto, sys; print('torch' in sys.modules)"
+    done = script(line, plan=None, start="")
+    assert "AUTOCKPT_PLAN is not set" in done.stderr and done.stdout == "False\n"
+    assert not script(line, plan=None, start="", RANK="1").stderr  # one of several processes speaks
+
+
+@pytest.mark.parametrize(
+    ("code", "plan", "said"),
+    [
+        ("step(Net())", "autockpt: 1\nchoices: {layers.0: recompte}", "Did you mean recompute?"),
+        ("m = Net(); m.grad_checkpointing = True; step(m)", PLAN, "Switch one off"),
+    ],
+)
+def test_what_is_wrong_is_one_screen_and_ends_the_script(script, code: str, plan: str, said: str) -> None:
+    done = script(f"{code}\nprint('went on')", plan=plan)
+    assert done.returncode == 2 and not done.stdout
+    assert "autockpt: error: " in done.stderr and said in done.stderr and "attached to nothing" not in done.stderr
