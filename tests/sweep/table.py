@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tests.sweep.trial import Result
 
+_LONGEST = 240
 HEADER = "| architecture | class | units | traced | plans equal | s | remark |\n|---|---|--:|---|---|--:|---|"
 
 
@@ -29,12 +30,17 @@ def markdown(results: Iterable[Result]) -> str:
     rest = [r for r in ordered if not r.trained]
     parts = [summary(ordered), "## Trained\n", "\n".join((HEADER, *map(row, trained)))]
     if rest:
-        reasons = [f"| {r.name} | {r.cls} | {'; '.join(r.remarks).replace('|', '/')} |" for r in rest]
+        reasons = [f"| {r.name} | {r.cls} | {_short('; '.join(r.remarks).replace('|', '/'))} |" for r in rest]
         parts += [
             "## Not trained plainly\n",
             "\n".join(("| architecture | class | reason |", "|---|---|---|", *reasons)),
         ]
     return "\n\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _short(text: str) -> str:
+    text = text.partition(" You can install it")[0]  # advice that transformers adds
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 def summary(results: Sequence[Result]) -> str:
