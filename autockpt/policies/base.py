@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from autockpt.devices.base import Transport
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment
 from autockpt.schema.choices import Choice
+
+L = TypeVar("L", bound="ForwardListener")
 
 
 class InPlaceError(ConflictError, RuntimeError):
@@ -57,6 +59,10 @@ class PolicySession(Protocol):
 
     def listen(self, listener: ForwardListener) -> None:
         """Have a listener told about forward passes of the whole model."""
+        ...
+
+    def shared(self, kind: type[L], make: Callable[[], L]) -> L:
+        """The one listener of its kind in this session, made and told about forward passes at its first use."""
         ...
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 
-def outside_graphs(kind: str, why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For an attached forward that the compiler cannot trace: it runs between two graphs, the unit inside it compiled.
+def outside_graphs(kind: str, why: str, *, inside: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For an attached forward that the compiler cannot trace: it runs between two graphs.
 
+    The unit inside it is compiled nevertheless, unless ``inside`` says that it cannot be either.
     Where a graph break is not allowed (``fullgraph=True``) the compiler's error then names the choice, with ``why`` and
     what to do. Costs nothing where nothing is being compiled.
     """
@@ -21,7 +22,7 @@ def outside_graphs(kind: str, why: str) -> Callable[[Callable[..., Any]], Callab
     )
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
-        eager = torch.compiler.disable(run, recursive=False, reason=reason)
+        eager = torch.compiler.disable(run, recursive=inside, reason=reason)
 
         @functools.wraps(run)
         def between_graphs(*args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from autockpt.policies.kvcache import without_cache
 from autockpt.policies.saved import Group, Packer, unpack
 from autockpt.schema.choices import Choice
 
+MOVING = ("offload", "recompute_offload")
 _outside_graphs = outside_graphs("offload", "moves what autograd saves by way of hooks")
 
 
@@ -104,40 +105,6 @@ class OffloadState(Attachment):
         return [b for b in found if b is not None]
 
 
-class OffloadPolicy:
-    kind: ClassVar[str] = "offload"
-
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        if not units:
-            return
-        pipeline = Pipeline(session.transport)
-        session.listen(pipeline)
-        # a device that nothing can be moved off is refused now, not in the middle of training
-        queues = any([pipeline.transport(device).copy_queues for device in set(map(_device, units))])
-        for unit in units:
-            session.place(unit.name, unit.module, run_offloaded, OffloadState(unit.name, pipeline))
-            session.note(unit.name, "offload: what it saves leaves the device between forward and backward")
-        for unit in _next_others(units, session.order):
-            if queues:
-                session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        return 0, 0
-
-
-def _device(unit: PlannedUnit) -> torch.device:
-    device = device_of(unit.module)
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def _next_others(units: Sequence[PlannedUnit], order: Sequence[PlannedUnit]) -> Iterator[PlannedUnit]:
-    """Units of another choice that come right after an offloaded one."""
-    offloaded = {unit.name for unit in units}
-    for unit, following in itertools.pairwise(order):
-        if unit.name in offloaded and following.name not in offloaded:
-            yield following
-
-
 @_outside_graphs
 def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves goes off the device.
@@ -146,6 +113,11 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
     state) does not. Raises ConflictError for a filled KV cache, MeasurementError where the other side is full, and in
     backward InPlaceError where a saved tensor was changed in place.
     """
+    return offloaded(module, state, args, kwargs)
+
+
+def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``run_offloaded``, for choices that do more."""
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
     refuse_native(module, state.unit)
@@ -161,6 +133,41 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         output = call_inner(module, state, args, kwargs)
     state.pipeline.close(group, transport)
     return output
+
+
+class OffloadPolicy:
+    kind: ClassVar[str] = "offload"
+    run: ClassVar[Callable[..., Any]] = staticmethod(run_offloaded)
+    words: ClassVar[str] = "what it saves leaves the device between forward and backward"
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        if not units:
+            return
+        pipeline = session.shared(Pipeline, lambda: Pipeline(session.transport))
+        # a device that nothing can be moved off is refused now, not in the middle of training
+        queues = any([pipeline.transport(device).copy_queues for device in set(map(_device, units))])
+        for unit in units:
+            session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline))
+            session.note(unit.name, f"{self.kind}: {self.words}")
+        for unit in _next_others(units, session.order):
+            if queues:
+                session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        return 0, 0
+
+
+def _device(unit: PlannedUnit) -> torch.device:
+    device = device_of(unit.module)
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _next_others(units: Sequence[PlannedUnit], order: Sequence[PlannedUnit]) -> Iterator[PlannedUnit]:
+    """Units that keep their activations on the device and come right after one of these."""
+    offloaded = {unit.name for unit in units}
+    for unit, following in itertools.pairwise(order):
+        if unit.name in offloaded and following.choice.kind not in MOVING:
+            yield following
 
 
 @_outside_graphs

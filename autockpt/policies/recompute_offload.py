@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from torch import nn
 
 from autockpt.policies.base import PlannedUnit, PolicySession
-from autockpt.policies.offload import OffloadPolicy
-from autockpt.policies.recompute import run_recomputed
+from autockpt.policies.compiling import outside_graphs
+from autockpt.policies.offload import OffloadPolicy, OffloadState, offloaded
+from autockpt.policies.recompute import RecomputePolicy, run_recomputed
 from autockpt.policies.replay import ReplayState
 from autockpt.schema.choices import Choice
 
 
+@outside_graphs("recompute_offload", "moves what autograd saves by way of hooks")
+def run_recomputed_and_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
+    """Around a recompute, which saves nothing but the unit's inputs: those leave the device."""
+    return offloaded(module, state, args, kwargs)
+
+
 class RecomputeOffloadPolicy(OffloadPolicy):
-    """Offload around a recompute: all that the recompute saves are the unit's inputs, and those leave the device."""
+    """Offload around a recompute."""
 
     kind: ClassVar[str] = "recompute_offload"
+    run: ClassVar[Callable[..., Any]] = staticmethod(run_recomputed_and_offloaded)
+    words: ClassVar[str] = "its input leaves the device, its forward runs again in backward"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         for unit in units:
             session.place(unit.name, unit.module, run_recomputed, ReplayState(unit.name))
         super().attach(units, session)
-        for unit in units:
-            session.note(
-                unit.name, "recompute_offload: its input leaves the device, its forward runs again in backward"
-            )
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        return min(forward // 2, forward - 1) if forward else 0, forward
+        return RecomputePolicy().reruns(choice, forward)

@@ -13,11 +13,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.policies.attachment import call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.region import Recording, unpack
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.schema.choices import Choice, Segment
+
+# Not even the unit's inside is compiled: what runs again must be what ran, and backward is outside of every graph.
+_outside_graphs = outside_graphs("segment", "runs several units again in backward", inside=True)
 
 
 class Region:
@@ -102,14 +106,13 @@ def _words(members: Sequence[PlannedUnit], levels: int) -> str:
     return f"segment: {len(members)} units from {members[0].name} to {members[-1].name} {how}"
 
 
+@_outside_graphs
 def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped and made again with its segment.
 
     Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place). In backward
     ConflictError where a unit does not do again what it did, InPlaceError where something that it read was changed.
     """
-    if torch.compiler.is_compiling():
-        return _between_graphs(module, state, *args, **kwargs)
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
     refuse_native(module, state.unit)
@@ -129,11 +132,3 @@ def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwar
         raise
     region.leave(state.position)
     return output
-
-
-# Not even the unit's inside is compiled: what runs again must be what ran, and backward is outside of every graph.
-_between_graphs: Any = torch.compiler.disable(
-    run_in_segment,
-    reason="autockpt's choice `segment` runs several units again in backward, so they cannot be part of a compiled "
-    "graph. Compile without fullgraph=True, or choose save or recompute for them.",
-)

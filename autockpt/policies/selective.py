@@ -6,16 +6,17 @@ readable, and only the named modules pay for being watched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.errors import ConflictError, PlanError
+from autockpt.errors import PlanError
 from autockpt.policies.attachment import call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.keeping import KeepingReplay, ScopeState, run_scope
 from autockpt.policies.kvcache import without_cache
@@ -23,46 +24,28 @@ from autockpt.policies.replay import ReplayState
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Selective
 from autockpt.schema.names import strip_prefixes
 
-
-class SelectivePolicy:
-    """Carries out ``selective``: heavy ops of the named modules, or of the whole unit, are not run again."""
-
-    kind: ClassVar[str] = "selective"
-
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        for unit in units:
-            keep = _kept(unit.choice)
-            for module, attention in _scopes(unit, keep):  # first: the unit may be one, inside of what recomputes it
-                session.place(unit.name, module, run_scope, ScopeState(unit.name, attention=attention))
-            session.place(unit.name, unit.module, run_selective, ReplayState(unit.name))
-            kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep)
-            session.note(unit.name, f"{self.kind}: its forward runs again in backward, outputs of {kept} are kept")
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        if EVERYTHING in _kept(choice):
-            return 0, forward  # what draws random numbers runs again
-        return 0, max(0, forward - 1)
+WHY = "keeps the outputs of single ops, which a compiled graph no longer shows"
 
 
-class KeepAttentionPolicy(SelectivePolicy):
-    """Carries out ``keep_attention``: fused attention recomputes inside itself already, so it is not run twice."""
-
-    kind: ClassVar[str] = "keep_attention"
-
-
+@outside_graphs("selective", WHY, inside=True)
 def run_selective(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; in backward it runs again without the ops whose outputs were kept.
 
     An output that is changed in place cannot be kept: its op runs again like the rest. Raises what ``recompute``
-    raises, and ConflictError under torch.compile, which does not see which module an op belongs to.
+    raises.
     """
+    return _run(module, state, args, kwargs)
+
+
+@outside_graphs("keep_attention", WHY, inside=True)
+def run_keep_attention(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
+    """As ``run_selective``."""
+    return _run(module, state, args, kwargs)
+
+
+def _run(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
-    if torch.compiler.is_compiling():
-        raise ConflictError(
-            f"{state.unit} is being compiled, and `selective` and `keep_attention` work on single ops",
-            remedy="Use `recompute`, `offload` or `save` on compiled units; the compiler keeps and fuses by itself.",
-        )
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)
     replay = KeepingReplay(module, state, args, kwargs)
@@ -70,6 +53,32 @@ def run_selective(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs
     output = checkpoint(replay, *replay.tensors, use_reentrant=False, preserve_rng_state=True)
     replay.finish(versions)
     return output
+
+
+class SelectivePolicy:
+    """Carries out ``selective``: heavy ops of the named modules, or of the whole unit, are not run again."""
+
+    kind: ClassVar[str] = "selective"
+    run: ClassVar[Callable[..., Any]] = staticmethod(run_selective)
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        for unit in units:
+            keep = _kept(unit.choice)
+            for module, attention in _scopes(unit, keep):  # first: the unit may be one, inside of what recomputes it
+                session.place(unit.name, module, run_scope, ScopeState(unit.name, attention=attention))
+            session.place(unit.name, unit.module, self.run, ReplayState(unit.name))
+            kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep)
+            session.note(unit.name, f"{self.kind}: its forward runs again in backward, outputs of {kept} are kept")
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        return 0, forward  # what draws random numbers runs again, whatever is to be kept
+
+
+class KeepAttentionPolicy(SelectivePolicy):
+    """Carries out ``keep_attention``: fused attention recomputes inside itself already, so it is not run twice."""
+
+    kind: ClassVar[str] = "keep_attention"
+    run: ClassVar[Callable[..., Any]] = staticmethod(run_keep_attention)
 
 
 def _kept(choice: Choice) -> tuple[str, ...]:

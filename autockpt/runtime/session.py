@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -28,6 +28,8 @@ from autockpt.schema.choices import Choice
 from autockpt.schema.names import check_nesting
 from autockpt.workload.names import unwrap
 from autockpt.workload.units import discover_units, module_of
+
+L = TypeVar("L", bound=ForwardListener)
 
 
 class Session:
@@ -54,6 +56,15 @@ class Session:
     def listen(self, listener: ForwardListener) -> None:
         """Have a listener told about forward passes of the whole model."""
         self.listeners.append(listener)
+
+    def shared(self, kind: type[L], make: Callable[[], L]) -> L:
+        """The one listener of its kind in this session, made and told about forward passes at its first use."""
+        for listener in self.listeners:
+            if isinstance(listener, kind):
+                return listener
+        made = make()
+        self.listen(made)
+        return made
 
     def guard(self) -> GuardState | None:
         """The attachment that looks after the whole model; None where nothing was attached."""

@@ -16,6 +16,10 @@ from autockpt.schema.choices import CHOICE_TYPES, choice_kinds, dump_choice, fro
         ({"kind": "recompute", "keep": ["a"]}, "recompute has no option 'keep'"),
         ({"kind": "selective", "keep": []}, "selective: keep: keep must name at least one module"),
         ({"kind": "selective", "keep": [3]}, "selective: keep.0: "),
+        ({"kind": "segment", "size": 0}, "segment: size: "),
+        ({"kind": "segment", "levels": 3}, "segment: levels: "),
+        ({"kind": "segment", "depth": 2}, "segment has no option 'depth'"),
+        ({"kind": "chunked_loss", "tokens": -1}, "chunked_loss: tokens: "),
     ],
 )
 def test_what_is_wrong_is_said(value, complaint):
