@@ -7,22 +7,27 @@ dispatch mode that does this costs host time for every op it sees, so it is ente
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.base import InPlaceError
 from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.replay import Replay, ReplayState
 
 _current = threading.local()
+_aten = torch.ops.aten
+# Their results share memory with their argument, but no version counter: torch.matmul's last step is one of them. Seen
+# inside of scopes only, which is where matmul is; torch.unsafe_split outside of one leaves watching to its caller.
+_UNDECLARED_VIEWS = frozenset(
+    (_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default)
+)
 
 
 class _Output:
@@ -32,12 +37,22 @@ class _Output:
         leaves, self._form = tree_flatten(out)
         self.func = func
         self._leaves = [_alias(leaf) for leaf in leaves]
-        self._versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in self._leaves]
+        self._watched = [(leaf, leaf._version) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
-    def changed(self) -> torch.Tensor | None:
-        """A tensor that was changed in place since."""
-        pairs = zip(self._leaves, self._versions, strict=True)
-        return next((t for t, version in pairs if isinstance(t, torch.Tensor) and t._version != version), None)
+    def watch(self, out: Any) -> None:
+        """Look out for changes by way of ``out`` too, which shares memory and no version counter with the output."""
+        leaves = [_alias(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self._watched += [(leaf, leaf._version) for leaf in leaves]
+
+    def addresses(self) -> Iterator[int]:
+        """What identifies its tensors' memory, for as long as this lives."""
+        leaves = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        return (address for leaf in leaves if (address := _address(leaf)) is not None)
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was changed in place since."""
+        return any(tensor._version != version for tensor, version in self._watched)
 
     def again(self) -> Any:
         return tree_unflatten([_alias(leaf) for leaf in self._leaves], self._form)
@@ -54,13 +69,24 @@ def _alias(leaf: Any) -> Any:
         return leaf.detach()
 
 
+def _address(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # tensors without one storage
+        return None
+
+
 class Frame:
-    """Kept outputs of one call of a unit, by the order in which its scopes are entered and their ops run."""
+    """Kept outputs of one call of a unit, by the order in which its scopes are entered and their ops run.
+
+    An output that is changed in place is not handed out: its op runs again.
+    """
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.recording = True
         self._outputs: dict[tuple[int, int], _Output] = {}
+        self._by_address: dict[int, _Output] = {}
         self._scopes = 0
         self._inside = False
 
@@ -79,33 +105,30 @@ class Frame:
         return self._inside
 
     def keep(self, place: tuple[int, int], func: Any, out: Any) -> None:
-        self._outputs[place] = _Output(func, out)
+        self._outputs[place] = output = _Output(func, out)
+        self._by_address |= dict.fromkeys(output.addresses(), output)
+
+    def watch(self, source: Any, out: Any) -> None:
+        """``out`` is a view of ``source`` of which autograd knows nothing."""
+        address = _address(source) if isinstance(source, torch.Tensor) else None
+        if address is not None and (output := self._by_address.get(address)) is not None:
+            output.watch(out)
 
     def take(self, place: tuple[int, int], func: Any) -> _Output | None:
-        """What the op at this place returned; None where it was handed out before, in an earlier backward."""
+        """What the op at this place returned; None where it must run again: its output was changed in place, or handed
+        out before, in an earlier backward."""
         output = self._outputs.pop(place, None)
         if output is not None and output.func is not func:
             raise ConflictError(
                 f"the forward of {self.unit} took another path when it ran again: {func} instead of {output.func}",
                 remedy=f"Use `save` or `offload` on {self.unit}.",
             )
-        if output is not None and (tensor := output.changed()) is not None:
-            raise InPlaceError(
-                f"an output that {self.unit} kept (shape {tuple(tensor.shape)}) has been modified by an inplace "
-                "operation between forward and backward",
-                remedy=f"Use `recompute` on {self.unit}, or change a copy of its output.",
-            )
-        return output
+        return None if output is None or output.changed else output
 
-    def check(self) -> None:
-        """The first forward has ended. Raises ConflictError where it changed a kept output in place."""
-        for output in self._outputs.values():
-            if (tensor := output.changed()) is not None:
-                raise ConflictError(
-                    f"{self.unit} changes an output of {output.func} (shape {tuple(tensor.shape)}) in place, so it "
-                    "cannot be kept",
-                    remedy=f"Use `recompute` on {self.unit}, or leave that module out of what is kept.",
-                )
+    def settle(self) -> None:
+        """The first forward has ended. What it changed in place is of no use and need not be held."""
+        self._by_address = {}
+        self._outputs = {place: output for place, output in self._outputs.items() if not output.changed}
 
 
 class _Scope(TorchDispatchMode):
@@ -125,7 +148,10 @@ class _Scope(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._wanted(func) or draws_random_numbers(func, args, kwargs):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func in _UNDECLARED_VIEWS and self._frame.recording:
+                self._frame.watch(args[0], out)
+            return out
         self._ops += 1
         place = (self._number, self._ops)
         if self._frame.recording:
@@ -154,7 +180,7 @@ class KeepingReplay(Replay):
 
     def finish(self, versions: list[int]) -> None:
         super().finish(versions)
-        self.frame.check()
+        self.frame.settle()
 
 
 class _AttentionCalls(TorchFunctionMode):

@@ -31,7 +31,8 @@ WHY = "keeps the outputs of single ops, which a compiled graph no longer shows"
 def run_selective(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; in backward it runs again without the ops whose outputs were kept.
 
-    Raises what ``recompute`` raises, and ConflictError where a kept output is changed in place.
+    An output that is changed in place cannot be kept: its op runs again like the rest. Raises what ``recompute``
+    raises.
     """
     return _run(module, state, args, kwargs)
 

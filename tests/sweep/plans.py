@@ -1,0 +1,58 @@
+"""Random mixed plans: any choice on any unit, blocks or the attention and MLP inside them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from torch import nn
+
+from autockpt.schema.choices import ATTENTION, CHOICE_TYPES, SAVE, Choice, Segment, Selective, parse_choice
+from autockpt.schema.graph import Unit
+from autockpt.workload.units import module_of
+
+_HEAVY = ("Linear", "Conv1D", "Conv1d", "Conv2d")
+_MOST_KEPT = 4
+
+
+def kinds() -> list[str]:
+    """Choices that can be made for one block by itself, and that promise equal bits."""
+    fitting = [t for t in CHOICE_TYPES if getattr(t, "exact", True) and "block" in getattr(t, "roles", ("block",))]
+    return [t.model_fields["kind"].default for t in fitting]
+
+
+def random_plan(model: nn.Module, units: Sequence[Unit], seed: int) -> dict[str, Choice]:
+    """A choice for each unit in the given order, the same for the same seed; never ``save`` throughout.
+
+    Every third block takes the choice of the block before it, so that choices that span several units find a second.
+    """
+    generator = random.Random(seed)
+    segment = Segment(size=generator.randint(2, 3), levels=generator.choice((1, 2)))
+    inside: dict[str, list[Unit]] = {}
+    for unit in units:
+        if unit.parent is not None:
+            inside.setdefault(unit.parent, []).append(unit)
+    blocks = [unit for unit in units if unit.role == "block"]
+    while True:
+        drawn: dict[str, Choice] = {}
+        before: Choice | None = None
+        for block in blocks:
+            parts = inside.get(block.name, [])
+            if before is not None and before.kind != "selective" and generator.random() < 1 / 3:
+                drawn[block.name] = before
+                continue
+            for unit in parts if parts and generator.random() < 1 / 3 else [block]:
+                drawn[unit.name] = before = _choice(module_of(model, unit.name), generator, segment)
+        if not drawn or any(choice.kind != SAVE.kind for choice in drawn.values()):
+            return {unit.name: drawn[unit.name] for unit in units if unit.name in drawn}
+
+
+def _choice(module: nn.Module, generator: random.Random, segment: Segment) -> Choice:
+    choice = parse_choice(generator.choice(kinds()))
+    if isinstance(choice, Segment):
+        return segment
+    if not isinstance(choice, Selective) or generator.random() < 1 / 3:
+        return choice
+    heavy = [path for path, inner in module.named_modules() if path and type(inner).__name__ in _HEAVY]
+    candidates = [*heavy, ATTENTION]
+    return Selective(keep=tuple(generator.sample(candidates, generator.randint(1, min(_MOST_KEPT, len(candidates))))))
