@@ -13,17 +13,19 @@ from autockpt.policies.save import SavePolicy
 from autockpt.policies.segment import SegmentPolicy
 from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy
 
-_TABLE: tuple[Policy, ...] = (
-    SavePolicy(),
-    RecomputePolicy(),
-    KeepAttentionPolicy(),
-    SelectivePolicy(),
-    OffloadPolicy(),
-    RecomputeOffloadPolicy(),
-    SegmentPolicy(),
-    ChunkedLossPolicy(),
-)
-POLICIES: dict[str, Policy] = {policy.kind: policy for policy in _TABLE}
+POLICIES: dict[str, Policy] = {
+    policy.kind: policy
+    for policy in (
+        SavePolicy(),
+        RecomputePolicy(),
+        KeepAttentionPolicy(),
+        SelectivePolicy(),
+        OffloadPolicy(),
+        RecomputeOffloadPolicy(),
+        SegmentPolicy(),
+        ChunkedLossPolicy(),
+    )
+}
 
 __all__ = [
     "POLICIES",

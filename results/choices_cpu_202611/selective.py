@@ -53,7 +53,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as out:
             found = run_search(
                 SearchRequest(
-                    budget=parse_budget(f"{budget}B"),
+                    budget=parse_budget(f"{budget / 2**20:.3f}MiB"),
                     workload=SPEC,
                     space=load_space("knobs").restricted(KINDS),
                     device="cpu",
