@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import Graph, OpTimes
 
+ANCHORS = ("save", "recompute", "offload")  # kinds whose uniform plans are timed whole
 RERUN_RANGE = (0.5, 2.0)
 COPY_RANGE = (0.02, 5.0)  # probes of single copies are off by less than this
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.profiling import cache
-from autockpt.profiling.calibration import calibrated
+from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import selective_front
 from autockpt.profiling.menus import build_menus, representatives
 from autockpt.profiling.predictor import Predictor, simulation_of
@@ -115,7 +115,8 @@ def measure_op_times(runs: Runs, uniform: Uniform, workload: str, *, room: int) 
     found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
     times = OpTimes(environment=runs.environment, **found)
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
-    anchors = {kind: choices for kind, (choices, graph) in uniform.items() if graph.peak_bytes <= room}
+    fitting = {kind: choices for kind, (choices, graph) in uniform.items() if graph.peak_bytes <= room}
+    anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
     if "save" in anchors and len(anchors) > 1:
         cycle = simulation_of(graph, times).step_seconds
         rounds = round(ANCHOR_SECONDS / (2 * len(anchors) * cycle)) if cycle > 0 else 1

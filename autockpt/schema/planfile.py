@@ -62,9 +62,7 @@ def read_plan(path: Path) -> Plan:
     _check_units(document, plan.model.units)
     plan._document = document
     if plan.model.units:
-        plan.expand(
-            plan.model.classes
-        )  # so that patterns which clash or match nothing are refused here, with their line
+        plan.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
     return plan
 
 

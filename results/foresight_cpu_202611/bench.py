@@ -15,12 +15,12 @@ from pathlib import Path
 
 from autockpt.measuring import WorkerMeasurer
 from autockpt.profiling import build_profile, measure_op_times, uniform_graphs
-from autockpt.schema import RECOMPUTE, SAVE, Choice, WorkloadSpec, parse_choice
+from autockpt.schema import RECOMPUTE, SAVE, Choice, WorkloadSpec, parse_choice, searched_kinds
 from autockpt.tracing import Tracer
 
 ROUNDS = 9
 RANDOM_PLANS = 10
-KINDS = ("save", "recompute", "offload")
+KINDS = searched_kinds()
 HERE = Path(__file__).parent
 CASES = {
     "llama, AdamW": WorkloadSpec(model="llama-small", batch_size=3),
@@ -35,7 +35,7 @@ CASES = {
 
 
 def plans(units: list[str], seed: int) -> dict[str, dict[str, Choice]]:
-    """Save all, recompute all, every second, and random mixtures of all three choices."""
+    """Save all, recompute all, every second, and random mixtures of all choices that a search tries."""
     draw = random.Random(seed)
     named = {
         "save all": dict.fromkeys(units, SAVE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -211,6 +212,7 @@ def plain(case: Case, dtype: str = "fp32", steps: int = 2) -> dict[str, Tensor]:
 
 def bytes_alive_after(forward: Callable[[], Any]) -> int:
     """Bytes that the CPU allocator still holds of what ``forward`` allocated, while its result is alive."""
+    gc.collect()  # or what an earlier test left behind might be freed in between and counted
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = forward()
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
