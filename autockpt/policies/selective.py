@@ -80,6 +80,10 @@ class KeepAttentionPolicy(SelectivePolicy):
     kind: ClassVar[str] = "keep_attention"
     run: ClassVar[Callable[..., Any]] = staticmethod(run_keep_attention)
 
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        # beside every fused attention there are projections, which do run again
+        return min(forward // 3, forward - 1) if forward else 0, forward
+
 
 def _kept(choice: Choice) -> tuple[str, ...]:
     if isinstance(choice, KeepAttention):
