@@ -26,7 +26,7 @@ from autockpt.schema.choices import from_label, label
 
 LAYERS, ROUNDS, BY_HAND = 24, 40, "torch.utils.checkpoint by hand"
 CHOICES = [
-    *choice_kinds(),
+    *choice_kinds("block"),
     '{"kind": "selective", "keep": ["mlp.up_proj"]}',
     '{"kind": "selective", "keep": ["fused_attention", "mlp.gate_proj", "mlp.up_proj"]}',
 ]
