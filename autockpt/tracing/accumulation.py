@@ -75,7 +75,9 @@ class FusedAdds:
             return False
         target, other = args
         keeps_type = torch.promote_types(target.dtype, other.dtype) == target.dtype
-        return keeps_type and other.dim() <= target.dim() and self._call == _calling_instruction()
+        if not keeps_type or other.dim() > target.dim() or _under_a_mode():
+            return False
+        return self._call == _calling_instruction()
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -100,6 +102,12 @@ def _called_by_engine() -> bool:
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
+def _under_a_mode() -> bool:
+    """Whether a dispatch mode other than the recorder hands the op on: a real step then has one, too."""
+    frame = _caller()
+    return frame is not None and frame.f_code.co_name == "__torch_dispatch__"
+
+
 def _calling_instruction() -> tuple[int, int]:
     """The Python frame and instruction from which PyTorch was called."""
     frame = _caller()
@@ -107,9 +115,12 @@ def _calling_instruction() -> tuple[int, int]:
 
 
 def _caller() -> FrameType | None:
-    """The innermost frame outside the recorder; None on a thread that runs no other Python code."""
+    """The innermost frame outside the recorder; None on a thread that runs no other Python code.
+
+    Another mode that hands an op on does so through PyTorch's own frame for calling operators, which is none either.
+    """
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("autockpt.tracing"):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("autockpt.tracing", "torch._ops")):
         frame = frame.f_back
     return frame
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, parse_choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
@@ -85,6 +85,16 @@ def test_plain_step_of_further_models(model: str) -> None:
 def test_training_settings(model: str, settings: dict[str, object]) -> None:
     spec = WorkloadSpec(model=model, **settings)  # type: ignore[arg-type]
     assert_same(trace(spec), Real(build(spec)))
+
+
+@pytest.mark.parametrize("model", ["vit-tiny", "llama-tiny"])
+def test_layers_that_run_under_a_mode_of_their_own(model: str) -> None:
+    """Keeping outputs takes a dispatch mode around a layer; its sums after products are not fused because of that."""
+    spec = WorkloadSpec(model=model)
+    with Tracer.from_spec(spec, fallback=False) as tracer:
+        plan = uniform(parse_choice("selective"), tracer.units)
+        graph = tracer.trace(plan)
+    assert_same_bytes(graph, Real(build(spec), plan), tolerance=1e-6)
 
 
 def test_recompute_under_autocast_with_accumulation() -> None:
