@@ -6,9 +6,12 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny tensors are faster on one thread, most of all where other processes work too."""
+    """Tiny tensors are faster on one thread, most of all where other processes work too.
+
+    For whole modules: last bits depend on the number of threads, so what is compared must be made on equally many.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
