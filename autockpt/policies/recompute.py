@@ -43,9 +43,16 @@ def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwarg
         # traced into the compiler's own recompute, which looks after random state and in-place changes itself
         inner = functools.partial(call_inner, module, state)
         return checkpoint(inner, args, kwargs, use_reentrant=False, preserve_rng_state=True)
+    return run_twice(module, state, args, kwargs, Replay)
+
+
+def run_twice(
+    module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any], make: type[Replay]
+) -> Any:
+    """The unit's forward, and in backward once more; ``make`` is the replay that does both. Errors as ``recompute``."""
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)
-    replay = Replay(module, state, args, kwargs)
+    replay = make(module, state, args, kwargs)
     versions = [tensor._version for tensor in replay.tensors]
     output = checkpoint(replay, *replay.tensors, use_reentrant=False, preserve_rng_state=True)
     replay.finish(versions)

@@ -16,6 +16,7 @@ from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.kvcache import without_cache
+from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.region import Recording, unpack
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.schema.choices import Choice, Segment
@@ -87,7 +88,8 @@ class SegmentPolicy:
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         # the last unit stops as soon as all is there that backward needs; two levels run all others once more
         levels = choice.levels if isinstance(choice, Segment) else 1
-        return min(forward // 2, forward - 1) if forward else 0, levels * forward
+        least, most = RecomputePolicy().reruns(choice, forward)
+        return least, levels * most
 
 
 def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:

@@ -11,15 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from autockpt.errors import PlanError
 from autockpt.policies.attachment import call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.keeping import KeepingReplay, ScopeState, run_scope
-from autockpt.policies.kvcache import without_cache
+from autockpt.policies.recompute import run_twice
 from autockpt.policies.replay import ReplayState
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Selective
 from autockpt.schema.names import strip_prefixes
@@ -46,13 +44,7 @@ def run_keep_attention(module: nn.Module, state: ReplayState, /, *args: Any, **k
 def _run(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
-    refuse_native(module, state.unit)
-    args, kwargs = without_cache(module, state.unit, args, kwargs)
-    replay = KeepingReplay(module, state, args, kwargs)
-    versions = [tensor._version for tensor in replay.tensors]
-    output = checkpoint(replay, *replay.tensors, use_reentrant=False, preserve_rng_state=True)
-    replay.finish(versions)
-    return output
+    return run_twice(module, state, args, kwargs, KeepingReplay)
 
 
 class SelectivePolicy:

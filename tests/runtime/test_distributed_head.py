@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,23 +16,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.lazylogits import LazyLogits
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss
-from tests.policies.zoo import CASES
-
-LLAMA = CASES["llama"]
-WAYS = ("ddp", "fsdp2", "fsdp2 in 16 bits")
-
-
-def shard(model: Any, way: str) -> Any:
-    if way == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if "16" in way else None)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+from tests.runtime.test_distributed import LLAMA, WAYS, shard
 
 
 def train(rank: int, way: str, order: str, choices: dict[str, Choice] | None = None, own: bool = False) -> list[Tensor]:
