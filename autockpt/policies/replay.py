@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -100,16 +101,44 @@ class Replay:
         self.surroundings.finish()
         self.tensors = []
 
-    def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        unit = self.state.unit
+    def prepare(self) -> None:
+        """The forward is about to run again: see that it would read what it read.
+
+        Raises InPlaceError where a parameter or a hidden tensor was changed since, ConflictError where the parameters
+        are in pieces on several devices and cannot be gathered.
+        """
+        unit, before = self.state.unit, self.parameters.tensors
         self.parameters.check(unit, "a parameter")
-        if any(map(_exchanged, self.parameters.tensors, self.state.parameters(self.module))):
+        self.hidden.check(unit, "a tensor among the arguments")
+        now = self.state.parameters(self.module)
+        if all(map(operator.is_, before, now)):
+            return
+        if any(map(_in_pieces, before, now)):
+            now = self._gather()
+        if any(map(_exchanged, before, now)):
             raise InPlaceError(
                 f"parameters of {unit} were exchanged between forward and backward, so its forward would run again on "
                 "others",
                 remedy=f"Use `save` or `offload` on {unit}; functional_call and the like do not work with recompute.",
             )
-        self.hidden.check(unit, "a tensor among the arguments")
+
+    def _gather(self) -> list[torch.Tensor | None]:
+        """Have FSDP2 gather this unit's parameters where it has them in pieces at present. Its own backward, or the end
+        of this one, lets them go again."""
+        unshard: Any = getattr(self.module, "unshard", None)
+        if unshard is not None:
+            unshard()
+        now = self.state.parameters(self.module)
+        if any(map(_in_pieces, self.parameters.tensors, now)):
+            raise ConflictError(
+                f"the parameters of {self.state.unit} are sharded while it runs again in backward",
+                remedy="Apply fully_shard to the unit, to the units of its segment one by one or together, or to what "
+                "contains them; else use `save` or `offload` for it.",
+            )
+        return now
+
+    def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        unit = self.state.unit
         args, kwargs = put_together(self.template, iter(tensors))
         with running_again(unit):
             if not self.buffers and not self.surroundings.differ():
@@ -145,3 +174,7 @@ def _exchanged(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
     if before is now or before is None or now is None or before.is_meta or now.is_meta:
         return False
     return not (hasattr(before, "to_local") or hasattr(now, "to_local"))
+
+
+def _in_pieces(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    return before is not now and hasattr(now, "to_local") and not hasattr(before, "to_local")
