@@ -16,6 +16,7 @@ from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.buffers import BufferWatch, Seen, as_seen
+from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.surroundings import NumpyUse, Surroundings
 
 _current = threading.local()
@@ -47,12 +48,21 @@ class ReplayState(Attachment):
         self.buffers = BufferWatch()
         self.numpy_use = NumpyUse()
         self._cache_parameters: list[tuple[dict[str, nn.Parameter | None], str]] | None = None
+        self._cache_views: list[tuple[dict[str, Any], str]] | None = None
 
     def parameters(self, module: nn.Module) -> list[torch.Tensor | None]:
         """The unit's parameters as they are now: FSDP exchanges them, so the modules are asked each time."""
         if self._cache_parameters is None:
             self._cache_parameters = [(m._parameters, name) for m in module.modules() for name in m._parameters]
         return [parameters.get(name) for parameters, name in self._cache_parameters]
+
+    def without_memory(self, module: nn.Module) -> bool:
+        """Whether the views that FullyShardedDataParallel puts in the place of parameters have lost their memory."""
+        if self._cache_views is None:
+            fields = ((vars(m), name) for m in module.modules() for name in vars(m))
+            self._cache_views = [(f, name) for f, name in fields if isinstance(f[name], torch.Tensor)]
+        now = (fields.get(name) for fields, name in self._cache_views)
+        return any(type(t) is torch.Tensor and t.numel() > 0 and _bytes(t) == 0 for t in now)
 
 
 class Replay:
@@ -68,6 +78,7 @@ class Replay:
         objects: list[Any] = []
         self.template = take_apart((args, kwargs), self.tensors, objects)
         self.first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._caches = any(type(o) is StandIn for o in objects)
         self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
         self.parameters = _Versions(state.parameters(module))
         generators = [g for g in objects if isinstance(g, torch.Generator)] if objects else []
@@ -79,6 +90,8 @@ class Replay:
             # the caller's own containers: a layer may write into a dict that it was given
             args, kwargs = self.first
             self.first = None
+            if self._caches:
+                args, kwargs = with_caches(args, kwargs)
             return call_inner(self.module, self.state, args, kwargs)
         return self._again(tensors)
 
@@ -110,6 +123,8 @@ class Replay:
         unit, before = self.state.unit, self.parameters.tensors
         self.parameters.check(unit, "a parameter")
         self.hidden.check(unit, "a tensor among the arguments")
+        if self.state.without_memory(self.module):
+            raise _in_pieces_error(unit)
         now = self.state.parameters(self.module)
         if all(map(operator.is_, before, now)):
             return
@@ -130,16 +145,14 @@ class Replay:
             unshard()
         now = self.state.parameters(self.module)
         if any(map(_in_pieces, self.parameters.tensors, now)):
-            raise ConflictError(
-                f"the parameters of {self.state.unit} are sharded while it runs again in backward",
-                remedy="Apply fully_shard to the unit, to the units of its segment one by one or together, or to what "
-                "contains them; else use `save` or `offload` for it.",
-            )
+            raise _in_pieces_error(self.state.unit)
         return now
 
     def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         unit = self.state.unit
         args, kwargs = put_together(self.template, iter(tensors))
+        if self._caches:
+            args, kwargs = with_caches(args, kwargs)
         with running_again(unit):
             if not self.buffers and not self.surroundings.differ():
                 return call_inner(self.module, self.state, args, kwargs)
@@ -177,4 +190,19 @@ def _exchanged(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
 
 
 def _in_pieces(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    return before is not now and hasattr(now, "to_local") and not hasattr(before, "to_local")
+    """Whether FSDP2 (another type), or FullyShardedDataParallel with original parameters, has taken a whole apart."""
+    if before is now:
+        return False
+    return (hasattr(now, "to_local") and not hasattr(before, "to_local")) or hasattr(now, "_fsdp_flattened")
+
+
+def _in_pieces_error(unit: str) -> ConflictError:
+    return ConflictError(
+        f"the parameters of {unit} are sharded while it runs again in backward",
+        remedy="Choose recompute or save for it, or keep parameters whole after forward (FullyShardedDataParallel: "
+        "SHARD_GRAD_OP; fully_shard: reshard_after_forward=False, or shard a segment's units together).",
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else None
