@@ -108,8 +108,8 @@ class Replay:
                 raise ConflictError(
                     f"{unit} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, "
                     "so its forward cannot be run again",
-                    remedy=f"Use `save` or `offload` on {unit}. Inputs: switch off inplace=True in its first operation, "
-                    "or plan the block around it instead, in which they are made again.",
+                    remedy=f"Use `save` or `offload` on {unit}. For inputs: switch off inplace=True in its first "
+                    "operation, or plan the block around it instead, in which they are made again.",
                 )
         self.buffers = self.state.buffers.after(self.module, unit, self.buffers)
         self.surroundings.finish()
