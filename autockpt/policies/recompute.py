@@ -35,8 +35,8 @@ class RecomputePolicy:
 def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped and made again in backward.
 
-    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place), and in
-    backward InPlaceError where something that it read was changed since.
+    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place). In backward
+    ConflictError where it does not do again what it did, InPlaceError where something that it read was changed since.
     """
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
