@@ -13,6 +13,7 @@ from autockpt.bench.searching import search_for
 from autockpt.bench.store import BenchDirectory
 from autockpt.errors import AutockptError, MeasurementError, UsageError
 from autockpt.measuring import WorkerMeasurer
+from autockpt.report import bench_page, bench_picture
 from autockpt.schema import Listener, ResolvedBudget, Silence, covers
 from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow
 from autockpt.schema.suggest import closest
@@ -82,6 +83,7 @@ class _Bench:
         interrupted = False
         try:
             self._make_rows()
+            self._report(interrupted=False)  # what is known is on disk before the long part begins
             if self.request.timeout is not None:
                 self.deadline = time.monotonic() + self.request.timeout
             self._all_rounds()
@@ -243,4 +245,6 @@ class _Bench:
             notes=(*self.request.notes, *self.worker.notes),
         )
         self.directory.write_report(report)
+        self.directory.write("table.md", bench_page(report))
+        self.directory.write("picture.svg", bench_picture(report))
         return report
