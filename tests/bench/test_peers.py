@@ -41,7 +41,7 @@ def settings_of(name: str, runner: StepRunner) -> list[Any]:
     answer = worker.settings(runner, payload)
     assert "failed" not in answer, answer
     if name == "torch.compile":
-        return [["", {"budget": b, "backend": "aot_eager_decomp_partition"}] for b in (1.0, 0.2)]
+        return [[f"{b}", {"budget": b, "backend": "aot_eager_decomp_partition"}] for b in (1.0, 0.2)]
     return answer["settings"]
 
 
