@@ -74,14 +74,14 @@ def _result(rows: Sequence[BenchRow], rounds: Rounds, budget: ResolvedBudget, wi
     ratios = {rival: ratio for rival in rivals if (ratio := paired(ours.key, rival, rounds)) is not None}
     # against the fastest of them our own ratio is largest
     order = sorted(ratios, key=lambda rival: -ratios[rival].value)
-    duels = tuple(Duel(rival=key, ratio=ratios[key], **_verdict(ratios[key], within)) for key in order)
+    duels = tuple(_duel(key, ratios[key], within) for key in order)
     note = "" if rivals else "no other eager method fits"
     return BudgetResult(budget=budget, ours=ours.key, duels=duels, compiled=compiled, note=note)
 
 
-def _verdict(ratio: Ratio, within: float) -> dict[str, object]:
+def _duel(rival: str, ratio: Ratio, within: float) -> Duel:
     interval = Interval(ratio.low, ratio.value, math.inf if ratio.high is None else ratio.high)
-    return {"verdict": judge(interval), "settled": interval.half_width <= within}
+    return Duel(rival=rival, ratio=ratio, verdict=judge(interval), settled=interval.half_width <= within)
 
 
 def fastest(keys: Sequence[str], rounds: Rounds) -> str | None:

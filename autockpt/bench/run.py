@@ -90,6 +90,9 @@ class _Bench:
             self._deciding_rounds()
         except KeyboardInterrupt:
             interrupted = True
+        except AutockptError:
+            self._report(interrupted=True)  # what was measured until then
+            raise
         return self._report(interrupted)
 
     # --- rows
@@ -167,6 +170,7 @@ class _Bench:
         """Measure a row's peak, compare its gradients, and keep what came of it."""
         if (known := self.rows.get(row.key)) is not None and known.setting != row.setting:
             self.rounds = [{k: v for k, v in seconds.items() if k != row.key} for seconds in self.rounds]
+        self.listener.stage(f"first steps: {row.key}")
         try:
             answer = self._call("prepare", peer=row.peer, setting=row.setting)
         except MeasurementError as error:  # it took the worker with it; the next call starts another

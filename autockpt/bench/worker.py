@@ -137,7 +137,10 @@ def _gradients(runner: StepRunner, payload: Mapping[str, Any]) -> tuple[bool, st
     first, second, deterministic = reference
     if not peer.exact and _draws(first):
         return True, "not compared: the model draws random numbers, which compiled code draws its own way"
-    observed = _observe(runner, _attached(runner, payload), deterministic, sketched=not peer.exact)
+    compiled = peer.group == "compiled"
+    observed = _observe(runner, _attached(runner, payload), deterministic, not peer.exact, typed=not compiled)
+    if compiled:
+        observed = observed.model_copy(update={"coarsest": first.coarsest})
     check = judge(first, second, observed, deterministic)
     return check.equal, "bit-equal" if check.equal and peer.exact and check.repeatable else check.describe()
 
@@ -170,7 +173,12 @@ def _observe_plain(runner: StepRunner, sketched: bool) -> _Reference | None:
 
 
 def _observe(
-    runner: StepRunner, attach: Callable[[nn.Module], Detach], deterministic: bool, sketched: bool
+    runner: StepRunner,
+    attach: Callable[[nn.Module], Detach],
+    deterministic: bool,
+    sketched: bool,
+    *,
+    typed: bool = True,
 ) -> Observation:
     """Two accumulating steps with something attached."""
     workload = runner.workload
@@ -180,7 +188,7 @@ def _observe(
 
     with runner.under(attach), deterministic_algorithms() if deterministic else nullcontext():
         runner.seed()
-        observed = observe(workload.model, forward_backward, sketched=sketched)
+        observed = observe(workload.model, forward_backward, sketched=sketched, typed=typed)
     runner.beat("observed")
     return observed
 

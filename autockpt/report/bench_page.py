@@ -27,7 +27,7 @@ def bench_page(report: BenchReport) -> str:
         rows = [say.cells(line, report.plain_peak_bytes) for line in report.lines if line.row.group == group]
         if rows:
             parts += [f"## {title}", _table(say.COLUMNS, rows)]
-    remarks = [say.rounds(report), *say.searches(report), *say.gradients(report), *say.reasons(report), *report.notes]
+    remarks = say.remarks(report)
     parts += ["## How", "\n".join(f"- {remark}" for remark in remarks)]
     return "\n\n".join(filter(None, parts)) + "\n"
 

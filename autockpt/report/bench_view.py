@@ -26,7 +26,7 @@ def print_bench(report: BenchReport, console: Console) -> None:
         console.print()
         console.print(bullets([say.verdict(result, lines) for result in report.budgets]))
     console.print()
-    remarks = [say.rounds(report), *say.searches(report), *say.gradients(report), *say.reasons(report), *report.notes]
+    remarks = say.remarks(report)
     if report.interrupted:
         remarks.insert(0, "Interrupted: what was measured so far is kept, and the same command continues.")
     console.print(bullets(remarks))

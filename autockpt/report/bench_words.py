@@ -89,6 +89,13 @@ def searches(report: BenchReport) -> list[str]:
     return said
 
 
+def compiling(report: BenchReport) -> list[str]:
+    """How long compiled rows took before they could be timed."""
+    found = [line.row for line in report.lines if line.row.group == "compiled" and line.row.first_seconds]
+    said = ", ".join(f"{row.key} {words.seconds(row.first_seconds or 0)}" for row in found)
+    return [f"first steps, compiling included: {said}"] if said else []
+
+
 def reasons(report: BenchReport) -> list[str]:
     """Why rows have no number."""
     return [f"{line.row.key}: {line.row.message}" for line in report.lines if line.row.message]
@@ -128,3 +135,9 @@ def rounds(report: BenchReport) -> str:
         f"is {middle} of it in the middle case. Ratios are of paired rounds (Hodges-Lehmann, signed-rank interval), "
         f"wanted within ±{report.within * 100:g} %, at most {report.most_rounds} rounds."
     )
+
+
+def remarks(report: BenchReport) -> list[str]:
+    """All that the tables do not say."""
+    found = (searches(report), compiling(report), gradients(report), reasons(report), report.notes)
+    return [rounds(report), *(remark for part in found for remark in part)]

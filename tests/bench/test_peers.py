@@ -72,6 +72,10 @@ def test_leaner_settings_have_a_lower_peak(runner: StepRunner) -> None:
     assert all_again < every_second < keeping < plain
 
 
+def _longer(module: nn.Module, arguments: Any, output: Any) -> Any:
+    return output * 1.5
+
+
 def test_wrong_gradients_and_failures_are_no_measurements(runner: StepRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong:
         exact = True
@@ -83,7 +87,7 @@ def test_wrong_gradients_and_failures_are_no_measurements(runner: StepRunner, mo
         def attach(self, model: nn.Module, units: list[str], setting: dict[str, Any]) -> Any:
             if self.what == "fails":
                 raise ValueError("no such\nop")
-            handle = model.get_submodule(units[0]).register_forward_hook(lambda m, a, out: out * 1.5)
+            handle = model.get_submodule(units[0]).register_forward_hook(_longer)
             if self.what == "full":
                 handle.remove()
                 raise MemoryError("no memory")
@@ -144,3 +148,21 @@ def test_settings_of_deep_models_stay_few() -> None:
     context = Context(workload=None, units=units, budgets={}, plain_peak=1)  # type: ignore[arg-type]
     for name in ("every-n", "first-k"):
         assert len(list(PEERS[name].settings(context))) == 16
+
+
+def test_compiled_rows_compile_once_each(runner: StepRunner) -> None:
+    from torch._dynamo.utils import counters
+
+    rows = {
+        str(b): {"peer": "torch.compile", "setting": {"budget": b, "backend": "aot_eager_decomp_partition"}}
+        for b in (0.9, 0.3)
+    }
+    graphs = []
+    for _ in range(3):
+        for row in rows.values():
+            assert worker.prepare(runner, row)["state"] == "measured"
+        assert not worker.take_turns(runner, {"rows": rows})["failed"]
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] == graphs[2], "turns after the first find what the first compiled"
+    peaks = [worker.prepare(runner, row)["peak_bytes"] for row in rows.values()]
+    assert peaks[1] < peaks[0], "each budget has code of its own"

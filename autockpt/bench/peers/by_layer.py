@@ -16,7 +16,8 @@ class ByLayer(Always):
     """Recomputes the units whose positions ``setting["recompute"]`` lists."""
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
-        return replace_forwards(model, {units[i]: recomputed for i in setting["recompute"]})
+        chosen = [units[i] for i in setting["recompute"]]
+        return replace_forwards(model, dict.fromkeys(chosen, recomputed))
 
 
 class Plain(ByLayer):
