@@ -40,7 +40,8 @@ class BenchDirectory:
 
         ``fresh`` renames an earlier one to ``….1`` first.
         """
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", model).strip("-.")[-40:] or "x"
+        last = model.rstrip("/\\").removesuffix(".json").rpartition("/")[2]
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", last).strip("-.")[-40:] or "x"
         self = cls(root / f"bench-{name}_{device}_{question_hash(question)}")
         with _explained(self.path):
             if fresh and self.path.exists():

@@ -156,3 +156,16 @@ def test_torn_lines_are_left_out(tmp_path: Path) -> None:
             BenchDirectory.enter(tmp_path, {"a": 1}, model="m", device="cpu", fresh=True),
         ):
             pass
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("results/x/llama.json", "llama"),
+        ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B"),
+        ("my.module:make", "my.module-make"),
+    ],
+)
+def test_directories_are_named_for_the_model(tmp_path: Path, model: str, name: str) -> None:
+    with BenchDirectory.enter(tmp_path, {"m": model}, model=model, device="cpu", fresh=False) as directory:
+        assert directory.path.name.startswith(f"bench-{name}_cpu_")

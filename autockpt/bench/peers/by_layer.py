@@ -16,8 +16,8 @@ class ByLayer(Always):
     """Recomputes the units whose positions ``setting["recompute"]`` lists."""
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
-        chosen = [units[i] for i in setting["recompute"]]
-        return replace_forwards(model, dict.fromkeys(chosen, recomputed))
+        positions: list[int] = setting["recompute"]
+        return replace_forwards(model, dict.fromkeys((units[i] for i in positions), recomputed))
 
 
 class Plain(ByLayer):
