@@ -47,6 +47,9 @@ class _Axis:
     def inside(self, value: float) -> bool:
         return self.low <= value <= self.high
 
+    def clipped(self, value: float) -> float:
+        return min(max(value, self.low), self.high)
+
     def ticks(self, unit: float = 1.0, count: int = 6) -> list[float]:
         """Round numbers of ``unit`` within the range."""
         rough = (self.high - self.low) / unit / count
@@ -100,8 +103,9 @@ def _method(peer: str, members: Sequence[BenchLine], number: int, x: _Axis, y: _
     style = f'stroke="{colour}" stroke-width="{2.4 if ours else 1.3}"{_dash("5 3" if compiled else "")}'
     parts = [f'<polyline points="{path}" fill="none" {style}/>'] if len(points) > 1 else []
     for line, (px, py) in zip(members, points, strict=True):
-        reach = (line.noise or 0) * (line.step_seconds or 0)
-        parts.append(_line(px, y((line.step_seconds or 0) - reach), px, y((line.step_seconds or 0) + reach), colour))
+        if line.noise is not None and line.noise < words.USELESS_NOISE:
+            ends = [y.clipped((line.step_seconds or 0) * (1 + side * line.noise)) for side in (-1, 1)]
+            parts.append(_line(px, y(ends[0]), px, y(ends[1]), colour))
         peak, step = format_binary(line.row.peak_bytes or 0), words.seconds(line.step_seconds or 0)
         parts.append(_mark(mark, px, py, colour, f"{line.row.key}: {peak}, {step}", 5 if ours else 4))
     row = TOP + 10 + 22 * number

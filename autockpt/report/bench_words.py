@@ -128,11 +128,12 @@ def rounds(report: BenchReport) -> str:
         return "Nothing was timed yet."
     least, most = min(line.rounds for line in timed), max(line.rounds for line in timed)
     spread = sorted(line.noise for line in timed if line.noise is not None)
-    middle = f"{spread[len(spread) // 2] * 100:.1f} %" if spread else "unknown"
-    span = f"{least}" if least == most else f"{least} to {most}"
+    half = spread[len(spread) // 2] if spread else 1.0
+    middle = f"{half * 100:.1f} % of it" if half < words.USELESS_NOISE else "unknown"
+    span = words.counted(most, "round") if least == most else f"{least} to {most} rounds"
     return (
-        f"{words.counted(len(timed), 'row')} timed in {span} interleaved rounds; half the 95 % interval of a median "
-        f"is {middle} of it in the middle case. Ratios are of paired rounds (Hodges-Lehmann, signed-rank interval), "
+        f"{words.counted(len(timed), 'row')} timed in {span}, interleaved; half the 95 % interval of a median "
+        f"is {middle} in the middle case. Ratios are of paired rounds (Hodges-Lehmann, signed-rank interval), "
         f"wanted within ±{report.within * 100:g} %, at most {report.most_rounds} rounds."
     )
 

@@ -108,3 +108,16 @@ def test_ticks_are_round_and_inside(low: float, high: float, unit: float) -> Non
     axis = _Axis([low, high], 0, 100)
     ticks = axis.ticks(unit)
     assert 2 <= len(ticks) <= 12 and all(axis.inside(t) for t in ticks)
+
+
+@pytest.mark.parametrize("noise", [0.4, 1.0])
+def test_wide_intervals_stay_inside_the_frame(noise: float) -> None:
+    lines = tuple(line.model_copy(update={"noise": noise}) for line in sample().lines)
+    root = ET.fromstring(bench_picture(sample().model_copy(update={"lines": lines})))
+    ends = [float(shape.get(end, "0")) for shape in root.iter(f"{SVG}line") for end in ("y1", "y2")]
+    assert ends and all(0 <= end <= 520 for end in ends)
+
+
+def test_noise_that_says_nothing_is_called_unknown() -> None:
+    lines = tuple(line.model_copy(update={"noise": 1.0}) for line in sample().lines)
+    assert "is unknown in the middle case" in " ".join(printed(sample().model_copy(update={"lines": lines})).split())
