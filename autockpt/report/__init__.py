@@ -1,6 +1,9 @@
 """What other packages computed, drawn for a terminal."""
 
 from autockpt.report.answer import answer_rows, print_answer
+from autockpt.report.bench_page import bench_page
+from autockpt.report.bench_picture import bench_picture
+from autockpt.report.bench_view import print_bench
 from autockpt.report.graph_summary import GraphSummary, summarise
 from autockpt.report.progress import BarListener, LineListener, listener
 from autockpt.report.trace_view import print_ops, print_summary
@@ -12,8 +15,11 @@ __all__ = [
     "GraphSummary",
     "LineListener",
     "answer_rows",
+    "bench_page",
+    "bench_picture",
     "listener",
     "print_answer",
+    "print_bench",
     "print_ops",
     "print_report",
     "print_summary",
