@@ -1,6 +1,6 @@
 """Op times of a device that is not at hand: a roofline from its description.
 
-An op takes as long as the slower of its arithmetic and its bytes (Williams, Waterman, Patterson: "Roofline", 2009), each
+An op takes as long as the slower of its arithmetic and its bytes (Williams, Waterman, Patterson: Roofline, 2009), each
 at the share of the peak that real kernels reach, and no less than a kernel takes to start. Products of small
 matrices fall short of the peak as ``Efficiency`` says; kernels that are slow for other reasons, such as random numbers
 on a CPU, have rates of their own. The host hides behind a GPU while its queue is deep: see ``queue_floor``.
