@@ -5,6 +5,7 @@ from autockpt.report.bench_page import bench_page
 from autockpt.report.bench_picture import bench_picture
 from autockpt.report.bench_view import print_bench
 from autockpt.report.graph_summary import GraphSummary, summarise
+from autockpt.report.hardware_view import hardware_rows, print_hardware
 from autockpt.report.progress import BarListener, LineListener, listener
 from autockpt.report.trace_view import print_ops, print_summary
 from autockpt.report.trials_view import print_trials
@@ -17,9 +18,11 @@ __all__ = [
     "answer_rows",
     "bench_page",
     "bench_picture",
+    "hardware_rows",
     "listener",
     "print_answer",
     "print_bench",
+    "print_hardware",
     "print_ops",
     "print_report",
     "print_summary",
