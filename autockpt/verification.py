@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from autockpt.devices import transport_for
+from autockpt.devices import Ways
 from autockpt.errors import AutockptError, DeviceOutOfMemory, PlanError
 from autockpt.history.statistics import Interval, ratio_interval
 from autockpt.history.statistics import judge as judge_interval
@@ -29,7 +29,6 @@ from autockpt.runtime import (
     judge,
     kept_state,
     observe,
-    planned_units,
     sketch,
     without_kv_cache,
 )
@@ -81,17 +80,25 @@ def verify(
             "the plan does not say which training step it was made for",
             remedy="Name it: --model, --batch-size, --seq-len and what else your step uses.",
         )
-    with _open(subject, device, measurer) as runs:
+    with _open(subject, device, measurer, plan.host_budget_bytes) as runs:
         return _Verification(plan, subject, runs, device, listener or Silence(), steps).report()
 
 
 @contextmanager
-def _open(subject: WorkloadSpec | Workload | None, device: str | None, given: Measurer | None) -> Iterator[Measurer]:
+def _open(
+    subject: WorkloadSpec | Workload | None,
+    device: str | None,
+    given: Measurer | None,
+    host_budget: int | None = None,
+) -> Iterator[Measurer]:
     if given is not None:
         yield given
         return
     assert subject is not None
-    made = WorkerMeasurer(subject, device) if isinstance(subject, WorkloadSpec) else LocalMeasurer(subject)
+    if isinstance(subject, WorkloadSpec):
+        made = WorkerMeasurer(subject, device, host_budget=host_budget)
+    else:
+        made = LocalMeasurer(subject, host_budget=host_budget)
     try:
         yield cast(Measurer, made)
     finally:
@@ -121,8 +128,7 @@ class _Verification:
         units = [Unit.model_validate(u) for u in described["units"]]
         head = described.get("head")
         output_head = None if head is None else Unit.model_validate(head)
-        self.plan.check_structure(planned_units(self.plan, units), output_head)
-        self.choices = self.plan.expand((u.name for u in units), None if output_head is None else output_head.name)
+        self.choices = self.plan.choices_for(units, output_head)
         self.blocks = [unit.name for unit in units if unit.role == "block"]
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
@@ -369,8 +375,8 @@ def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     workload = runner.workload
     choices = _choices(payload["choices"])
     counter = RunCounter(workload.model, choices)
-    transport = counter.transport(transport_for(runner.device.torch_device))
-    with runner.attached({}, what="the plan"), attach(workload.model, choices, transport=transport):
+    ways = counter.transports(Ways(runner.host_budget))
+    with runner.attached({}, what="the plan"), attach(workload.model, choices, transport=ways):
         seed_all(_seed(workload), runner.device.torch_device)
         with _restored(workload), counter.counting():
             workload.full_step() if workload.full_step is not None else workload.forward_backward()

@@ -13,6 +13,7 @@ from autockpt.profiling.profile import (
     measure_op_times,
     uniform_graphs,
     used_by_others,
+    wants_disk,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "point_bytes",
     "uniform_graphs",
     "used_by_others",
+    "wants_disk",
 ]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autockpt.devices.base import Parcel, Transport
+from autockpt.devices import Parcel, Transport, Transports, transport_for
 from autockpt.policies import is_heavy, recomputing
 from autockpt.schema.base import Data
 from autockpt.workload.units import module_of
@@ -49,9 +49,9 @@ class RunCounter(TorchDispatchMode):
         """The counts so far, by unit."""
         return {name: UnitRuns(**counts, trains=name in self._trains) for name, counts in self._counts.items()}
 
-    def transport(self, inner: Transport) -> Transport:
-        """A transport like ``inner`` whose sent bytes are counted for the unit that sends them."""
-        return _CountingTransport(inner, self)
+    def transports(self, ways: Transports = transport_for) -> Transports:
+        """Ways like ``ways`` whose sent bytes are counted for the unit that sends them."""
+        return lambda device, tier: _CountingTransport(ways(device, tier), self)
 
     def moved(self, nbytes: int) -> None:
         """Bytes leave the device, sent by the present unit."""

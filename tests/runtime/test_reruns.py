@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.devices import transport_for
 from autockpt.policies import POLICIES
 from autockpt.runtime import RunCounter, attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, choice_kinds, parse_choice
@@ -15,7 +14,7 @@ from tests.policies.zoo import CASES, Case
 def count(case: Case, choices: dict[str, Choice], attached: dict[str, Choice] | None = None):
     model = case.make()
     counter = RunCounter(model, choices)
-    with attach(model, choices if attached is None else attached, transport=counter.transport(transport_for("cpu"))):
+    with attach(model, choices if attached is None else attached, transport=counter.transports()):
         extra = {"use_cache": False} if case.takes_cache else {}
         with counter.counting():
             case.step(model, case.batch(), **extra).backward()
