@@ -16,7 +16,7 @@ from autockpt.history.statistics import judge as judge_interval
 from autockpt.measuring import LocalMeasurer, Measurer, StepRunner, WorkerMeasurer
 from autockpt.measuring.conditions import seed_all
 from autockpt.measuring.snapshot import Snapshot
-from autockpt.policies import POLICIES
+from autockpt.policies import POLICIES, kept_by
 from autockpt.runtime import (
     Observation,
     RunCounter,
@@ -268,8 +268,10 @@ def compare_on(measurer: Measurer, name: str, choices: Choices, reference: Choic
 
 
 def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
-    """Whether every unit executed again what its choice says. Units whose output needs no gradient are left out."""
-    wrong, again, forward, moved, counted = [], 0, 0, 0, 0
+    """Whether every unit executed again what its choice says, and nothing of what that keeps (but for outputs that were
+    changed in place). Units whose output needs no gradient are left out."""
+    wrong: list[str] = []
+    again = forward = moved = counted = named = kept = 0
     for name, choice in choices.items():
         runs = found.get(name, UnitRuns())
         moved += runs.moved_bytes
@@ -281,6 +283,12 @@ def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
         least, most = POLICIES[choice.kind].reruns(choice, runs.forward)
         if not least <= runs.again <= most:
             wrong.append(f"{name} ({choice}: {runs.again} of {runs.forward})")
+        elif kept_by(choice) and not runs.ops_again:
+            wrong.append(f"{name} ({choice}: nothing runs again, so everything is kept)")
+        elif runs.named_again > runs.changed:
+            wrong.append(f"{name} ({choice}: {runs.named_again} of {runs.named} that it keeps run again)")
+        named += runs.named
+        kept += runs.named - runs.named_again
     sent = f", {format_bytes(moved)} moved off the device" if moved else ""
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -289,6 +297,8 @@ def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
         detail = "no unit executes matrix products, attentions or convolutions that take part in backward"
         return Check(name="recomputed ops", state="skipped", detail=detail)
     detail = f"{again} of {forward} matrix products, attentions and convolutions in {counted} units run again{sent}"
+    if named:
+        detail += f"; {kept} of {named} outputs that are to be kept are not made again"
     return Check(name="recomputed ops", state="passed", detail=detail)
 
 
@@ -374,7 +384,7 @@ def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     """What every unit executes in one step under ``payload["choices"]``, once and again, and moves off the device."""
     workload = runner.workload
     choices = _choices(payload["choices"])
-    counter = RunCounter(workload.model, choices)
+    counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
     ways = counter.transports(Ways(runner.host_budget))
     with runner.attached({}, what="the plan"), attach(workload.model, choices, transport=ways):
         seed_all(_seed(workload), runner.device.torch_device)

@@ -51,7 +51,7 @@ def simulate(
 ) -> Simulation:
     """Step time and bytes of a graph from the seconds of its op signatures.
 
-    ``op_seconds`` by signature text; ``bandwidth_*`` and ``disk_*`` in bytes per second, to the tier below and to a file,
+    ``op_seconds`` by signature text; ``bandwidth_*`` and ``disk_*`` in bytes per second, to host memory and to a file,
     needed where the graph has copies in that direction. With ``copy_queues`` copies run beside compute, else inline
     where they are issued: one queue per direction, and one for both directions of the disk, as one thread serves it.
     ``optimizer_seconds`` replaces the sum over the optimizer's ops. ``host_seconds`` is added to every other
