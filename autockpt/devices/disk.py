@@ -274,7 +274,8 @@ def _pread(fd: int, view: memoryview, offset: int) -> int:
 
 def _all_of(move: Any, file: IO[bytes], memory: torch.Tensor, offset: int) -> None:
     """Read or write all of ``memory``, in as many calls as that takes. Raises OSError."""
-    view = memoryview(memory.numpy())
+    buffer: Any = memory.numpy()
+    view = memoryview(buffer)
     while view:
         try:
             done = move(file.fileno(), view, offset)

@@ -90,7 +90,8 @@ class OffloadState(Attachment):
 
     def __init__(self, unit: str, pipeline: Pipeline, tier: Tier = "cpu") -> None:
         super().__init__(unit)
-        self.pipeline, self.tier = pipeline, tier
+        self.pipeline = pipeline
+        self.tier: Tier = tier
         self._cache_buffers: list[tuple[nn.Module, str]] | None = None
 
     def buffers(self, module: nn.Module) -> list[torch.Tensor]:
@@ -140,8 +141,7 @@ class OffloadPolicy:
             return
         pipeline = session.shared(Pipeline, lambda: Pipeline(session.transports))
         # a device that nothing can be moved off is refused now, not in the middle of training
-        ways = {(_device(unit), _tier(unit)) for unit in units}
-        queues = any([pipeline.transport(device, tier).copy_queues for device, tier in sorted(ways, key=str)])
+        queues = any([pipeline.transport(_device(unit), _tier(unit)).copy_queues for unit in units])
         for unit in units:
             session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, _tier(unit)))
             session.note(unit.name, f"{self.kind}: {self.words}{_where(unit)}")

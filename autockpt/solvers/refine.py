@@ -39,6 +39,8 @@ class Ruling(NamedTuple):
     host_bytes: int = 0
 
 
+_UNSAID = (0, None, None, 0)
+
 Referee = Callable[[Plan], "Ruling | tuple[int, float | None] | int"]  # a bare int is the peak in bytes
 
 
@@ -111,7 +113,9 @@ class _Court:
                 return None
             self.calls += 1
             said = self.referee(plan)
-            self.remembered[key] = Ruling(said) if isinstance(said, int) else Ruling(*said)
+            self.remembered[key] = (
+                Ruling(said) if isinstance(said, int) else Ruling._make((*said, *_UNSAID[len(said) :]))
+            )
         return self.remembered[key]
 
 

@@ -53,7 +53,8 @@ class CopyRecord:
     __slots__ = ("awaited", "direction", "issued", "module", "nbytes", "released", "tier")
 
     def __init__(self, direction: str, nbytes: int, issued: int, module: int, tier: Tier) -> None:
-        self.direction, self.nbytes, self.issued, self.module, self.tier = direction, nbytes, issued, module, tier
+        self.direction, self.nbytes, self.issued, self.module = direction, nbytes, issued, module
+        self.tier: Tier = tier
         self.awaited: int | None = None
         self.released: int | None = None
 
