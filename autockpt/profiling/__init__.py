@@ -14,6 +14,7 @@ from autockpt.profiling.profile import (
     uniform_graphs,
     used_by_others,
     wants_disk,
+    within_host,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "uniform_graphs",
     "used_by_others",
     "wants_disk",
+    "within_host",
 ]

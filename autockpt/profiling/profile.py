@@ -125,8 +125,8 @@ def measure_op_times(
     whole, in turns, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
     Raises DeviceOutOfMemory where even the leanest does not run.
     """
-    lean, graph = leanest(uniform)
     device = runs.environment.device
+    lean, graph = leanest(within_host(uniform, device, host_budget))
     disk = wants_disk(uniform, device, host_budget)
     if (known := cached_op_times(runs.environment, graph, workload, disk=disk)) is not None:
         return known
@@ -138,11 +138,8 @@ def measure_op_times(
     found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
     times = OpTimes(environment=runs.environment, **found)
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
-    fitting = {
-        kind: choices
-        for kind, (choices, graph) in uniform.items()
-        if graph.peak_bytes <= room and not _over_host(graph, device, host_budget)
-    }
+    allowed = within_host(uniform, device, host_budget)
+    fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
     anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
     if "save" in anchors and len(anchors) > 1:
         cycle = simulation_of(graph, times).step_seconds
@@ -160,6 +157,11 @@ def wants_disk(uniform: Uniform, device: DeviceInfo, host_budget: int | None) ->
     Not on the CPU, where the one tier there is a file already.
     """
     return device.kind != "cpu" and any(_over_host(graph, device, host_budget) for _, graph in uniform.values())
+
+
+def within_host(uniform: Uniform, device: DeviceInfo, host_budget: int | None) -> Uniform:
+    """The uniform plans that may run under a host budget."""
+    return {kind: pair for kind, pair in uniform.items() if not _over_host(pair[1], device, host_budget)}
 
 
 def _over_host(graph: Graph, device: DeviceInfo, host_budget: int | None) -> bool:

@@ -23,6 +23,7 @@ from autockpt.profiling import (
     uniform_graphs,
     used_by_others,
     wants_disk,
+    within_host,
 )
 from autockpt.schema import (
     Budget,
@@ -377,7 +378,7 @@ def _foreseen(
     """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
     device = get_device(device_name)
     environment = environment_of(device, {**process_environment(device_name), **os.environ})
-    _, graph = leanest(settled.uniform)
+    _, graph = leanest(within_host(settled.uniform, environment.device, job.host_budget))
     disk = wants_disk(settled.uniform, environment.device, job.host_budget)
     times = cached_op_times(environment, graph, job.workload_key, disk=disk)
     notes = list(job.notes)
