@@ -168,7 +168,7 @@ class _Verification:
             if rest is not None:
                 rest()  # two models would share the device
             try:
-                with _open(spec, self.device, None) as measurer:
+                with _open(spec, self.device, None, self.plan.host_budget_bytes) as measurer:
                     check = compare_on(measurer, name, self.choices, None)
                     return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
             except DeviceOutOfMemory:

@@ -40,7 +40,6 @@ _COMMENTS = {
     "workload": "the training step this was made for",
     "settings": "facts of that step",
     "environment": "where it was measured",
-    "host_budget_bytes": "most that offloading may claim of host memory",
     "predicted": "by a ghost run of this very plan",
     "measured": "by real training steps; noise is relative",
     "baselines": "what everybody would try first, for comparison",
