@@ -35,6 +35,15 @@ def search(
             "Required.",
         ),
     ] = None,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--host-budget",
+            metavar="SIZE",
+            help="8GB, 8GiB: most that offloading may claim of the host's memory (on a CPU: of its file). Default: no "
+            "bound.",
+        ),
+    ] = None,
     device: Annotated[
         str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
     ] = None,
@@ -76,7 +85,7 @@ def search(
     Plans are proposed by an exact solver, ghost-run, and measured by real training steps in a worker process.
     Without --model a built-in shape is planned for: llama-1b on a GPU, a small one on a CPU.
     """
-    from autockpt.schema import SearchRequest, parse_budget
+    from autockpt.schema import SearchRequest, parse_budget, parse_size
 
     if budget is None:
         raise UsageError("no budget was given", remedy="Add --budget with 24GB, 24GiB, 60%, 60%act or auto.")
@@ -88,6 +97,7 @@ def search(
         budget=asked,
         workload=spec,
         space=allowed,
+        host_budget=None if host_budget is None else parse_size(host_budget),
         device=device,
         trials=trials,
         timeout=limit,

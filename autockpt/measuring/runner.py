@@ -32,12 +32,21 @@ class StepRunner:
     Every cycle starts from the same random state and runs with learning rates of zero, so that all plans do identical
     work; ``full_step`` workloads are seeded only. No gradients are alive between cycles. After any error the workload
     can be run again: no choices attached, no gradients, optimizer states as they were. ``beat`` is called with a word
-    whenever a cycle has ended: a sign of life.
+    whenever a cycle has ended: a sign of life. Plans claim no more than ``host_budget`` bytes on the host, or their
+    step raises HostBudgetExceeded.
     """
 
-    def __init__(self, workload: Workload, device: Device, *, beat: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: Device,
+        *,
+        beat: Callable[[str], None] | None = None,
+        host_budget: int | None = None,
+    ) -> None:
         self.workload = workload
         self.device = device
+        self.host_budget = host_budget
         self.beat: Callable[[str], None] = beat or (lambda word: None)
         self._seed = workload.spec.seed if workload.spec is not None else 0
         self._freezer = conditions.Freezer()
@@ -54,7 +63,7 @@ class StepRunner:
         """
         if steps < 1:
             raise ValueError("at least one cycle must be timed")
-        with self.device.limit(budget_bytes), self.under(choices):
+        with self.device.limit(budget_bytes), self.under(choices) as session:
             for _ in range(warmup + (not self._steady)):
                 self.run_cycle()
             times = [self.time_cycle() for _ in range(steps)]
@@ -64,6 +73,7 @@ class StepRunner:
             step_seconds=statistics.median(times),
             noise=noise(times),
             steps=steps,
+            host_bytes=session.host_bytes if session is not None else 0,
             allocated_bytes=peak.allocated_bytes,
             times=tuple(times),
         )
@@ -111,20 +121,20 @@ class StepRunner:
         memory arrives as DeviceOutOfMemory, with everything that the step held let go.
         """
         with self._prepared(what) as stack:
-            session = attach(self.workload.model, choices)
+            session = attach(self.workload.model, choices, host_budget=self.host_budget)
             stack.callback(session.remove)
             yield session
 
     @contextmanager
-    def under(self, plan: Choices | Attach, *, what: str = "this plan") -> Iterator[None]:
-        """As ``attached``, for whatever can be attached: choices, or a function that does it another way."""
+    def under(self, plan: Choices | Attach, *, what: str = "this plan") -> Iterator[Session | None]:
+        """As ``attached``, for whatever can be attached: choices, or a function that does it its own way (None)."""
         if isinstance(plan, Mapping):
-            with self.attached(plan, what=what):
-                yield
+            with self.attached(plan, what=what) as session:
+                yield session
         else:
             with self._prepared(what) as stack:
                 stack.callback(plan(self.workload.model))
-                yield
+                yield None
 
     @contextmanager
     def _prepared(self, what: str) -> Iterator[ExitStack]:

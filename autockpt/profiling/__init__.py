@@ -13,6 +13,8 @@ from autockpt.profiling.profile import (
     measure_op_times,
     uniform_graphs,
     used_by_others,
+    wants_disk,
+    within_host,
 )
 from autockpt.profiling.roofline import roofline_times
 
@@ -31,4 +33,6 @@ __all__ = [
     "roofline_times",
     "uniform_graphs",
     "used_by_others",
+    "wants_disk",
+    "within_host",
 ]

@@ -29,6 +29,7 @@ class SearchRequest(Data):
     workload: WorkloadSpec
     space: SearchSpace
     device: str | None = Field(default=None, description="cpu, cuda, cuda:1; None: the best there is")
+    host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(default=40, gt=0, description="candidates measured at most, baselines included")
     timeout: float | None = Field(default=None, gt=0)
     seed: int = 0
@@ -61,6 +62,7 @@ class SearchRequest(Data):
             "versions": versions,
             "seed": self.seed,
             **({"allow_inexact": True} if self.allow_inexact else {}),
+            **({"host_budget": self.host_budget} if self.host_budget is not None else {}),
             **more,
         }
 

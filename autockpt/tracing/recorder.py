@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.schema.graph import Tier
 from autockpt.tracing.accumulation import EngineAdds, FusedAdds
 from autockpt.tracing.keys import call_key, keyword_key
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
@@ -49,11 +50,13 @@ class OpRecord(NamedTuple):
 class CopyRecord:
     """Bytes moved off or onto the device; indices of ops as in the schema's Copy."""
 
-    __slots__ = ("awaited", "direction", "issued", "module", "nbytes")
+    __slots__ = ("awaited", "direction", "issued", "module", "nbytes", "released", "tier")
 
-    def __init__(self, direction: str, nbytes: int, issued: int, module: int) -> None:
+    def __init__(self, direction: str, nbytes: int, issued: int, module: int, tier: Tier) -> None:
         self.direction, self.nbytes, self.issued, self.module = direction, nbytes, issued, module
+        self.tier: Tier = tier
         self.awaited: int | None = None
+        self.released: int | None = None
 
 
 class Call:
@@ -162,10 +165,12 @@ class Recorder(TorchDispatchMode):
         """Watch a tensor that no op has made: born before the op that runs next, if it has not been seen before."""
         self.placed.setdefault(self.log.watch(tensor.untyped_storage(), self.log.clock), self.location.module)
 
-    def copy_issued(self, direction: str, nbytes: int, back_from: CopyRecord | None = None) -> CopyRecord:
+    def copy_issued(
+        self, direction: str, nbytes: int, back_from: CopyRecord | None = None, tier: Tier = "cpu"
+    ) -> CopyRecord:
         """Note that a copy starts now; pass the answer to ``copy_awaited``. What comes back belongs where it was."""
         module = self.location.module if back_from is None else back_from.module
-        copy = CopyRecord(direction, nbytes, self.log.clock, module)
+        copy = CopyRecord(direction, nbytes, self.log.clock, module, tier)
         self.copies.append(copy)
         return copy
 
@@ -173,6 +178,10 @@ class Recorder(TorchDispatchMode):
         """Note that the op which runs next waits for the end of a copy."""
         if copy.awaited is None:
             copy.awaited = self.log.clock
+
+    def copy_released(self, copy: CopyRecord) -> None:
+        """Note that what a copy took out is not needed any more from the op on which runs next."""
+        copy.released = self.log.clock
 
     # The mode itself.
 

@@ -14,7 +14,7 @@ from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
-from autockpt.schema.graph import Unit
+from autockpt.schema.graph import Tier, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import RawGraph, Source, summarize
 from autockpt.tracing.ghost import GhostMode
@@ -78,10 +78,11 @@ class Run:
         if all(isinstance(choice, Save) for choice in choices.values()):
             yield
             return
-        with attach(self.workload.model, choices, transport=self._transport()):
+        with attach(self.workload.model, choices, transport=self._transport):
             yield
 
-    def _transport(self) -> Transport:
+    def _transport(self, device: torch.device, tier: Tier) -> Transport:
+        """The way off the device that steps run on, or would."""
         raise NotImplementedError
 
     def _explained(self, error: BaseException) -> AutockptError:
@@ -168,8 +169,8 @@ class GhostRun(Run):
     def _imitate(self, device: torch.device) -> None:
         self._mode.on_cpu = device.type == "cpu"
 
-    def _transport(self) -> Transport:
-        return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu)
+    def _transport(self, device: torch.device, tier: Tier) -> Transport:
+        return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu, tier=tier)
 
     def _explained(self, error: BaseException) -> AutockptError:
         if isinstance(error, AutockptError):
@@ -205,8 +206,8 @@ class RecordedRun(Run):
         self._recorder.log.adopt(workload.tensors())
         self._start(workload)
 
-    def _transport(self) -> Transport:
-        return NotingTransport(transport_for(self._device), self._recorder)
+    def _transport(self, device: torch.device, tier: Tier) -> Transport:
+        return NotingTransport(transport_for(self._device, tier), self._recorder, tier)
 
     def _explained(self, error: BaseException) -> AutockptError:
         return explain(error, f"the training step ({self._recorder.last_op})")

@@ -160,6 +160,10 @@ class Engine:
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
         return self.profiled.predictor.predict(choices)
 
+    def _over_host(self, choices: Mapping[str, Choice]) -> int:
+        """Bytes by which a plan's ghost run is over the host budget: such plans are never measured."""
+        return self.profiled.predictor.over_host(choices)
+
     def _candidate(self, parameters: Parameters) -> Candidate:
         if self.space.encoding == "layers":
             return from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.rule)
@@ -186,7 +190,8 @@ class Engine:
 
     def _resolve_budget(self) -> None:
         """Turn the budget into bytes by this job's own peaks, measured where they could be."""
-        peaks = {name: peak_of_trial(t) for name, c in self.known.items() if (t := self.book.find(c)) is not None}
+        known = {name: c for name, c in self.known.items() if not self._over_host(c)}
+        peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.book.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
         leanest = min(self.smallest_peak + unseen_bytes(self.book.measured), *peaks.values())
         size = self.asked.resolve(peaks[NONE], leanest, self.room)
@@ -249,7 +254,9 @@ class Engine:
         predicted = self._predict(choices)
         state: TrialState = "predicted_over"
         measured, message = None, f"simulated {format_bytes(predicted.peak_bytes)}"
-        if predicted.peak_bytes <= self.room and (fits or not enforce):
+        if self._over_host(choices):
+            message += f", {format_bytes(predicted.host_bytes)} on the host"
+        elif predicted.peak_bytes <= self.room and (fits or not enforce):
             try:
                 measured, message = self._measure(choices, predicted, enforce), ""
                 state = "measured"

@@ -41,11 +41,12 @@ def search(
     listener: Any = None,
     clock: Clock | None = None,
     timeout: float | None = None,
+    host_budget: int | None = None,
     **rest: Any,
 ) -> Found:
     storage = run.storage if run else "sqlite://"
     engine = Engine(
-        profiled=device.profiled(),
+        profiled=device.profiled(host_budget=host_budget),
         measurer=device,
         budget=parse_budget(budget),
         space=load_space(space),
@@ -214,3 +215,14 @@ def test_the_time_limit_holds_for_the_whole_search_and_still_names_a_plan() -> N
     assert "time limit" in found.stopped and all(t.encoding == "baseline" for t in found.trials)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.steps == 3  # one batch of interleaved cycles, no more
+
+
+@pytest.mark.parametrize("space", ["knobs", "layers"])
+def test_plans_over_the_host_budget_are_never_measured(space: str) -> None:
+    device = MadeUpDevice(4)
+    found = search(device, "60%act", space=space, trials=8, host_budget=100)  # not even a page
+    assert device.measured and all(c.kind != "offload" for plan in device.measured for c in plan.values())
+    offload_all = next(t for t in found.trials if t.name == "offload all")
+    assert not offload_all.feasible and "on the host" in offload_all.message
+    assert found.best is not None and found.best.measured is not None
+    assert found.best.measured.peak_bytes <= found.budget.bytes
