@@ -172,10 +172,11 @@ def build_profile(
     uniform: Uniform,
     *,
     used_by_others: int = 0,
+    extra: Iterable[Choice] = (),
 ) -> Profiled:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
-    ``uniform`` are the ghost runs of ``uniform_graphs``, save among them.
+    ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
     """
     base = uniform["save"][1]
     predictor = Predictor(traces.trace, times)
@@ -187,7 +188,7 @@ def build_profile(
         if Selective().kind in uniform:
             again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
             choices += selective_front(again, unit, times)
-        for choice in choices:
+        for choice in (*choices, *(c for c in extra if c != SAVE)):
             if (unit.kind, choice) not in variants:
                 variants[unit.kind, choice] = predictor.graph({unit.name: choice})
         if RECOMPUTE.kind not in uniform:
