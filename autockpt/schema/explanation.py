@@ -230,22 +230,25 @@ class Rule(Data):
     measured: Reading | None = None
     note: str = ""
 
-    def holds(self, reading: Reading | None) -> bool | None:
-        """Whether a reading keeps all that the rule promises: at least that memory, at most that time, that factor.
+    def misses(self, reading: Reading | None) -> tuple[str, ...] | None:
+        """What of the rule a reading does not keep, in words; empty where it holds.
 
-        None where nothing that it promises is known.
+        It holds with at least that memory saved, at most that time added, and that factor. None where nothing that it
+        promises is known.
         """
         if reading is None:
             return None
         saved = reading.peak_saved if self.of == "peak" else reading.activations_saved
-        known = []
+        known: list[tuple[str, bool]] = []
         if self.memory is not None and saved is not None:
-            known.append(saved >= self.memory[0])
+            known.append(("saves less", saved < self.memory[0]))
         if self.time is not None and reading.time_added is not None:
-            known.append(reading.time_added <= self.time[1])
+            known.append(("takes longer", reading.time_added > self.time[1]))
         if self.factor is not None and reading.factor is not None:
-            known.append(abs(reading.factor / self.factor - 1) <= FACTOR_TOLERANCE)
-        return all(known) if known else None
+            ratio = reading.factor / self.factor
+            known.append(("more work", ratio > 1 + FACTOR_TOLERANCE))
+            known.append(("less work", ratio < 1 - FACTOR_TOLERANCE))
+        return tuple(word for word, missed in known if missed) if known else None
 
 
 class Rules(Data):
