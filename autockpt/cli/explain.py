@@ -15,6 +15,7 @@ from autockpt.errors import InfeasibleError, UsageError
 if TYPE_CHECKING:
     from autockpt.explain import Question
     from autockpt.schema import Plan
+    from autockpt.schema.hardware import Hardware
 
 
 @guarded
@@ -33,6 +34,10 @@ def explain(
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", metavar="NAME", help="Model this device instead: rtx4090, h100, or a YAML file."),
     ] = None,
     rules: Annotated[
         bool, typer.Option("--rules", help="Put the rules of thumb to the test on this model instead.")
@@ -62,16 +67,37 @@ def explain(
         raise UsageError(
             "--rules looks at the model alone", remedy="Leave the plan and --budget out, and name the --model."
         )
+    if hardware is not None and (device is not None or measure):
+        other = "--device" if device is not None else "--measure"
+        raise UsageError(
+            f"--hardware models a device that is not at hand; {other} needs one", remedy="Give one of them."
+        )
     asked = parse_budget(budget) if budget is not None else None
     loaded = _load(plan) if plan is not None else None
     spec = workload_spec(workload, base=loaded.workload if loaded else None, seed=seed)
     from autockpt.explain import Question
 
-    question = Question(spec=spec, plan=loaded, plan_path=plan, budget=asked, device=device, limits=limits)
+    question = Question(
+        spec=spec,
+        plan=loaded,
+        plan_path=plan,
+        budget=asked,
+        device=device,
+        hardware=_hardware(hardware),
+        limits=limits,
+    )
     if rules:
         _print_rules(question, measure, as_json)
     else:
         _print(question, as_json)
+
+
+def _hardware(name: str | None) -> Hardware | None:
+    if name is None:
+        return None
+    from search_spaces.hardware import load_hardware
+
+    return load_hardware(name)
 
 
 def _load(path: Path) -> Plan:

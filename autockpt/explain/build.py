@@ -91,7 +91,8 @@ def _chosen(subject: Subject, answers: Answers, budget: ResolvedBudget | None) -
     if found is not None:
         return _Chosen(found.choices, found.choices, f"the solver's plan for {budget.asked}", "simulated")
     needs = subject.profiled.needs(answers.lean.peak_bytes)
-    note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {format_bytes(answers.lean.peak_bytes)}"
+    smallest = format_bytes(answers.lean.peak_bytes)
+    note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
     return _Chosen(answers.lean.choices, answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
 
 

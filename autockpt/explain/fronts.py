@@ -11,7 +11,7 @@ from autockpt.schema.explanation import Bargain, Front
 
 
 def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:
-    """The front of every kind of unit: bytes kept for its backward against seconds over saving, dominated ones left out.
+    """The front of every kind of unit: bytes kept for its backward against seconds over saving.
 
     Dominated choices that the plan took are listed and say so. ``choices`` by unit name.
     """
@@ -21,7 +21,7 @@ def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, 
 def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> Front:
     taken = Counter(choices[u.name] for u in units if u.name in choices)
     plain = seconds(menu.items[0])
-    best = {item.choice for item in undominated(menu.items)}
+    best = [item.choice for item in undominated(menu.items)]
     rows = [
         Bargain(
             choice=item.choice,

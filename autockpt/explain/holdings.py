@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autockpt.explain.kinds import LOSS, OFFLOADED, OTHER, OpKinds, makers
+from autockpt.explain.kinds import LOSS, OFFLOADED, OTHER, UNMADE, OpKinds, makers
 from autockpt.schema import Graph, Op, Storage
 from autockpt.schema.explanation import Holding, Slice
 from autockpt.schema.names import fold, parse_pattern
@@ -89,7 +89,9 @@ class Ledger:
         """The kind of op that made a storage."""
         if (op := self.makers.get(storage.id)) is not None:
             return self.kinds.of(op)
-        return OFFLOADED if self.purposes[storage.id] == BACK else OTHER
+        if self.purposes[storage.id] == BACK:
+            return OFFLOADED
+        return UNMADE if self.graph.ops[storage.birth].phase == "forward" else OTHER
 
     def _coming_and_going(self, op: int) -> list[Storage]:
         return [s for s in self.alive_at(op) if self.purposes[s.id] in COME_AND_GO]

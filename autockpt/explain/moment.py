@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,7 +33,7 @@ def curve(ledger: Ledger, points: int = POINTS) -> Curve:
     growing = sum((lines[k] for k in (GRADIENTS, TEMPORARY) if k in lines), np.zeros(n, dtype=np.int64))
     moving = sum((lines[k] for k in COME_AND_GO if k in lines), np.zeros(n, dtype=np.int64))
     edges = np.linspace(0, n, min(points, n) + 1, dtype=np.int64)
-    at = [int(a + np.argmax(total[a:b])) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    at = [int(a + np.argmax(total[a:b])) for a, b in pairwise(edges)]
     return Curve(
         total=tuple(int(total[i]) for i in at),
         fixed=tuple(int(total[i] - growing[i] - moving[i]) for i in at),

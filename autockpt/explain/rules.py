@@ -74,7 +74,9 @@ def _plans(units: tuple[Unit, ...]) -> Plans:
         ROOT: dict.fromkeys(blocks, Segment(size=max(1, round(math.sqrt(len(blocks)))))),
         OFFLOADED: dict.fromkeys(blocks, OFFLOAD),
     }
-    return plans | ({ATTENTION: dict.fromkeys(attention, RECOMPUTE)} if attention else {})
+    if attention:
+        plans[ATTENTION] = dict.fromkeys(attention, RECOMPUTE)
+    return plans
 
 
 def _graphs(subject: Subject, plans: Plans) -> dict[str, Graph]:

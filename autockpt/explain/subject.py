@@ -13,25 +13,31 @@ import torch
 
 from autockpt.devices import get_device, process_environment
 from autockpt.errors import UsageError
-from autockpt.explain.times import Times, of_device
+from autockpt.explain.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
 from autockpt.profiling import Profiled, Uniform, build_profile, uniform_graphs
 from autockpt.schema import Budget, Choice, Graph, Listener, Plan, Selective, WorkloadSpec, dump_choice, load_space
+from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning.inexact import FixedTracer
 
 SPACE = "knobs"
+_TORCH_DEVICES = {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "cpu": "cpu"}
 
 
 @dataclass(frozen=True)
 class Question:
-    """What to explain: a plan, or what fits a budget, or plain training. ``plan_path``: the plan's file or run."""
+    """What to explain: a plan, or what fits a budget, or plain training.
+
+    On ``device``, or on ``hardware`` as it is described. ``plan_path`` is the plan's file or run directory.
+    """
 
     spec: WorkloadSpec
     plan: Plan | None = None
     plan_path: Path | None = None
     budget: Budget | None = None
     device: str | None = None
+    hardware: Hardware | None = None
     limits: bool = True
 
 
@@ -73,9 +79,9 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
     Raises UsageError for a model without blocks, PlanError for a plan that does not fit the model, and what the tracer
     raises.
     """
-    device = get_device(question.device)
+    target = _target(question)
     listener.stage("tracing")
-    with Tracer.from_spec(question.spec, device=device.torch_device) as tracer:
+    with Tracer.from_spec(question.spec, device=target) as tracer:
         blocks = tuple(u for u in tracer.units if u.role == "block")
         if not blocks:
             raise UsageError(
@@ -87,17 +93,14 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
         fixed = {n: c for n, c in (choices or {}).items() if tracer.head is not None and n == tracer.head.name}
         traces = FixedTracer(tracer, fixed) if fixed else tracer
         uniform = uniform_graphs(traces, blocks, load_space(SPACE).choices)
-        environment = environment_of(device, {**process_environment(question.device), **os.environ})
-        times = of_device(environment, uniform, workload_key(question.spec, fixed), question.plan_path)
+        times, others = _times(question, uniform, fixed)
         listener.stage("weighing choices")
-        profiled = build_profile(
-            traces, times.times, uniform, used_by_others=device.used_by_others(), extra=_own_sets(choices or {})
-        )
+        profiled = build_profile(traces, times.times, uniform, used_by_others=others, extra=_own_sets(choices or {}))
         yield Subject(
             question=question,
             tracer=tracer,
             traces=traces,
-            torch_device=device.torch_device,
+            torch_device=target,
             uniform=uniform,
             times=times,
             profiled=profiled,
@@ -107,12 +110,27 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
         )
 
 
+def _target(question: Question) -> torch.device:
+    """The device that steps are traced for."""
+    if question.hardware is not None:
+        return torch.device(_TORCH_DEVICES[question.hardware.kind])
+    return get_device(question.device).torch_device
+
+
+def _times(question: Question, uniform: Uniform, fixed: Mapping[str, Choice]) -> tuple[Times, int]:
+    """Op times, and the bytes of the device that others hold."""
+    if question.hardware is not None:
+        return of_hardware(question.hardware, uniform), 0
+    device = get_device(question.device)
+    environment = environment_of(device, {**process_environment(question.device), **os.environ})
+    times = of_device(environment, uniform, workload_key(question.spec, fixed), question.plan_path)
+    return times, device.used_by_others()
+
+
 def workload_key(spec: WorkloadSpec, fixed: Mapping[str, Choice]) -> str:
     """What a search files op times under."""
     named = [{name: dump_choice(choice) for name, choice in fixed.items()}] if fixed else []
     return json.dumps([spec.model_dump(mode="json"), spec.model, *named], default=str)
-
-
 
 
 def _own_sets(choices: Mapping[str, Choice]) -> tuple[Choice, ...]:

@@ -12,6 +12,7 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import Uniform, cached_op_times, nominal_op_times
 from autockpt.schema import Environment, Graph, OpTimes
 from autockpt.schema.explanation import Basis
+from autockpt.schema.hardware import Hardware
 
 COVERED = 0.9  # share of the op signatures that timed ones must cover; the rest is estimated from similar ones
 
@@ -41,6 +42,14 @@ def of_device(environment: Environment, uniform: Uniform, workload_key: str, pla
         "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
         "little about this device (a search measures its op times; --hardware NAME models a device that is described)",
     )
+
+
+def of_hardware(hardware: Hardware, uniform: Uniform) -> Times:
+    """Op times of a device that is described, not at hand."""
+    from autockpt.profiling.roofline import roofline_times
+
+    times = roofline_times(hardware, [graph for _, graph in uniform.values()])
+    return Times(times, "modelled", f"seconds are modelled by a roofline of {hardware.name}, nothing was timed")
 
 
 def _of_run(plan: Path | None, graphs: Sequence[Graph]) -> OpTimes | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.profiling import Profiled
-from autockpt.schema import Budget, Choice, format_binary, plan_hash
+from autockpt.schema import Budget, Choice, Problem, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans
 from autockpt.solvers import Ruling, exact, refine
@@ -46,9 +46,7 @@ class Answers:
         if self.save_all.peak_bytes <= budget_bytes and not self._gains():
             return self.save_all
         problem = self.profiled.problem(budget_bytes - self.overhead)
-        found = refine(
-            problem, self.profiled.rule, max_calls=calls, offsets=self._offsets, remembered=self._remembered
-        )
+        found = refine(problem, self.profiled.rule, max_calls=calls, offsets=self._offsets, remembered=self._remembered)
         self._offsets = found.offsets
         if found.feasible:
             return self.reach(found.choices)
@@ -87,7 +85,7 @@ class Answers:
         answer = exact(self._model(budget_bytes))
         return answer.seconds if answer.feasible else None
 
-    def _model(self, budget_bytes: int):  # noqa: ANN202
+    def _model(self, budget_bytes: int) -> Problem:
         problem = self.profiled.problem(budget_bytes - self.overhead)
         return shifted(problem, self._offsets) if self._offsets is not None else problem
 

@@ -146,11 +146,10 @@ def _alive(said: Explanation, width: int) -> Table:
     table.add_column("all", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("made by", no_wrap=True)
-    table.add_column("in", overflow="fold")
+    table.add_column("in", overflow="fold", min_width=24)
     table.add_column("shape", no_wrap=True)
     if width >= WIDE:
         table.add_column("what for", no_wrap=True)
-        table.add_column("op", overflow="ellipsis", no_wrap=True)
     for a in said.moment.alive[:ALIVE]:
         place = ", ".join(p for p in (a.units, a.place) if p) or "the rest of the model"
         cells = [
@@ -159,7 +158,7 @@ def _alive(said: Explanation, width: int) -> Table:
             a.kind,
             place,
             shape_words(a),
-            *([a.purpose, a.target.removeprefix("aten.")] if width >= WIDE else []),
+            *([a.purpose] if width >= WIDE else []),
         ]
         table.add_row(*(Text(c) for c in cells))
     rest = said.moment.alive[ALIVE:]

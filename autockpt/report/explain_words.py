@@ -82,7 +82,9 @@ def largest_words(said: Explanation) -> list[str]:
         parts = [f"{_value(limit)} {_how(limit)}" for limit in group]
         reasons = dict.fromkeys(limit.why for limit in group if limit.open_ended and limit.why)
         more = f" ({'; '.join(reasons)})" if reasons else ""
-        out.append(f"largest {dimension} within this budget: {', '.join(parts)}; now {group[0].now:,}{more} (simulated)")
+        out.append(
+            f"largest {dimension} within this budget: {', '.join(parts)}; now {group[0].now:,}{more} (simulated)"
+        )
     return out
 
 
