@@ -22,11 +22,12 @@ class Marks:
     axis: str = "┤"
     budget: str = "┄"
     peak: str = "▼"
+    ours: str = "→"
     bar: str = "█"
 
 
 BLOCK = Marks()
-PLAIN = Marks(fixed=".", growing=":", levels="  ###", axis="|", budget="-", peak="v", bar="#")
+PLAIN = Marks(fixed=".", growing=":", levels="  ###", axis="|", budget="-", peak="v", ours=">", bar="#")
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,6 @@ def ruler(spans: Sequence[Span], ops: int, columns: int) -> str:
 
 
 def bar(share: float, width: int, marks: Marks = BLOCK) -> str:
-    """A horizontal bar for a share of ``width`` characters; something is shown for anything above nothing."""
+    """A horizontal bar for a share of ``width`` characters; a sliver for what is less than one of them."""
     full = round(share * width)
-    return marks.bar * full if full or share <= 0 else ("▏" if marks is BLOCK else ".")
+    return marks.bar * full if full or share < 0.001 else ("▏" if marks is BLOCK else ".")

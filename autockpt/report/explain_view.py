@@ -33,13 +33,13 @@ def print_explanation(said: Explanation, console: Console) -> None:
     console.print(_alive(said, console.width))
     for front in said.fronts:
         _title(f"Choices for {front.units}", console)
-        console.print(_front(front, said))
+        console.print(_front(front, said, marks))
     if said.why is not None:
         _title("Why this plan", console)
         console.print(bullets(reason_words(said)))
     if said.budgets:
         _title("Other budgets and sizes", console)
-        console.print(_budgets(said))
+        console.print(_budgets(said, marks))
         if said.limits:
             console.print(bullets(largest_words(said)))
     if said.notes or said.basis_note:
@@ -169,7 +169,7 @@ def _alive(said: Explanation, width: int) -> Table:
     return table
 
 
-def _front(front: Front, said: Explanation) -> Table:
+def _front(front: Front, said: Explanation, marks: area.Marks) -> Table:
     tilde = basis_mark(said.basis)
     table = plain_table()
     table.add_column("", no_wrap=True)
@@ -184,7 +184,7 @@ def _front(front: Front, said: Explanation) -> Table:
         extra = f"{tilde}{words.seconds(b.extra_seconds)}" if b.extra_seconds else "0"
         taken = f"{b.taken} of {front.count}" if b.taken else ""
         taken += " (beaten by another)" if b.dominated else ""
-        cells = ("→" if b.taken else "", str(b.choice), format_binary(b.kept_bytes), extra, price, taken.strip())
+        cells = (marks.ours if b.taken else "", str(b.choice), format_binary(b.kept_bytes), extra, price, taken.strip())
         table.add_row(*(Text(c) for c in cells), style="bold" if b.taken else None)
     if front.left_out:
         more = f"{words.counted(front.left_out, 'choice')} left out: another keeps no more and costs no more"
@@ -192,7 +192,7 @@ def _front(front: Front, said: Explanation) -> Table:
     return table
 
 
-def _budgets(said: Explanation) -> Table:
+def _budgets(said: Explanation, marks: area.Marks) -> Table:
     tilde = basis_mark(said.basis)
     table = plain_table()
     table.add_column("", no_wrap=True)
@@ -203,7 +203,7 @@ def _budgets(said: Explanation) -> Table:
         reach = step.reach
         overhead = "—" if reach is None or reach.overhead is None else tilde + words.share(reach.overhead, signed=True)
         cells = (
-            "→" if step.ours else "",
+            marks.ours if step.ours else "",
             format_binary(step.budget_bytes),
             step.label,
             "nothing fits" if reach is None else format_binary(reach.peak_bytes),

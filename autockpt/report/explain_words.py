@@ -9,6 +9,18 @@ from autockpt.schema import Choice, format_binary
 from autockpt.schema.explanation import Alive, Basis, Explanation, Largest, Reach
 
 
+_PLAIN = str.maketrans({"√": "sqrt ", "−": "-", "µ": "u"})
+
+
+def writable(text: str, encoding: str) -> str:
+    """The text, with signs that the output's encoding lacks spelled in ASCII."""
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(_PLAIN)
+    return text
+
+
 def basis_mark(basis: Basis) -> str:
     """What stands before seconds that rest on no measurement of this device."""
     return "" if basis == "measured" else "~"

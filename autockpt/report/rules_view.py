@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.report import words
-from autockpt.report.explain_words import basis_mark
+from autockpt.report.explain_words import basis_mark, writable
 from autockpt.report.style import bullets, plain_table
 from autockpt.schema import format_binary, format_bytes
 from autockpt.schema.explanation import Reading, Rule, Rules
@@ -24,7 +24,7 @@ def print_rules(said: Rules, console: Console) -> None:
     saving = f"Saving everything peaks at {format_bytes(said.save_all_peak)}, "
     console.print(f"{saving}of which {format_binary(said.activation_bytes)} come and go (simulated).")
     console.print()
-    console.print(_table(said, console.width))
+    console.print(_table(said, console))
     console.print(Text("holds: at least that memory saved, at most that time added, that factor ±5 %", style="dim"))
     notes = [f"Bytes are simulated by ghost runs, FLOPs counted in them; predicted seconds: {said.basis_note}."]
     if all(rule.measured is None for rule in said.rules):
@@ -32,7 +32,8 @@ def print_rules(said: Rules, console: Console) -> None:
     console.print(bullets((*notes, *said.notes)))
 
 
-def _table(said: Rules, width: int) -> Table:
+def _table(said: Rules, console: Console) -> Table:
+    width, encoding = console.width, console.encoding
     table = plain_table()
     table.add_column("rule", overflow="fold")
     if width >= WIDE:
@@ -41,12 +42,13 @@ def _table(said: Rules, width: int) -> Table:
     table.add_column("predicted", overflow="fold")
     table.add_column("measured", overflow="fold")
     for rule in said.rules:
+        named = writable(rule.name, encoding)
         whose = [Text(rule.source)] if width >= WIDE else []
-        name = Text(rule.name) if width >= WIDE else Text.assemble(rule.name, (f"\n{rule.source}", "dim"))
+        name = Text(named) if width >= WIDE else Text.assemble(named, (f"\n{rule.source}", "dim"))
         table.add_row(
             name,
             *whose,
-            Text(rule.says),
+            Text(writable(rule.says, encoding)),
             _reading(rule, rule.predicted, basis_mark(said.basis), rule.note or "—"),
             _reading(rule, rule.measured, "", "counted" if rule.factor else "not measured"),
         )

@@ -105,5 +105,5 @@ def test_equal_units_are_one_line() -> None:
 def test_a_graph_without_ops_is_no_error() -> None:
     graph = Graph(resident_bytes=5, signatures=(), ops=(), storages=())
     ledger = Ledger(graph)
-    assert peak_op(graph) == 0 and ledger.holdings(0) == () or sum(h.peak_bytes for h in ledger.holdings(0)) in (0, 5)
+    assert peak_op(graph) == 0
     assert curve(ledger).total == () and moment(ledger, 0).alive == ()
