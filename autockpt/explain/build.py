@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autockpt.explain.fronts import fronts
 from autockpt.explain.holdings import Ledger
 from autockpt.explain.limits import workload_limits
-from autockpt.explain.moment import curve, moment, peak_op
+from autockpt.explain.moment import curve, moment, peak_op, telling_op
 from autockpt.explain.subject import Question, Subject, open_subject
 from autockpt.explain.why import Answers, budget_steps, why
 from autockpt.schema import Budget, Choice, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
@@ -29,7 +29,7 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
         chosen = _chosen(subject, answers, budget)
         graph = subject.traces.trace(chosen.choices)
         ledger = Ledger(graph, subject.head, answers.overhead)
-        at = peak_op(graph)
+        at, telling = peak_op(graph), telling_op(ledger)
         device = subject.profiled.predictor.device
         measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
         reasons = why(answers, chosen.blocks, budget.bytes if budget else None)
@@ -53,10 +53,10 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
             measured_peak=measured.peak_bytes if measured else None,
             measured_seconds=measured.step_seconds if measured else None,
             holdings=ledger.holdings(at),
-            units=ledger.by_unit(at),
-            ops=ledger.by_kind(at),
+            units=ledger.by_unit(telling),
+            ops=ledger.by_kind(telling),
             curve=curve(ledger),
-            moment=moment(ledger, at),
+            moment=moment(ledger, telling),
             fronts=fronts(subject.profiled.profile.menus, subject.profiled.blocks, chosen.choices),
             why=reasons,
             budgets=steps,

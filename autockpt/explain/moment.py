@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,25 @@ def curve(ledger: Ledger, points: int = POINTS) -> Curve:
         ops=n,
         spans=spans(graph.ops),
         peak_op=peak_op(graph),
+        **_place(graph),
     )
+
+
+def _place(graph: Graph) -> dict[str, Any]:
+    """Where the peak is, as fields of a Curve."""
+    if not graph.ops:
+        return {}
+    op = graph.ops[peak_op(graph)]
+    return {"peak_target": op.target, "peak_phase": op.phase, "peak_module": op.module}
+
+
+def telling_op(ledger: Ledger) -> int:
+    """The op whose storages are worth a look: that of the peak, or where nothing comes and goes then, of the most."""
+    at = peak_op(ledger.graph)
+    moving = sum(
+        (line for name, line in ledger.timelines().items() if name in COME_AND_GO), np.zeros(1, dtype=np.int64)
+    )
+    return at if at >= len(moving) or moving[at] else int(np.argmax(moving))
 
 
 def spans(ops: Sequence[Op]) -> tuple[Span, ...]:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.report import area, words
-from autockpt.report.explain_words import basis_mark, largest_words, reason_words, shape_words
+from autockpt.report.explain_words import basis_mark, choice_words, largest_words, reason_words, shape_words
 from autockpt.report.sparkline import can_draw
 from autockpt.report.style import bullets, plain_table
 from autockpt.schema import format_binary, format_bytes
@@ -25,11 +25,13 @@ def print_explanation(said: Explanation, console: Console) -> None:
     console.print(_heading(said))
     _title("Where the bytes go", console)
     console.print(_holdings(said, marks, 12 if console.width < WIDE else 24))
-    _title(f"What comes and goes, at the peak: {format_binary(sum(s.total for s in said.units))}", console)
+    at_peak = said.moment.op == said.curve.peak_op
+    when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
+    _title(f"What comes and goes, {when}: {format_binary(sum(s.total for s in said.units))}", console)
     console.print(_side_by_side(_slices("unit", said.units, UNITS), _slices("kind of op", said.ops, KINDS), console))
     _title("Bytes over time, op by op", console)
     _chart(said, marks, console)
-    _title("The largest alive at that moment", console)
+    _title("The largest alive then" if at_peak else f"The largest alive at op {said.moment.op:,}", console)
     console.print(_alive(said, console.width))
     for front in said.fronts:
         _title(f"Choices for {front.units}", console)
@@ -136,9 +138,9 @@ def _chart(said: Explanation, marks: area.Marks, console: Console) -> None:
     console.print(Text(bottom + ruled, style="dim"), no_wrap=True, overflow="crop")
     legend = f"{marks.fixed} there all the time   {marks.growing} gradients, optimizer   {marks.bar} comes and goes"
     console.print(Text(pad + legend, style="dim"))
-    m = said.moment
-    where = f" in {m.module}" if m.module else ""
-    console.print(Text(f"Peak at op {m.op:,} of {said.curve.ops:,}: {m.target}, {m.phase}{where}"))
+    c = said.curve
+    where = f" in {c.peak_module}" if c.peak_module else ""
+    console.print(Text(f"Peak at op {c.peak_op:,} of {c.ops:,}: {c.peak_target}, {c.peak_phase}{where}"))
 
 
 def _alive(said: Explanation, width: int) -> Table:
@@ -184,7 +186,14 @@ def _front(front: Front, said: Explanation, marks: area.Marks) -> Table:
         extra = f"{tilde}{words.seconds(b.extra_seconds)}" if b.extra_seconds else "0"
         taken = f"{b.taken} of {front.count}" if b.taken else ""
         taken += " (beaten by another)" if b.dominated else ""
-        cells = (marks.ours if b.taken else "", str(b.choice), format_binary(b.kept_bytes), extra, price, taken.strip())
+        cells = (
+            marks.ours if b.taken else "",
+            choice_words(b.choice),
+            format_binary(b.kept_bytes),
+            extra,
+            price,
+            taken.strip(),
+        )
         table.add_row(*(Text(c) for c in cells), style="bold" if b.taken else None)
     if front.left_out:
         more = f"{words.counted(front.left_out, 'choice')} left out: another keeps no more and costs no more"

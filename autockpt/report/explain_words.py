@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.report import words
-from autockpt.schema import Choice, format_binary
+from autockpt.schema import Choice, Selective, format_binary
 from autockpt.schema.explanation import Alive, Basis, Explanation, Largest, Reach
 
-
+_IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
+LONG = 46  # columns of a choice
 _PLAIN = str.maketrans({"√": "sqrt ", "−": "-", "µ": "u"})
 
 
@@ -19,6 +20,14 @@ def writable(text: str, encoding: str) -> str:
     except (UnicodeEncodeError, LookupError):
         return text.translate(_PLAIN)
     return text
+
+
+def choice_words(choice: Choice) -> str:
+    """A choice with its options; a long list of what it keeps as its length."""
+    text = str(choice)
+    if len(text) <= LONG or not isinstance(choice, Selective):
+        return text
+    return f"{choice.kind} (keeps {words.counted(len(choice.keep), 'output')})"
 
 
 def basis_mark(basis: Basis) -> str:
@@ -48,7 +57,7 @@ def reason_words(said: Explanation) -> list[str]:
     if why.leaner is not None:
         lines.append(_step("The next plan below", why.leaner, chosen, why.price_down, tilde))
     else:
-        lines.append("There is no leaner plan.")
+        lines.append("There is no leaner plan." + (_IN_OPTIMIZER if said.curve.peak_phase == "optimizer" else ""))
     if why.faster is not None:
         lines.append(_step("The next faster plan", why.faster, chosen, why.price_up, tilde))
     elif chosen.overhead is not None and chosen.overhead > 1e-4 and why.best is None:
@@ -77,7 +86,7 @@ def difference(before: Mapping[str, Choice], after: Mapping[str, Choice]) -> str
     """What changes between two plans: ``3 layers from recompute to save``, the most first."""
     moves: dict[tuple[str, str], int] = {}
     for name in {**before, **after}:
-        old, new = (str(c[name]) if name in c else "save" for c in (before, after))
+        old, new = (choice_words(c[name]) if name in c else "save" for c in (before, after))
         if old != new:
             moves[old, new] = moves.get((old, new), 0) + 1
     ranked = sorted(moves.items(), key=lambda m: (-m[1], m[0]))

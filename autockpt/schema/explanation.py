@@ -80,10 +80,17 @@ class Curve(Data):
     ops: int
     spans: tuple[Span, ...]
     peak_op: int
+    peak_target: str = ""
+    peak_phase: Phase = "forward"
+    peak_module: str = ""
 
 
 class Moment(Data):
-    """The op at which the cycle holds the most bytes, and the largest of what comes and goes that is alive then."""
+    """An op, and the largest of what comes and goes that is alive then.
+
+    The op of the peak; or where nothing comes and goes at the peak (it lies in the optimizer step), the op at which
+    that is the most.
+    """
 
     op: int
     target: str
@@ -191,7 +198,7 @@ class Explanation(Data):
     measured_peak: int | None = None
     measured_seconds: float | None = None
     holdings: tuple[Holding, ...] = Field(description="peak_bytes add up to the peak")
-    units: tuple[Slice, ...] = Field(description="what comes and goes, by unit; adds up to those holdings")
+    units: tuple[Slice, ...] = Field(description="what comes and goes at the moment, by unit")
     ops: tuple[Slice, ...] = Field(description="the same by the kind of op that made it")
     curve: Curve
     moment: Moment

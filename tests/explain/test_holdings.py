@@ -13,7 +13,7 @@ from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, WorkloadSpec
 from autockpt.tracing import Tracer
 from tests.report.samples import small_graph
 
-MODELS = ("llama-tiny", "gpt2-tiny", "mixtral-tiny", "vit-tiny")
+MODELS = ("gpt2-tiny", "mixtral-tiny", "vit-tiny")
 
 
 @pytest.fixture(scope="module", params=MODELS)

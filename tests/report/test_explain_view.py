@@ -51,6 +51,9 @@ def curve() -> Curve:
             Span(phase="optimizer", start=700, stop=800),
         ),
         peak_op=320,
+        peak_target="aten.mm.default",
+        peak_phase="backward",
+        peak_module="lm_head",
     )
 
 
