@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from autockpt.cli.calibrate import calibrate
 from autockpt.cli.explain import explain
 from autockpt.cli.export import export
 from autockpt.cli.history import history
@@ -13,7 +14,7 @@ from autockpt.cli.search import search
 from autockpt.cli.trace import trace
 from autockpt.cli.verify import verify
 
-VERBS = (search, trace, verify, explain, history, export)
+VERBS = (search, trace, verify, explain, history, export, calibrate)
 
 
 def build() -> typer.Typer:

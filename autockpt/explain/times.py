@@ -10,6 +10,7 @@ from pathlib import Path
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import Uniform, cached_op_times, nominal_op_times
+from autockpt.profiling.roofline import roofline_times
 from autockpt.schema import Environment, Graph, OpTimes
 from autockpt.schema.explanation import Basis
 from autockpt.schema.hardware import Hardware
@@ -46,8 +47,6 @@ def of_device(environment: Environment, uniform: Uniform, workload_key: str, pla
 
 def of_hardware(hardware: Hardware, uniform: Uniform) -> Times:
     """Op times of a device that is described, not at hand."""
-    from autockpt.profiling.roofline import roofline_times
-
     times = roofline_times(hardware, [graph for _, graph in uniform.values()])
     return Times(times, "modelled", f"seconds are modelled by a roofline of {hardware.name}, nothing was timed")
 
