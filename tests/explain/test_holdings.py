@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import pytest
 
 from autockpt.explain.holdings import Ledger
@@ -51,7 +52,7 @@ def test_every_byte_of_every_moment_is_told_exactly_once(traced: tuple[Tracer, d
     tracer, graphs = traced
     for graph in graphs.values():
         lines = Ledger(graph, head(tracer)).timelines()
-        assert [int(v) for v in sum(lines.values())] == list(graph.timeline())
+        assert [int(v) for v in np.sum(list(lines.values()), axis=0)] == list(graph.timeline())
         assert all(int(line.min()) >= 0 for line in lines.values())
 
 
