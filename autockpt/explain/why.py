@@ -14,6 +14,7 @@ from autockpt.solvers.refine import shifted
 CALLS = 4  # ghost runs that one question may take
 TABLE_CALLS = 2  # and one line of the table of budgets
 HALVINGS = 24
+BEYOND = (0.0, 0.01, 0.05)  # shares of what is left that the model's next threshold may be too low by
 SHARES = (100, 80, 60, 40, 20, 0)  # per cent of the activation range
 WORTH = 1e-4  # share of the step time below which two plans are as fast as one another
 
@@ -116,11 +117,14 @@ def _faster(answers: Answers, chosen: Reach, room: int) -> Reach | None:
     threshold = answers.next_threshold(room, here)
     if threshold is None:
         return None
-    found = answers.at(threshold)
     margin = WORTH * chosen.step_seconds
-    if found is None or found.step_seconds >= chosen.step_seconds - margin or found.peak_bytes <= chosen.peak_bytes:
-        return None
-    return found
+    for share in BEYOND:
+        found = answers.at(threshold + int(share * max(0, answers.save_all.peak_bytes - threshold)))
+        if found is None or found.peak_bytes <= chosen.peak_bytes:
+            continue
+        if found.step_seconds < chosen.step_seconds - margin:
+            return found
+    return None
 
 
 def budget_steps(answers: Answers, budget: Budget | None, budget_bytes: int | None) -> tuple[BudgetStep, ...]:

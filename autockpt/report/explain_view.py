@@ -7,7 +7,14 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.report import area, words
-from autockpt.report.explain_words import basis_mark, choice_words, largest_words, reason_words, shape_words
+from autockpt.report.explain_words import (
+    basis_mark,
+    choice_words,
+    largest_words,
+    place_words,
+    reason_words,
+    shape_words,
+)
 from autockpt.report.sparkline import can_draw
 from autockpt.report.style import bullets, plain_table
 from autockpt.schema import format_binary, format_bytes
@@ -153,7 +160,7 @@ def _alive(said: Explanation, width: int) -> Table:
     if width >= WIDE:
         table.add_column("what for", no_wrap=True)
     for a in said.moment.alive[:ALIVE]:
-        place = ", ".join(p for p in (a.units, a.place) if p) or "the rest of the model"
+        place = place_words(a)
         cells = [
             format_binary(a.total),
             f"×{a.count}" if a.count > 1 else "",

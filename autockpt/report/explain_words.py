@@ -35,6 +35,13 @@ def basis_mark(basis: Basis) -> str:
     return "" if basis == "measured" else "~"
 
 
+def place_words(a: Alive) -> str:
+    """Where alike storages are: their units, the first of many runs named, and the module within."""
+    runs = a.units.split(", ")
+    units = a.units if len(runs) <= 2 else f"{runs[0]} and {len(runs) - 1} more runs"
+    return ", ".join(p for p in (units, a.place) if p) or "the rest of the model"
+
+
 def shape_words(a: Alive) -> str:
     """``4×2048×4096 bf16``; nothing where the op is not known."""
     return f"{'×'.join(map(str, a.shape))} {a.dtype}" if a.dtype else ""
@@ -60,8 +67,6 @@ def reason_words(said: Explanation) -> list[str]:
         lines.append("There is no leaner plan." + (_IN_OPTIMIZER if said.curve.peak_phase == "optimizer" else ""))
     if why.faster is not None:
         lines.append(_step("The next faster plan", why.faster, chosen, why.price_up, tilde))
-    elif chosen.overhead is not None and chosen.overhead > 1e-4 and why.best is None:
-        lines.append("More memory, short of saving everything, buys no faster plan.")
     return lines
 
 
