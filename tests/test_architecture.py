@@ -24,7 +24,7 @@ LAYERS = (
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning", "integrations", "auto"),
-    ("verification", "bench"),
+    ("verification", "bench", "explain"),
     ("cli",),
     ("__main__",),
 )

@@ -216,11 +216,13 @@ def build_profile(
     *,
     used_by_others: int = 0,
     host_budget: int | None = None,
+    extra: Iterable[Choice] = (),
 ) -> Profiled:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
-    ``uniform`` are the ghost runs of ``uniform_graphs``, save among them. Where the host budget (bytes) binds, choices
-    that offload come with the disk tier as well, if its bandwidth is known.
+    ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
+    Where the host budget (bytes) binds, choices that offload come with the disk tier as well, if its bandwidth is
+    known.
     """
     base = uniform["save"][1]
     predictor = Predictor(traces.trace, times, host_budget)
@@ -235,7 +237,7 @@ def build_profile(
         if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
             moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
             choices += [choice for choice in moving if choice.kind in uniform]
-        for choice in choices:
+        for choice in (*choices, *(c for c in extra if c != SAVE)):
             if (unit.kind, choice) not in variants:
                 variants[unit.kind, choice] = predictor.graph({unit.name: choice})
         if RECOMPUTE.kind not in uniform:
