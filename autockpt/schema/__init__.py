@@ -23,6 +23,7 @@ from autockpt.schema.choices import (
 )
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.graph import PHASES, Copy, Graph, Op, Phase, Storage, StorageKind, TensorMeta, Unit, UnitRole
+from autockpt.schema.hardware import Efficiency, Hardware
 from autockpt.schema.names import strip_prefixes
 from autockpt.schema.plan import Comparison, Plan, PlanStatus, Structure, Verdict, plan_hash
 from autockpt.schema.problem import Assignment, Option, Point, Problem, UnitOptions, option_of, peak_of, seconds_of
@@ -59,8 +60,10 @@ __all__ = [
     "Data",
     "DeviceInfo",
     "Dtype",
+    "Efficiency",
     "Environment",
     "Graph",
+    "Hardware",
     "KeepAttention",
     "Knob",
     "Listener",

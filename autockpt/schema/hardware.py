@@ -1,0 +1,182 @@
+"""A device by its figures: what a step's seconds are modelled from where the device is not at hand.
+
+Rates are dense peaks (no sparsity), in FLOP/s with a fused multiply-add as two; bandwidths in bytes per second, sizes
+in bytes, times in seconds. ``efficiency`` says which share of each peak real kernels reach.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from autockpt.errors import UsageError
+from autockpt.schema.base import Data
+from autockpt.schema.device import Environment
+from autockpt.schema.sizes import parse_size
+
+HardwareKind = Literal["cuda", "rocm", "mps", "cpu"]
+MATRIX_DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
+
+# What any device of the last twenty years lies between; outside, a unit was most likely mistaken.
+_RATE = (1e9, 1e17, "FLOP/s")
+_BANDWIDTH = (1e9, 1e15, "bytes/s")
+_LINK = (1e7, 1e14, "bytes/s")
+_SMALLEST_MEMORY, _LARGEST_MEMORY = 2**26, 2**48
+
+
+def _size(value: Any) -> Any:
+    """Sizes may be written with their unit: 24GiB."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except UsageError as error:
+        raise ValueError(f"{error.message}; {error.remedy}") from None
+
+
+Bytes = Annotated[int, BeforeValidator(_size)]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Efficiency(Data):
+    """Shares of the peaks that kernels reach. ``matrix``: large matrix products; ``bandwidth``: elementwise kernels
+    on large tensors; ``link``: copies between host and device of the size of an activation.
+
+    A product with a dimension of ``half_size`` elements reaches half of what one with a large dimension does.
+    """
+
+    matrix: Share
+    bandwidth: Share
+    link: Share
+    half_size: float = Field(default=32.0, ge=0, le=65536, allow_inf_nan=False)
+
+
+class Hardware(Data):
+    """A device, as its data sheet or a measurement has it.
+
+    Where ``unified_memory`` is true host and device share ``memory_bytes``: moving activations to the host frees
+    nothing. ``sources`` says for each figure where it is from; what begins with "assumption" is one.
+    """
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    kind: HardwareKind
+    memory_bytes: Bytes = Field(description="what the device has")
+    context_bytes: Bytes = Field(description="what driver, context and loaded kernels hold of it, per process")
+    vector_flops: Finite = Field(description="fp32 outside of matrix units")
+    matrix_flops: dict[str, Finite] = Field(description="by dtype: float32, tf32, bfloat16, float16, float64")
+    bandwidth: Finite = Field(description="of device memory")
+    launch_seconds: Finite = Field(description="host time per op: Python, dispatcher, launch")
+    link_out: Finite = Field(description="device to host, pinned; on a CPU into a memory-mapped file")
+    link_in: Finite = Field(description="host to device, likewise")
+    pageable_out: Finite | None = Field(default=None, description="device to host, memory that is not pinned")
+    pageable_in: Finite | None = None
+    unified_memory: bool = False
+    efficiency: Efficiency
+    sources: dict[str, str] = Field(default_factory=dict, description="by figure: where it is from")
+    environment: Environment | None = Field(default=None, description="of a calibrated file: where it was measured")
+    measured: str | None = Field(default=None, description="date of the calibration, yyyy-mm-dd")
+
+    @field_validator("memory_bytes")
+    @classmethod
+    def _possible_memory(cls, value: int) -> int:
+        if not _SMALLEST_MEMORY <= value <= _LARGEST_MEMORY:
+            raise ValueError(f"{value} bytes is not what a device has; write a size with its unit, such as 24GiB")
+        return value
+
+    @field_validator("context_bytes")
+    @classmethod
+    def _possible_context(cls, value: int, info: ValidationInfo) -> int:
+        memory = info.data.get("memory_bytes")
+        if value < 0 or (memory is not None and value >= memory):
+            raise ValueError("a context takes 0 bytes or more, and less than memory_bytes; write it as 500MiB")
+        return value
+
+    @field_validator("vector_flops", "bandwidth", "link_out", "link_in", "pageable_out", "pageable_in")
+    @classmethod
+    def _possible_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
+        name = str(info.field_name)
+        if value is None:
+            return value
+        if name == "vector_flops":
+            return _within(value, *_RATE)
+        if name == "bandwidth":
+            return _within(value, *_BANDWIDTH)
+        value = _within(value, *_LINK)
+        memory = info.data.get("bandwidth")
+        if memory is not None and info.data.get("kind") in ("cuda", "rocm") and value > memory:
+            raise ValueError("no link is faster than the device's own memory (bandwidth); correct one of the two")
+        return value
+
+    @field_validator("matrix_flops")
+    @classmethod
+    def _possible_matrix(cls, value: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        for name, rate in value.items():
+            if name not in MATRIX_DTYPES:
+                raise ValueError(f"unknown dtype {name!r}; known are {', '.join(MATRIX_DTYPES)}")
+            try:
+                _within(rate, *_RATE)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if "float32" not in value:
+            raise ValueError("the rate for float32 is missing; add a line float32: …")
+        _ordered(value, info.data.get("vector_flops"), info.data.get("kind"))
+        return value
+
+    @field_validator("launch_seconds")
+    @classmethod
+    def _possible_launch(cls, value: float) -> float:
+        if not 1e-8 <= value <= 1e-2:
+            hint = f"; did you mean {value:g}e-6?" if 0.01 < value <= 1000 else ", such as 8.0e-6"
+            raise ValueError(f"launching an op takes between 10 ns and 10 ms, in seconds{hint}")
+        return value
+
+    @field_validator("sources")
+    @classmethod
+    def _known_figures(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if name.partition(".")[0] not in cls.model_fields:
+                raise ValueError(f"{name!r} is no figure of a hardware description; correct its spelling")
+        return value
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left of the memory for PyTorch's allocator."""
+        return self.memory_bytes - self.context_bytes
+
+    @property
+    def has_copy_queues(self) -> bool:
+        """Whether copies run beside compute."""
+        return self.kind in ("cuda", "rocm")
+
+
+def _within(value: float, low: float, high: float, unit: str) -> float:
+    """The rate itself, or a ValueError that guesses which unit was meant."""
+    if low <= value <= high:
+        return value
+    if value <= 0:
+        raise ValueError(f"{value:g} {unit} is impossible; it must be above zero")
+    if value > high:
+        raise ValueError(f"{value:g} {unit} is more than any device does; write it in {unit}")
+    scale = next((s for s in ("e9", "e12") if low * 10 <= float(f"{value:g}{s}") <= high), None)
+    hint = f"; did you mean {value:g}{scale}?" if scale else ""
+    raise ValueError(f"{value:g} {unit} is less than any device does{hint}")
+
+
+def _ordered(matrix: dict[str, float], vector: float | None, kind: str | None) -> None:
+    """A product can always run on the vector units, and on a GPU no narrower type is slower than a wider one."""
+    if vector is not None and matrix["float32"] < 0.99 * vector:
+        raise ValueError(
+            f"float32: {matrix['float32']:g} FLOP/s is below vector_flops ({vector:g}), which a matrix product can "
+            "always use; correct one of the two"
+        )
+    if kind == "cpu":  # a CPU without instructions for a 16-bit type emulates it
+        return
+    for name in ("tf32", "bfloat16", "float16"):
+        if name in matrix and matrix[name] < 0.99 * matrix["float32"]:
+            raise ValueError(
+                f"{name}: {matrix[name]:g} FLOP/s is below float32 ({matrix['float32']:g}); correct it, or leave out "
+                "a type that the device has no instructions for"
+            )
