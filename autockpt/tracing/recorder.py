@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.tracing.accumulation import EngineAdds, FusedAdds
+from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
 from autockpt.tracing.keys import call_key, keyword_key
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
 from autockpt.tracing.operators import Operator, Operators, flat_tensors
@@ -83,7 +84,8 @@ class Recorder(TorchDispatchMode):
         return False
 
     on_cpu = True  # whether the step runs, or would run, on the CPU
-    threads = 1  # of such a step
+    on_cuda = False  # likewise
+    threads = 1  # of a step on the CPU
     ops: list[OpRecord]  # in order
     copies: list[CopyRecord]
     gradients: set[int]  # storages of parameters' gradients
@@ -231,6 +233,8 @@ class Recorder(TorchDispatchMode):
             call = self._calls[key] = Call(func, self.operators[func], signature(func, args, kwargs))
             if self.on_cpu:
                 call.workspace = workspace_bytes(call.operator, args, kwargs, self.threads)
+            elif self.on_cuda:
+                call.workspace = cuda_workspace_bytes(call.operator, args, kwargs)
         return call
 
     def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -17,6 +17,7 @@ from autockpt.schema.choices import Choice, Save
 from autockpt.schema.graph import Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import RawGraph, Source, summarize
+from autockpt.tracing.cuda_kernels import AMPERE, Capability
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghostify import ghost_copy, ghost_in_place, imitate_device, untouched
 from autockpt.tracing.location import optimizer_steps
@@ -46,8 +47,11 @@ class Run:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
-        """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises."""
+    def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
+        """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises.
+
+        ``capability``: compute capability of the NVIDIA GPU whose kernels the step takes.
+        """
         raise NotImplementedError
 
     def take(self, workload: Workload) -> None:
@@ -129,7 +133,7 @@ class GhostRun(Run):
         self._guard: Callable[[], AbstractContextManager[None]] = nullcontext
         super().__init__(self._mode)
 
-    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
+    def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         # The weights' values decide nothing: trained ones are not loaded.
         self._mode.building = True
         try:
@@ -140,7 +144,7 @@ class GhostRun(Run):
                 raise
             raise GhostError(f"the workload cannot be built of ghosts: {error.message}", remedy=error.remedy) from None
         self._mode.building = False
-        self._imitate(device)
+        self._imitate(device, capability)
         imitate_device(workload, device)
         ghost_in_place(workload, self._mode)
         self._start(workload)
@@ -165,8 +169,11 @@ class GhostRun(Run):
         self._check_memory()
         return raw
 
-    def _imitate(self, device: torch.device) -> None:
+    def _imitate(self, device: torch.device, capability: Capability | None = None) -> None:
         self._mode.on_cpu = device.type == "cpu"
+        self._mode.on_cuda = device.type == "cuda"
+        if self._mode.on_cuda:
+            self._mode.capability = capability or _capability(device)
 
     def _transport(self) -> Transport:
         return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu)
@@ -197,7 +204,7 @@ class RecordedRun(Run):
         self._device = device
         super().__init__(RealRecorder(device))
 
-    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
+    def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         _check_fits(spec)
         self.take(build(spec, self._device))
 
@@ -210,6 +217,13 @@ class RecordedRun(Run):
 
     def _explained(self, error: BaseException) -> AutockptError:
         return explain(error, f"the training step ({self._recorder.last_op})")
+
+
+def _capability(device: torch.device) -> Capability:
+    """Of the GPU at hand, where this process uses it; else of the one that most kernels are made for."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.get_device_capability(device)
+    return AMPERE
 
 
 def _check_fits(spec: WorkloadSpec) -> None:
