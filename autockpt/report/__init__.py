@@ -3,7 +3,7 @@
 from autockpt.report.answer import answer_rows, print_answer
 from autockpt.report.graph_summary import GraphSummary, summarise
 from autockpt.report.progress import BarListener, LineListener, listener
-from autockpt.report.trace_view import print_ops, print_summary
+from autockpt.report.trace_view import print_device_peak, print_ops, print_summary
 from autockpt.report.trials_view import print_trials
 from autockpt.report.verify_view import print_report
 
@@ -14,6 +14,7 @@ __all__ = [
     "answer_rows",
     "listener",
     "print_answer",
+    "print_device_peak",
     "print_ops",
     "print_report",
     "print_summary",

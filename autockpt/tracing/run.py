@@ -138,13 +138,14 @@ class GhostRun(Run):
         self._mode.building = True
         try:
             with self._mode:
-                workload = build(spec.model_copy(update={"weights": False}), "cpu")
+                workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
         except AutockptError as error:
             if self._mode.refused is None:
                 raise
             raise GhostError(f"the workload cannot be built of ghosts: {error.message}", remedy=error.remedy) from None
         self._mode.building = False
         self._imitate(device, capability)
+        workload.settings |= {"optimizer": spec.optimizer} if spec.optimizer == "adamw8bit" else {}
         imitate_device(workload, device)
         ghost_in_place(workload, self._mode)
         self._start(workload)
@@ -206,7 +207,7 @@ class RecordedRun(Run):
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         _check_fits(spec)
-        self.take(build(spec, self._device))
+        self.take(build(_traced(spec), self._device))
 
     def take(self, workload: Workload) -> None:
         self._recorder.log.adopt(workload.tensors())
@@ -217,6 +218,13 @@ class RecordedRun(Run):
 
     def _explained(self, error: BaseException) -> AutockptError:
         return explain(error, f"the training step ({self._recorder.last_op})")
+
+
+def _traced(spec: WorkloadSpec) -> WorkloadSpec:
+    """The step that is traced: what only simulated hardware can follow is counted by rules afterwards."""
+    optimizer = "adamw" if spec.optimizer == "adamw8bit" else spec.optimizer
+    plain = dict.fromkeys(("ddp", "shard")) | dict.fromkeys(("master_weights", "keep_gradients"), False)
+    return spec.model_copy(update={**plain, "optimizer": optimizer})
 
 
 def _capability(device: torch.device) -> Capability:
@@ -233,7 +241,9 @@ def _check_fits(spec: WorkloadSpec) -> None:
     mode.building = True
     try:
         with mode:
-            needed = _STATES_PER_WEIGHT * build(spec.model_copy(update={"weights": False}), "cpu").resident_bytes()
+            needed = (
+                _STATES_PER_WEIGHT * build(_traced(spec).model_copy(update={"weights": False}), "cpu").resident_bytes()
+            )
     except Exception:  # whatever it is, the real attempt will say it better
         return
     if free is not None and needed > _MOST_OF_MEMORY * free:

@@ -62,7 +62,10 @@ class Tracer:
         """Build the workload of ``spec`` out of ghosts, as it would run on ``device``; no weights, no memory.
 
         For ``device="cuda"`` the step takes CUDA's kernels (attention, dropout, `foreach` optimizers) as a GPU of
-        compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process. Raises
+        compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. What only
+        simulated hardware can follow (``shard``, …) is left to ``profiling.as_seen_by``.
+
+        With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process. Raises
         WorkloadError or UsageError where the spec cannot be built or its step fails, GhostError where it cannot be
         ghost-run and there is no fallback.
         """
@@ -120,9 +123,7 @@ def record(workload: Workload, choices: Mapping[str, Choice] | None = None) -> G
     return to_graph(raw, run.units)
 
 
-def _start(
-    source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None
-) -> GhostProcess:
+def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None) -> GhostProcess:
     try:
         return GhostProcess.fork(source, lambda run: run.build(spec, device, capability))
     except NotForkable:
