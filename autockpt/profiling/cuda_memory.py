@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autockpt.profiling.sharding import sharded
+from autockpt.profiling.sharding import changed, sharded
 from autockpt.schema import DevicePeak, Graph, Hardware, Storage, StorageKind, WorkloadSpec
 from autockpt.simulator import bytes_timeline
 from autockpt.simulator.allocator import MIB, Event, replay
@@ -71,10 +71,10 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
         graph = _with_master_weights(graph)
     if spec.shard is not None and spec.shard > 1:
         graph = sharded(graph, spec.shard)
-    if spec.keep_gradients or spec.ddp is not None:
-        graph = _with_kept_gradients(graph)
     if spec.ddp == "buckets":
-        graph = with_resident(graph, "gradient buckets", _buckets(sum(_gradients(graph).values())), "gradient")
+        graph = with_resident(graph, "gradient buckets", _buckets(sum(_gradients(graph).values())), "other")
+    if spec.keep_gradients or spec.ddp == "views":
+        graph = _with_kept_gradients(graph)
     workspace = workspace_bytes(hardware)
     if workspace:
         each = [workspace // _HANDLES] * _HANDLES
@@ -152,12 +152,11 @@ def with_resident(graph: Graph, what: str, sizes: list[int], kind: StorageKind) 
     total = sum(sizes)
     resident = dict(graph.resident)
     resident[what] = resident.get(what, 0) + total
-    return graph.model_copy(
-        update={
-            "storages": (*graph.storages, *added),
-            "resident_bytes": graph.resident_bytes + total,
-            "resident": resident,
-        }
+    return changed(
+        graph,
+        storages=(*graph.storages, *added),
+        resident_bytes=graph.resident_bytes + total,
+        resident=resident,
     )
 
 
@@ -172,13 +171,7 @@ def _resized(graph: Graph, sizes: dict[int, int], what: str) -> Graph:
             storages.append(s if nbytes == s.bytes else s.model_copy(update={"bytes": nbytes}))
     resident = dict(graph.resident)
     resident[what] = resident.get(what, 0) + change
-    return graph.model_copy(
-        update={
-            "storages": tuple(storages),
-            "resident_bytes": graph.resident_bytes + change,
-            "resident": resident,
-        }
-    )
+    return changed(graph, storages=tuple(storages), resident_bytes=graph.resident_bytes + change, resident=resident)
 
 
 def _gradients(graph: Graph) -> dict[int, int]:
@@ -214,7 +207,7 @@ def _eight_bit(graph: Graph) -> Graph:
         values = s.bytes // item
         if values >= _SMALLEST_8BIT:
             sizes[s.id] = values + -(-values // _BLOCK) * 4
-        elif values > 1:  # step counters stay as they are
+        elif s.bytes > 8:  # step counters stay as they are
             sizes[s.id] = 4 * values
     sizes |= {s.id: 0 for s in _transients(graph) if s.bytes >= _SMALLEST_8BIT}
     return _resized(graph, sizes, "optimizer states")
@@ -245,7 +238,7 @@ def _with_kept_gradients(graph: Graph) -> Graph:
     storages = tuple(
         s.model_copy(update={"death": s.birth}) if s.id in kept and s.birth >= 0 else s for s in graph.storages
     )
-    graph = graph.model_copy(update={"storages": storages})
+    graph = changed(graph, storages=storages)
     return with_resident(graph, "gradients", list(kept.values()), "gradient")
 
 

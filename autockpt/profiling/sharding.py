@@ -8,6 +8,7 @@ one runs, and the flat gradients of one block are being reduced while the next o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,13 +45,17 @@ def sharded(graph: Graph, ranks: int) -> Graph:
             storages.append(Storage(id=fresh, bytes=nbytes, birth=birth, death=death, kind="other", unit=unit))
             fresh += 1
     resident = {k: v + change.get(k, 0) for k, v in graph.resident.items()}
-    return graph.model_copy(
-        update={
-            "storages": tuple(storages),
-            "resident": resident,
-            "resident_bytes": graph.resident_bytes + sum(change.values()),
-        }
+    return changed(
+        graph,
+        storages=tuple(storages),
+        resident=resident,
+        resident_bytes=graph.resident_bytes + sum(change.values()),
     )
+
+
+def changed(graph: Graph, **fields: Any) -> Graph:
+    """The graph with other fields. (``model_copy`` would take the cached peak along.)"""
+    return Graph.model_construct(**{name: getattr(graph, name) for name in Graph.model_fields} | fields)
 
 
 def _gradient(s: Storage, end: int, ranks: int, fresh: int) -> list[Storage]:

@@ -3,8 +3,8 @@
 A CPU-only PyTorch cannot make CUDA tensors (fake ones abort the process in attention's backward), but its dispatcher
 knows CUDA's operators: called on ghosts they build their real autograd nodes, and no kernel runs. Which attention
 kernel is chosen follows ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (``select_sdp_backend``) and
-``attention.cpp`` (``scaled_dot_product_attention``) of torch 2.11 to 2.13; ``dropout`` and ``rms_norm`` take their
-fused kernels as in ``Dropout.cpp`` and ``layer_norm.cpp``.
+``attention.cpp`` (``scaled_dot_product_attention``) of torch 2.11 to 2.13; ``dropout`` takes its fused kernel as in
+``Dropout.cpp``, and layer norm stands in for the fused kernel of ``rms_norm`` (``layer_norm.cpp``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ CUDA_ONLY = frozenset(
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
-        "_fused_rms_norm",
     )
     for suffix in ("", "_backward")
 )
@@ -226,9 +225,10 @@ def cuda_kernels(capability: Capability) -> Iterator[None]:
     def rms_norm(
         input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        if weight is not None and weight.dtype is not input.dtype:
+        if weight is None or weight.dtype is not input.dtype:
             return plain_norms[F](input, normalized_shape, weight, eps)
-        return torch.ops.aten._fused_rms_norm.default(input, list(normalized_shape), weight, eps)[0]
+        # CUDA's fused kernel cannot be called on CPU tensors. Layer norm reads, saves and writes the same, and a mean.
+        return F.layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)
 
     F.scaled_dot_product_attention, F.dropout = sdpa, dropout
     for module in plain_norms:
