@@ -25,6 +25,9 @@ _current_node = torch._C._current_autograd_node
 _IN_PLACE = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
 }
 
 

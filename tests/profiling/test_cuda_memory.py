@@ -23,7 +23,7 @@ def hardware(name: str = "rtx4090", kind: str = "cuda", memory: int = 24 << 30, 
         kind=kind,  # type: ignore[arg-type]
         memory_bytes=memory,
         context_bytes=500 * MIB,
-        vector_flops=8e13,
+        vector_flops=2e13,
         matrix_flops=more.pop("matrix_flops", {"float32": 8e13, "float16": 3e14, "bfloat16": 3e14}),
         bandwidth=1e12,
         launch_seconds=5e-6,
@@ -118,7 +118,7 @@ def test_capabilities() -> None:
         7,
         5,
     )
-    assert capability_of(hardware("apple", "mps")) is None
+    assert capability_of(hardware("apple", "mps", unified_memory=True)) is None
 
 
 def test_nothing_changes_where_nothing_is_asked_for() -> None:
