@@ -79,7 +79,18 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
     if workspace:
         each = [workspace // _HANDLES] * _HANDLES
         graph = with_resident(graph, "matrix workspaces", each, "other")
-    return graph
+    notes = tuple(_unknown(hardware, graph, spec))
+    return changed(graph, notes=(*graph.notes, *notes)) if notes else graph
+
+
+def _unknown(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Iterator[str]:
+    """What is known to be different on the device and is not modelled, for people."""
+    if hardware.kind not in ("cuda", "rocm"):
+        return
+    if spec.autocast is not None:
+        yield "Autocast on a GPU keeps norms and softmax in fp32; their outputs are counted in 16 bit here."
+    if any(op.target.startswith("aten.convolution") for op in graph.ops):
+        yield "What cuDNN takes for convolutions while they run is not counted."
 
 
 def device_peak(

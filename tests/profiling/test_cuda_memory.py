@@ -114,16 +114,19 @@ def test_matrix_workspaces_by_architecture() -> None:
 def test_capabilities() -> None:
     assert capability_of(hardware("rtx4090")) == (8, 9)
     assert capability_of(hardware("my card")) == (8, 0)
-    assert capability_of(hardware("old card", matrix_flops={"float32": 8e12, "float16": 6e13, "bfloat16": 4e12})) == (
-        7,
-        5,
-    )
+    old = hardware("old card", matrix_flops={"float32": 2e13, "float16": 9e13})
+    assert capability_of(old) == (7, 5)
     assert capability_of(hardware("apple", "mps", unified_memory=True)) is None
 
 
 def test_nothing_changes_where_nothing_is_asked_for() -> None:
     graph = step()
     assert as_seen_by(hardware("laptop", "cpu"), graph, NOTHING) == graph
+
+
+def test_what_is_not_modelled_is_said() -> None:
+    assert "fp32" in seen(step(), autocast="bf16").notes[0]
+    assert not seen(step()).notes
 
 
 def test_eight_bit_states() -> None:
