@@ -27,7 +27,7 @@ from autockpt.schema import (
     label,
     plan_hash,
 )
-from autockpt.schema.known import ALL, NONE, known_plans
+from autockpt.schema.known import NONE, known_plans
 from autockpt.solvers import Ruling, exact
 from autockpt.tuning.book import Book, peak_of_trial
 from autockpt.tuning.candidates import Candidate, from_knobs, from_layers, neutral
@@ -337,9 +337,12 @@ class Engine:
         return None
 
     def _winner(self, finalists: list[Trial]) -> Trial:
-        """The finalist that wins side by side; the times of the finals go into all trials that took part."""
+        """The finalist that wins side by side; the times of the finals go into all trials that took part.
+
+        Every well-known plan that ran takes part: the answer's table sets their step times against one another.
+        """
         taking_part = {t.number for t in finalists}
-        beside = [self.book.find(self.known[name]) for name in (NONE, ALL) if name in self.known]
+        beside = [self.book.find(choices) for choices in self.known.values()]
         extra = [t for t in beside if t is not None and t.measured is not None and t.number not in taking_part]
         with self.clock.part("measured steps"):
             final = play(finalists, extra, self._side_by_side, seconds=min(FINAL_SECONDS, self._seconds_left))

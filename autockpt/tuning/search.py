@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autockpt.devices import get_device, process_environment
-from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError
+from autockpt.errors import DeviceOutOfMemory, InfeasibleError, PlanError, RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
@@ -108,7 +108,11 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
             run.add_command(request.command)
             outcome = _searched(job, units, settled, worker, run, request.storage or run.storage, clock)
         if request.plan_out is not None and outcome.plan is not None:
-            set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
+            try:
+                set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
+            except PlanError as error:
+                kept = f"It is kept in {outcome.plan_path}." if outcome.plan_path else error.remedy
+                raise PlanError(error.message, remedy=kept) from None
             outcome = outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
         return outcome
 
