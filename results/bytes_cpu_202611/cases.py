@@ -50,13 +50,33 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 256}),
     "gpt_neox": ("GPTNeoXForCausalLM", {**_BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}),
     "gptj": ("GPTJForCausalLM", {"vocab_size": 512, "n_embd": 128, "n_layer": 3, "n_head": 4, "rotary_dim": 16}),
-    "opt": ("OPTForCausalLM", {**_TEXT, "hidden_size": 128, "ffn_dim": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "word_embed_proj_dim": 128}),
+    "opt": (
+        "OPTForCausalLM",
+        {
+            **_TEXT,
+            "hidden_size": 128,
+            "ffn_dim": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 128,
+        },
+    ),
     "bloom": ("BloomForCausalLM", {"vocab_size": 512, "hidden_size": 128, "n_layer": 4, "n_head": 4}),
-    "falcon": ("FalconForCausalLM", {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}),
+    "falcon": (
+        "FalconForCausalLM",
+        {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+    ),
     "mixtral": ("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
-        {**_GROUPED, **_TOKENS, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+        {
+            **_GROUPED,
+            **_TOKENS,
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+        },
     ),
     "mamba": ("MambaForCausalLM", {"vocab_size": 512, "hidden_size": 96, "num_hidden_layers": 3, "state_size": 8}),
     "bert": ("BertForMaskedLM", _BERT),
@@ -69,15 +89,45 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("BartForConditionalGeneration", _BART),
     "whisper": (
         "WhisperForConditionalGeneration",
-        {**_BART, **_TOKENS, "num_mel_bins": 16, "max_source_positions": 96, "max_target_positions": 64, "decoder_start_token_id": 1},
+        {
+            **_BART,
+            **_TOKENS,
+            "num_mel_bins": 16,
+            "max_source_positions": 96,
+            "max_target_positions": 64,
+            "decoder_start_token_id": 1,
+        },
     ),
     "wav2vec2": ("Wav2Vec2ForCTC", _SOUND),
-    "vit": ("ViTForImageClassification", {**_IMAGE, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}),
-    "dinov2": ("Dinov2ForImageClassification", {**_IMAGE, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}),
-    "swin": ("SwinForImageClassification", {"image_size": 64, "patch_size": 4, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "num_labels": 10}),
-    "convnext": ("ConvNextForImageClassification", {"image_size": 64, "hidden_sizes": [32, 64, 96, 128], "depths": [1, 1, 2, 1], "num_labels": 10}),
-    "resnet": ("ResNetForImageClassification", {"embedding_size": 32, "hidden_sizes": [32, 64, 96, 128], "depths": [1, 1, 2, 1], "num_labels": 10}),
-}  # fmt: skip
+    "vit": (
+        "ViTForImageClassification",
+        {**_IMAGE, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
+    ),
+    "dinov2": (
+        "Dinov2ForImageClassification",
+        {**_IMAGE, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+    ),
+    "swin": (
+        "SwinForImageClassification",
+        {
+            "image_size": 64,
+            "patch_size": 4,
+            "embed_dim": 32,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "window_size": 4,
+            "num_labels": 10,
+        },
+    ),
+    "convnext": (
+        "ConvNextForImageClassification",
+        {"image_size": 64, "hidden_sizes": [32, 64, 96, 128], "depths": [1, 1, 2, 1], "num_labels": 10},
+    ),
+    "resnet": (
+        "ResNetForImageClassification",
+        {"embedding_size": 32, "hidden_sizes": [32, 64, 96, 128], "depths": [1, 1, 2, 1], "num_labels": 10},
+    ),
+}
 
 
 @dataclass(frozen=True)
