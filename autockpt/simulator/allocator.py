@@ -165,7 +165,8 @@ class CachingAllocator:
 
     def peak(self, failed_at: int | None = None) -> AllocatorPeak:
         """The most there was so far."""
-        return AllocatorPeak(*self._most, self.retries, failed_at)
+        requested, allocated, reserved = self._most
+        return AllocatorPeak(requested, allocated, reserved, self.retries, failed_at)
 
     def reset_peak(self) -> None:
         """Forget peaks: what is held now is the most there was."""

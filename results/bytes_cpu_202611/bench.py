@@ -120,13 +120,11 @@ def summary(results: list[Result]) -> None:
     """Errors over all plans, and the plans whose error asks for an explanation."""
     errors = [abs(r.error) for r in results]
     exact = sum(r.predicted == r.measured for r in results)
-    print(
-        f"\n{len(results)} plans of {len({r.architecture for r in results})} architectures: {exact} exact to the byte;"
-    )
-    print(
-        f"error median {statistics.median(errors):.4%}, worst {max(errors):.3%}, {sum(e > EXPLAIN for e in errors)} above 0.5 %"
-    )
-    print(f"predicted too low: {sum(r.predicted < r.measured for r in results)}, too high: {sum(r.predicted > r.measured for r in results)}")  # fmt: skip
+    names = {r.architecture for r in results}
+    low, high = sum(r.predicted < r.measured for r in results), sum(r.predicted > r.measured for r in results)
+    misses = sum(e > EXPLAIN for e in errors)
+    print(f"\n{len(results)} plans of {len(names)} architectures: {exact} exact to the byte, {low} low, {high} high;")
+    print(f"error median {statistics.median(errors):.4%}, worst {max(errors):.3%}, {misses} above 0.5 %")
 
 
 if __name__ == "__main__":
