@@ -19,7 +19,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
-from autockpt.policies.kvcache import without_cache
+from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer, unpack
 from autockpt.schema.choices import Choice
 
@@ -121,7 +121,7 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
     refuse_native(module, state.unit)
-    args, kwargs = without_cache(module, state.unit, args, kwargs)
+    args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs))
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     hidden = next((t for t in tensors if t.is_floating_point()), None)
     device = device_of(module) if hidden is None else hidden.device

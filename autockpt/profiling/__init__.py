@@ -15,6 +15,7 @@ from autockpt.profiling.profile import (
     uniform_graphs,
     used_by_others,
 )
+from autockpt.profiling.roofline import roofline_times
 
 __all__ = [
     "Predictor",
@@ -31,6 +32,7 @@ __all__ = [
     "measure_op_times",
     "nominal_op_times",
     "point_bytes",
+    "roofline_times",
     "uniform_graphs",
     "used_by_others",
 ]
