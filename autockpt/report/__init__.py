@@ -7,7 +7,7 @@ from autockpt.report.bench_view import print_bench
 from autockpt.report.graph_summary import GraphSummary, summarise
 from autockpt.report.hardware_view import hardware_rows, print_hardware
 from autockpt.report.progress import BarListener, LineListener, listener
-from autockpt.report.trace_view import print_ops, print_summary
+from autockpt.report.trace_view import print_device_peak, print_ops, print_summary
 from autockpt.report.trials_view import print_trials
 from autockpt.report.verify_view import print_report
 
@@ -22,6 +22,7 @@ __all__ = [
     "listener",
     "print_answer",
     "print_bench",
+    "print_device_peak",
     "print_hardware",
     "print_ops",
     "print_report",

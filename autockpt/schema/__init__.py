@@ -24,6 +24,7 @@ from autockpt.schema.choices import (
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.graph import PHASES, Copy, Graph, Op, Phase, Storage, StorageKind, TensorMeta, Unit, UnitRole
 from autockpt.schema.hardware import Efficiency, Hardware
+from autockpt.schema.memory import DevicePeak
 from autockpt.schema.names import strip_prefixes
 from autockpt.schema.plan import Comparison, Plan, PlanStatus, Structure, Verdict, plan_hash
 from autockpt.schema.problem import (
@@ -69,6 +70,7 @@ __all__ = [
     "Copy",
     "Data",
     "DeviceInfo",
+    "DevicePeak",
     "Dtype",
     "Efficiency",
     "Environment",

@@ -15,7 +15,7 @@ Tier = Literal["cpu", "disk"]
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward", "optimizer")
 UnitRole = Literal["block", "attention", "mlp", "head"]
-StorageKind = Literal["activation", "gradient", "optimizer", "other"]
+StorageKind = Literal["activation", "gradient", "optimizer", "weight", "other"]
 
 
 class Unit(Data):

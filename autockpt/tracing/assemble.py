@@ -137,6 +137,8 @@ class _Kinds:
                     self.kind[output.storage] = "other" if copies_weight else "optimizer"
                     if copies_weight:
                         weights.add(output.storage)
+        for sid in self._weights:
+            self.kind[sid] = "weight"
         for sid in recorder.gradients:
             if log.birth[sid] >= 0:
                 self.kind[sid] = "gradient"

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.schema.graph import Tier
 from autockpt.tracing.accumulation import EngineAdds, FusedAdds
+from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
 from autockpt.tracing.keys import call_key, keyword_key
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
 from autockpt.tracing.operators import Operator, Operators, flat_tensors
@@ -25,6 +26,9 @@ _current_node = torch._C._current_autograd_node
 _IN_PLACE = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
 }
 
 
@@ -86,7 +90,8 @@ class Recorder(TorchDispatchMode):
         return False
 
     on_cpu = True  # whether the step runs, or would run, on the CPU
-    threads = 1  # of such a step
+    on_cuda = False  # likewise
+    threads = 1  # of a step on the CPU
     ops: list[OpRecord]  # in order
     copies: list[CopyRecord]
     gradients: set[int]  # storages of parameters' gradients
@@ -240,6 +245,8 @@ class Recorder(TorchDispatchMode):
             call = self._calls[key] = Call(func, self.operators[func], signature(func, args, kwargs))
             if self.on_cpu:
                 call.workspace = workspace_bytes(call.operator, args, kwargs, self.threads)
+            elif self.on_cuda:
+                call.workspace = cuda_workspace_bytes(call.operator, args, kwargs)
         return call
 
     def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

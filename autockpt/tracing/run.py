@@ -17,6 +17,7 @@ from autockpt.schema.choices import Choice, Save
 from autockpt.schema.graph import Tier, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import RawGraph, Source, summarize
+from autockpt.tracing.cuda_kernels import AMPERE, Capability
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghostify import ghost_copy, ghost_in_place, imitate_device, untouched
 from autockpt.tracing.location import optimizer_steps
@@ -46,8 +47,11 @@ class Run:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
-        """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises."""
+    def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
+        """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises.
+
+        ``capability``: compute capability of the NVIDIA GPU whose kernels the step takes.
+        """
         raise NotImplementedError
 
     def take(self, workload: Workload) -> None:
@@ -130,18 +134,19 @@ class GhostRun(Run):
         self._guard: Callable[[], AbstractContextManager[None]] = nullcontext
         super().__init__(self._mode)
 
-    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
+    def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         # The weights' values decide nothing: trained ones are not loaded.
         self._mode.building = True
         try:
             with self._mode:
-                workload = build(spec.model_copy(update={"weights": False}), "cpu")
+                workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
         except AutockptError as error:
             if self._mode.refused is None:
                 raise
             raise GhostError(f"the workload cannot be built of ghosts: {error.message}", remedy=error.remedy) from None
         self._mode.building = False
-        self._imitate(device)
+        self._imitate(device, capability)
+        workload.settings |= {"optimizer": spec.optimizer} if spec.optimizer == "adamw8bit" else {}
         imitate_device(workload, device)
         ghost_in_place(workload, self._mode)
         self._start(workload)
@@ -166,8 +171,11 @@ class GhostRun(Run):
         self._check_memory()
         return raw
 
-    def _imitate(self, device: torch.device) -> None:
+    def _imitate(self, device: torch.device, capability: Capability | None = None) -> None:
         self._mode.on_cpu = device.type == "cpu"
+        self._mode.on_cuda = device.type == "cuda"
+        if self._mode.on_cuda:
+            self._mode.capability = capability or _capability(device)
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
         return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu, tier=tier)
@@ -198,9 +206,9 @@ class RecordedRun(Run):
         self._device = device
         super().__init__(RealRecorder(device))
 
-    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
+    def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         _check_fits(spec)
-        self.take(build(spec, self._device))
+        self.take(build(_traced(spec), self._device))
 
     def take(self, workload: Workload) -> None:
         self._recorder.log.adopt(workload.tensors())
@@ -213,6 +221,20 @@ class RecordedRun(Run):
         return explain(error, f"the training step ({self._recorder.last_op})")
 
 
+def _traced(spec: WorkloadSpec) -> WorkloadSpec:
+    """The step that is traced: what only simulated hardware can follow is counted by rules afterwards."""
+    optimizer = "adamw" if spec.optimizer == "adamw8bit" else spec.optimizer
+    plain = dict.fromkeys(("ddp", "shard")) | dict.fromkeys(("master_weights", "keep_gradients"), False)
+    return spec.model_copy(update={**plain, "optimizer": optimizer})
+
+
+def _capability(device: torch.device) -> Capability:
+    """Of the GPU at hand, where this process uses it; else of the one that most kernels are made for."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.get_device_capability(device)
+    return AMPERE
+
+
 def _check_fits(spec: WorkloadSpec) -> None:
     """Raise TracingError where weights, gradients and optimizer states would take most of the host's free memory."""
     free = _free_host_bytes()
@@ -220,7 +242,9 @@ def _check_fits(spec: WorkloadSpec) -> None:
     mode.building = True
     try:
         with mode:
-            needed = _STATES_PER_WEIGHT * build(spec.model_copy(update={"weights": False}), "cpu").resident_bytes()
+            needed = (
+                _STATES_PER_WEIGHT * build(_traced(spec).model_copy(update={"weights": False}), "cpu").resident_bytes()
+            )
     except Exception:  # whatever it is, the real attempt will say it better
         return
     if free is not None and needed > _MOST_OF_MEMORY * free:

@@ -47,7 +47,7 @@ from autockpt.tuning.engine import Confirm, Engine
 from autockpt.tuning.inexact import FixedMeasurer, Settled, settle, units_of, way_out
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import make_plan, measured_rows, plain, simulated_rows
-from autockpt.workload import fingerprint, from_live
+from autockpt.workload import fingerprint, from_live, refuse_simulated
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
@@ -57,6 +57,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the best plan so far.
     """
     clock = Clock(listener or Silence())
+    refuse_simulated(request.workload)
     _refuse_unwritable(request)
     device = get_device(request.device)
     with ExitStack() as stack:
