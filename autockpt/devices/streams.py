@@ -202,6 +202,7 @@ class _PinnedMemory(mmap.mmap):
         with torch.cuda.device(device):
             code = int(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
         if code:
+            _forget_error(device)
             raise MeasurementError(
                 f"the host would not pin {tensor.numel() / 2**20:.0f} MiB for offloading (CUDA error {code})",
                 remedy="Raise the limit on locked memory (ulimit -l), free host memory, set --host-budget, or offload "
@@ -216,6 +217,12 @@ class _PinnedMemory(mmap.mmap):
                 address, device = self._registered
                 torch.cuda.synchronize(device)
                 _cudart().cudaHostUnregister(address)
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA remembers a call that failed, and the next kernel of anybody is told of it: let that be one of ours."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _cudart() -> Any:
