@@ -135,7 +135,8 @@ def deterministically(run: Callable[[], T]) -> T:
     """What ``run()`` gives under deterministic algorithms: strictly where CUDA is in use and the step allows it.
 
     Unless it is strict, PyTorch leaves the backward of fused attention as it is, with a warning
-    (``attention_backward.cu`` of torch 2.11 to 2.13). ``run`` begins anew where an operation of it has no deterministic kernel.
+    (``attention_backward.cu`` of torch 2.11 to 2.13). ``run`` begins anew where it has an operation without a
+    deterministic kernel.
     """
     if torch.cuda.is_initialized():
         try:
