@@ -1,4 +1,4 @@
-"""What the project claims of GPUs, held against what was measured: passed, failed or undecided. Numbers in, words out."""
+"""What is claimed of GPUs, held against what was measured: passed, failed or undecided. Numbers in, words out."""
 
 from __future__ import annotations
 
