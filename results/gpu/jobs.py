@@ -154,6 +154,21 @@ def _tried(runner: StepRunner, how: Attach, limit: int | None) -> dict[str, Any]
     return {"state": "fits", "peak": measured.peak_bytes, "allocated": measured.allocated_bytes}
 
 
+def _in_turns(
+    runner: StepRunner, rows: Mapping[str, Attach], found: dict[str, dict[str, Any]], budget: int, rounds: int
+) -> dict[str, list[float]]:
+    """Step times of all rows that fit, under the limit; one that runs out of memory here leaves, and all begin anew."""
+    while fitting := {name: rows[name] for name, row in found.items() if row["state"] == "fits"}:
+        try:
+            return runner.compare(fitting, rounds=rounds, budget_bytes=budget)
+        except DeviceOutOfMemory as error:
+            gone = next((name for name in fitting if f"plan {name!r}" in error.message), None)
+            if gone is None:
+                raise
+            found[gone] |= {"state": "out of memory", "message": f"in turns with others: {error.message[:150]}"}
+    return {}
+
+
 def _table(
     runner: StepRunner, rows: Mapping[str, Attach], alone: Mapping[str, dict[str, Any]], budget: int, rounds: int
 ) -> dict[str, Any]:
@@ -169,10 +184,7 @@ def _table(
             found[name] = _tried(runner, how, budget)
             if found[name].get("peak", 0) > budget:  # where the device cannot enforce a limit
                 found[name]["state"] = "over"
-    fitting = {name: rows[name] for name, row in found.items() if row["state"] == "fits"}
-    if not fitting:
-        return found
-    times = runner.compare(fitting, rounds=rounds, budget_bytes=budget)
+    times = _in_turns(runner, rows, found, budget, rounds)
     for name, seconds in times.items():
         row = found[name]
         row |= {"step": statistics.median(seconds), "noise": noise(seconds), "fill": row["peak"] / budget}
