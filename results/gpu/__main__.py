@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m results.gpu", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser("python -m results.gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--parts", default=",".join(map(str, PARTS)), help="as in 1,2,5; default: all")
     parser.add_argument("--only", help="items with this in their name")
     parser.add_argument("--shapes", choices=tuple(SHAPES), default="card", help="tiny: on the CPU, for the script only")

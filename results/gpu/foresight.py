@@ -12,7 +12,7 @@ from autockpt.measuring import WorkerMeasurer
 from autockpt.profiling import as_seen_by, build_profile, device_peak, measure_op_times, uniform_graphs
 from autockpt.schema import Choice, Hardware, WorkloadSpec, searched_kinds
 from results.gpu.items import Context
-from results.gpu.measuring import counted, ghosts, plans
+from results.gpu.measuring import ghosts, never_timed, plans
 from search_spaces.hardware import described_like
 
 PLANS = ("save everything", "recompute all", "every second", "keep attention", "offload all", "mixed")
@@ -38,9 +38,9 @@ def foresight(context: Context) -> dict[str, Any]:
                 "allocated, predicted": peak.allocated,
                 "reserved, predicted": peak.reserved,
                 "step, predicted": predictor.predict(choices).step_seconds,
-                "never timed": len(counted(graph.signatures, times.seconds)),
+                "never timed": len(never_timed(graph, times.seconds)),
                 "signatures": len(graph.signatures),
-                "such as": counted(graph.signatures, times.seconds)[:3],
+                "such as": never_timed(graph, times.seconds)[:3],
             }
             try:
                 measured = worker.measure(choices, steps=3)

@@ -124,7 +124,7 @@ def host_budget(context: Context) -> dict[str, Any]:
         copies = tracer.trace(choices).copies
         predicted = host_bytes_of(copies, runner.device.kind)
         claimed, first, later = _claims(runner, choices, None)
-        tight = host_bytes_of(copies, runner.device.kind, claimed)
+        tight = host_bytes_of(copies, runner.device.kind, 1)  # what is needed at the least, areas as small as can be
         within, _, _ = _claims(runner, choices, tight)
         refused = False
         try:

@@ -51,7 +51,8 @@ def _summary(items: Sequence[Item], known: Mapping[str, Mapping[str, Any]], shap
     data = {slug: found["data"] for slug, found in known.items() if found.get("data")}
     complete = {slug: d for slug, d in data.items() if known[slug].get("state") == "done"}
     claims = judged(complete)
-    yield from _table(("claim", "verdict", "by"), ((c.text, c.verdict, c.detail) for c in claims))
+    shown = "({})" if shapes == "tiny" else "{}"
+    yield from _table(("claim", "verdict", "by"), ((c.text, shown.format(c.verdict), c.detail) for c in claims))
     counts = {v: sum(c.verdict == v for c in claims) for v in ("passed", "failed", "undecided")}
     yield ""
     yield ", ".join(f"{number} {verdict}" for verdict, number in counts.items()) + "."
