@@ -153,3 +153,34 @@ def test_an_earlier_call_is_taken_over_but_never_over_what_is_here(tmp_path):
 def test_wrong_parts_are_refused(capsys):
     assert script.main(["--parts", "1,9"]) == 2
     assert "numbers from 1 to 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shapes", [CARD, TINY], ids=["card", "tiny"])
+def test_every_workload_and_budget_can_be_asked_for(shapes):
+    from autockpt.schema import WorkloadSpec, parse_budget
+    from search_spaces.shapes import load_model_shape
+
+    specs = [shapes.attention, shapes.overlap, shapes.stress, *shapes.foresight.values()]
+    specs += [task.spec for task in shapes.tasks.values()]
+    for spec in specs:
+        assert load_model_shape(WorkloadSpec.model_validate(spec).model)
+    for task in shapes.tasks.values():
+        assert [parse_budget(budget) for budget in task.budgets]
+        assert task.middle in ("", *task.budgets)
+
+
+def test_a_row_that_runs_out_of_memory_in_turns_leaves_and_the_others_begin_anew():
+    from autockpt.errors import DeviceOutOfMemory
+    from results.gpu.jobs import _in_turns
+
+    class Runner:
+        def compare(self, plans: dict[str, Any], *, rounds: int, budget_bytes: int) -> dict[str, list[float]]:
+            if "tight" in plans:
+                raise DeviceOutOfMemory("plan 'tight' ran out of memory on cuda:0")
+            return dict.fromkeys(plans, [1.0] * rounds)
+
+    found = {name: {"state": "fits"} for name in ("none", "tight")}
+    rows: Any = dict.fromkeys(found)
+    runner: Any = Runner()
+    assert _in_turns(runner, rows, found, 100, 3) == {"none": [1.0, 1.0, 1.0]}
+    assert found["tight"]["state"] == "out of memory"
