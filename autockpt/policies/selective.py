@@ -55,12 +55,18 @@ class SelectivePolicy:
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         for unit in units:
-            keep = _kept(unit.choice)
-            for module, attention in _scopes(unit, keep):  # first: the unit may be one, inside of what recomputes it
+            keep, regions = _kept(unit.choice), _regions(unit)
+            # first the scopes: what runs again may itself be one, inside of what recomputes it
+            for module, attention in _scopes(unit, keep, regions):
                 session.place(unit.name, module, run_scope, ScopeState(unit.name, attention=attention))
-            session.place(unit.name, unit.module, self.run, ReplayState(unit.name))
-            kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep)
-            session.note(unit.name, f"{self.kind}: its forward runs again in backward, outputs of {kept} are kept")
+            for module in regions.values():
+                session.place(unit.name, module, self.run, ReplayState(unit.name))
+            again = ", ".join(filter(None, regions)) or "its forward"
+            kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
+            session.note(
+                unit.name,
+                f"{self.kind}: {again} run{'s' * (len(regions) == 1)} again in backward, outputs of {kept} are kept",
+            )
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         return 0, forward  # what draws random numbers runs again, whatever is to be kept
@@ -89,36 +95,63 @@ def _kept(choice: Choice) -> tuple[str, ...]:
     return choice.keep
 
 
-def _scopes(unit: PlannedUnit, keep: Sequence[str]) -> Iterator[tuple[nn.Module, bool]]:
-    """Modules to watch, the unit itself among them, and whether for fused attention alone."""
+def _regions(unit: PlannedUnit) -> dict[str, nn.Module]:
+    """What runs again, each by itself, by its name inside the unit: "" is the unit."""
+    within = unit.choice.within if isinstance(unit.choice, Selective) else ()
+    if not within:
+        return {"": unit.module}
+    inside = _inside(unit)
+    for name in within:
+        if name not in inside:
+            raise _no_module(unit, name, "that could run again", inside)
+        if isinstance(inside[name], nn.ModuleList | nn.ModuleDict):
+            raise _no_module(unit, name, "with a forward that could run again", inside)
+    return {name: inside[name] for name in within}
+
+
+def _scopes(unit: PlannedUnit, keep: Sequence[str], regions: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
+    """Modules to watch, the regions themselves among them, and whether for fused attention alone."""
     if EVERYTHING in keep:
-        yield unit.module, False
+        yield from ((module, False) for module in regions.values())
         return
-    inside = {strip_prefixes(path): module for path, module in unit.module.named_modules() if path}
+    inside = _inside(unit)
     for name in keep:
         if name == ATTENTION:
-            yield from ((module, True) for module in _attentions(unit.module))
-        elif name in inside:
-            yield inside[name], False
-        else:
+            yield from ((inner, True) for module in regions.values() for inner in _attentions(module))
+        elif name not in inside:
+            raise _no_module(unit, name, "whose output could be kept", inside)
+        elif not any(not region or name == region or name.startswith(f"{region}.") for region in regions):
             raise PlanError(
-                f"{unit.name} has no module named {name!r} whose output could be kept",
-                remedy=f"Name modules as seen from the unit, or {ATTENTION!r}; it has: {', '.join(_leaves(inside))}.",
+                f"{unit.name} is to keep the output of {name}, which does not run again",
+                remedy=f"Leave it out of `keep`, or name a module around it in `within`: {', '.join(regions)}.",
             )
+        else:
+            yield inside[name], False
 
 
-def _attentions(unit: nn.Module) -> list[nn.Module]:
-    """The outermost modules inside a unit that are attentions by their class's name; the whole unit without any."""
+def _inside(unit: PlannedUnit) -> dict[str, nn.Module]:
+    return {strip_prefixes(path): module for path, module in unit.module.named_modules() if path}
+
+
+def _no_module(unit: PlannedUnit, name: str, what: str, inside: dict[str, nn.Module]) -> PlanError:
+    return PlanError(
+        f"{unit.name} has no module named {name!r} {what}",
+        remedy=f"Name modules as seen from the unit, or {ATTENTION!r}; it has: {', '.join(_leaves(inside))}.",
+    )
+
+
+def _attentions(region: nn.Module) -> list[nn.Module]:
+    """The outermost modules inside a region that are attentions by their class's name; the whole region without any."""
     found: list[nn.Module] = []
     inside: set[int] = set()
-    for module in unit.modules():
-        if module is unit or id(module) in inside:
+    for module in region.modules():
+        if module is region or id(module) in inside:
             continue
         name = type(module).__name__.lower()
         if "attention" in name or "attn" in name:
             found.append(module)
             inside.update(map(id, module.modules()))
-    return found or [unit]
+    return found or [region]
 
 
 def _leaves(inside: dict[str, nn.Module]) -> list[str]:

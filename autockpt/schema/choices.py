@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
@@ -60,24 +60,38 @@ class Selective(_Choice):
 
     ``keep`` names modules inside the unit (``mlp.up_proj``) whose matrix products and convolutions are not run again,
     or ``fused_attention``; by default all of these are kept and only what is cheap is made again
-    (Korthikanti et al. 2022, arXiv:2205.05198).
+    (Korthikanti et al. 2022, arXiv:2205.05198). ``within`` names the modules inside the unit that run again, each by
+    itself, while the rest of the unit saves what it saves anyway; by default the whole unit does. With ``within`` there
+    may be nothing to keep (``keep: []``).
     """
 
     letter: ClassVar[str] = "S"
     kind: Literal["selective"] = "selective"
     keep: tuple[str, ...] = (EVERYTHING,)
+    within: tuple[str, ...] = ()
 
-    @field_validator("keep", mode="before")
+    @field_validator("keep", "within", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("keep")
+    @field_validator("keep", "within")
     @classmethod
     def _tidy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value or not all(value):
-            raise ValueError("keep must name at least one module; without any, the choice is `recompute`")
+        if not all(value):
+            raise ValueError("must name modules, none of them by an empty name")
         return (EVERYTHING,) if EVERYTHING in value else tuple(sorted(set(value)))
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if not self.keep and not self.within:
+            raise ValueError("keep must name at least one module; without any, the choice is `recompute`")
+        for name in self.within:
+            if name in (EVERYTHING, ATTENTION):
+                raise ValueError(f"within must name modules, not {name}")
+            if any(name.startswith(f"{other}.") for other in self.within):
+                raise ValueError(f"within names {name} and a module around it")
+        return self
 
 
 class KeepAttention(_Choice):

@@ -20,8 +20,8 @@ from tests.policies.zoo import CASES, assert_equal, bytes_alive_after, plain, tr
 Body = Callable[["Unit", Tensor], Tensor]
 
 
-def selective(*keep: str) -> Choice:
-    return parse_choice({"kind": "selective", "keep": list(keep)})
+def selective(*keep: str, within: tuple[str, ...] = ()) -> Choice:
+    return parse_choice({"kind": "selective", "keep": list(keep), "within": list(within)})
 
 
 class Unit(nn.Module):
@@ -272,3 +272,87 @@ def test_how_it_is_written_in_a_plan(written, read):
 def test_keeping_nothing_is_not_selective(keep):
     with pytest.raises(PlanError):
         parse_choice({"kind": "selective", "keep": keep})
+
+
+class Parts(nn.Module):
+    """A unit of two parts: an MLP and a norm, each a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.inner = nn.LayerNorm(8), Unit(lambda u, x: u.down(F.gelu(u.up(x)))), nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def parts() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Parts(), Parts())
+
+
+def test_only_parts_of_a_unit_run_again():
+    wanted = gradients(parts())
+    model = parts()
+    x = torch.randn(512, 8)
+    saved = {}
+    bytes_alive_after(lambda: model(x))
+    for choice, products in (
+        ("save", 0),
+        (selective("mlp.up", within=("mlp",)), 0),  # up is kept, down is never needed again
+        (selective(within=("mlp",)), 2),
+        (selective("**", within=("mlp", "norm")), 0),
+        (selective("**"), 0),
+        ("recompute", 2),
+    ):
+        with attach(model, dict.fromkeys(("0", "1"), parse_choice(choice))):
+            saved[str(choice)] = bytes_alive_after(lambda: model(x))
+            loss = model(x).sum()
+            assert executed(model, loss.backward).get("aten.addmm", 0) == products
+            model.zero_grad()
+            assert_equal(gradients(model), wanted)
+    activations = 2 * 512 * 32 * 4  # of the two units
+    assert saved["save"] - saved[str(selective("mlp.up", within=("mlp",)))] == pytest.approx(activations, rel=0.1)
+    assert saved["recompute"] < saved[str(selective(within=("mlp",)))] < saved["save"] - 1.8 * activations
+
+
+PARTS = {
+    "bert": ("attention", "intermediate", "output"),
+    "gpt2": ("ln_1", "attn", "ln_2", "mlp"),
+    "llama": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+    "t5": ("layer.0.SelfAttention", "layer.0.layer_norm"),
+    "vit": ("layernorm_before", "attention", "layernorm_after", "mlp"),
+    "cnn": ("first", "second", "drop"),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_parts_of_real_layers_run_again_with_equal_gradients(name: str, precision: str):
+    """Each by itself, with dropout."""
+    case = CASES[name]
+    wanted = plain(case, precision)
+    model = case.make()
+    choices = [parse_choice({"kind": "selective", "within": list(PARTS[name]), "keep": keep}) for keep in ("**", [])]
+    with attach(model, {unit: choices[i % 2] for i, unit in enumerate(case.units(model))}):
+        assert_equal(train(model, case, precision), wanted)
+
+
+@pytest.mark.parametrize(
+    ("keep", "within", "says"),
+    [
+        ((), ("mlpp",), "no module named 'mlpp' that could run again"),
+        ((), ("inner",), "no module named 'inner' with a forward"),
+        (("mlp.up",), ("norm",), "mlp.up, which does not run again"),
+    ],
+)
+def test_parts_that_there_are_not(keep, within, says):
+    model = parts()
+    with pytest.raises(PlanError, match=says):
+        attach(model, {"0": selective(*keep, within=within)})
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("within", [("mlp", "mlp.up"), ("**",), ("fused_attention",), ("",)])
+def test_parts_that_make_no_sense(within):
+    with pytest.raises(PlanError, match="within"):
+        selective(within=within)

@@ -14,7 +14,7 @@ from autockpt.schema.choices import CHOICE_TYPES, choice_kinds, dump_choice, fro
         ({"keep": ["a"]}, "unknown choice"),
         ({"kind": "selective", "kep": ["a"]}, "selective has no option 'kep'"),
         ({"kind": "recompute", "keep": ["a"]}, "recompute has no option 'keep'"),
-        ({"kind": "selective", "keep": []}, "selective: keep: keep must name at least one module"),
+        ({"kind": "selective", "keep": []}, "selective: keep must name at least one module"),
         ({"kind": "selective", "keep": [3]}, "selective: keep.0: "),
         ({"kind": "segment", "size": 0}, "segment: size: "),
         ({"kind": "segment", "levels": 3}, "segment: levels: "),

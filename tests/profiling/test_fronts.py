@@ -1,0 +1,45 @@
+"""Sets worth keeping, and parts worth running again, of real layers."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autockpt.profiling.fronts import MOST_PARTS, MOST_SETS, selective_front
+from autockpt.schema import RECOMPUTE, SAVE, Graph, WorkloadSpec
+from autockpt.tracing import Tracer
+
+
+def alike(graph: Graph) -> Any:
+    """Op times in which every op takes as long."""
+    return SimpleNamespace(seconds=dict.fromkeys(graph.signatures, 1e-5))
+
+
+@pytest.mark.parametrize(("model", "part"), [("llama-tiny", "mlp"), ("gpt2-tiny", "mlp"), ("vit-tiny", "mlp")])
+def test_the_first_part_is_the_mlp_whose_cheap_ops_free_much(model: str, part: str) -> None:
+    with Tracer.from_spec(WorkloadSpec(model=model, batch_size=2)) as tracer:
+        unit = next(u for u in tracer.units if u.role == "block")
+        again = tracer.trace({unit.name: RECOMPUTE})
+        front = selective_front(again, unit, alike(again))
+        whole, parts = [c for c in front if not c.within], [c for c in front if c.within]
+        assert len(whole) <= MOST_SETS and 1 <= len(parts) <= MOST_PARTS
+        assert parts[0].within == (part,) and all(name.startswith(f"{part}.") for name in parts[0].keep)
+        assert all(set(a.within) < set(b.within) for a, b in itertools.pairwise(parts))
+        plain, first = tracer.trace({unit.name: SAVE}), tracer.trace({unit.name: parts[0]})
+
+        def heavy(graph: Graph) -> int:
+            return sum(op.phase == "recompute" and op.flops > 0 for op in graph.ops)
+
+        assert first.peak_bytes < plain.peak_bytes and heavy(first) == 0 < heavy(again)
+
+
+def test_what_a_part_hands_on_is_not_freed() -> None:
+    """BERT's intermediate layer: its activation's output is what the next layer saves."""
+    with Tracer.from_spec(WorkloadSpec(model="bert-tiny", batch_size=2)) as tracer:
+        unit = next(u for u in tracer.units if u.role == "block")
+        again = tracer.trace({unit.name: RECOMPUTE})
+        first = next(c for c in selective_front(again, unit, alike(again)) if c.within)
+    assert first.within != ("intermediate",)
