@@ -1,0 +1,6 @@
+"""From an out-of-memory failure to a prescription: what the run said, what filled the device, and what would fit."""
+
+# from autockpt.diagnose.build import diagnose
+# from autockpt.diagnose.question import Question
+
+__all__ = ["Question", "diagnose"]
