@@ -48,6 +48,8 @@ PEAK_SLACK = 0.01
 """A measured peak may exceed a promised one by this share: allocators differ a little from run to run."""
 TIME_SLACK = 0.10
 """A step may be slower than promised by this share, and the noise of both measurements."""
+SIMULATED_PEAK_SLACK = 0.05
+"""A measured peak may exceed a simulated one by this share."""
 
 Choices = Mapping[str, Choice]
 
@@ -126,6 +128,12 @@ class _Verification:
         self.blocks = [unit.name for unit in units if unit.role == "block"]
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
+        if self.plan.status == "simulated":
+            here = self.measurer.environment.device.name
+            self.notes.append(
+                f"what the plan promises was simulated for {simulated_for(self.plan)}; it was never measured. "
+                f"Here it ran on {here}. `autockpt search --resume` makes a measured plan from it."
+            )
         checks = [*self._gradients(), self._reruns(), *self._promises()]
         return VerifyReport(checks=tuple(checks), notes=tuple(self.notes))
 
@@ -191,7 +199,7 @@ class _Verification:
             yield Check(name="peak", state="failed", detail=f"out of memory: {error.message}")
             yield Check(name="step time", state="skipped", detail="no step could be timed")
             return
-        yield judge_peak(self.plan, measured)
+        yield judge_peak(self.plan, measured, self.measurer.environment.device.kind)
         yield self._step_time(measured)
 
     def _step_time(self, measured: Measurement) -> Check:
@@ -286,8 +294,35 @@ def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
     return Check(name="recomputed ops", state="passed", detail=detail)
 
 
-def judge_peak(plan: Plan, measured: Measurement) -> Check:
-    """The measured peak against the budget and the promised peak."""
+def simulated_for(plan: Plan) -> str:
+    """The device that a plan's numbers were simulated for."""
+    return plan.environment.device.name if plan.environment is not None else "a device that the plan does not name"
+
+
+def judge_simulation(plan: Plan, measured: Measurement, kind: str) -> Check:
+    """The measured peak against the budget and the simulated one; that of another kind of device is only compared."""
+    assert plan.predicted is not None
+    foreseen = plan.predicted.peak_bytes
+    parts = [
+        format_bytes(measured.peak_bytes),
+        f"simulated {format_bytes(foreseen)} for {simulated_for(plan)} ({measured.peak_bytes / foreseen - 1:+.1%})",
+    ]
+    same = plan.environment is None or plan.environment.device.kind == kind
+    state: CheckState = "passed" if measured.peak_bytes <= foreseen * (1 + SIMULATED_PEAK_SLACK) else "failed"
+    if plan.budget is not None:
+        parts.append(f"budget {format_bytes(plan.budget.bytes)}")
+        if measured.peak_bytes > plan.budget.bytes:
+            state = "failed"
+    if not same:
+        parts.append("another kind of device, so the two are not held against each other")
+        state = "skipped"
+    return Check(name="peak", state=state, detail=", ".join(parts))
+
+
+def judge_peak(plan: Plan, measured: Measurement, kind: str = "") -> Check:
+    """The measured peak, on a device of ``kind``, against the budget and the promised peak."""
+    if plan.status == "simulated" and plan.predicted is not None:
+        return judge_simulation(plan, measured, kind)
     promise = plan.measured or plan.predicted if plan.status != "unmeasured" else None
     here = format_bytes(measured.peak_bytes)
     parts, state = [here], cast(CheckState, "skipped")
@@ -309,6 +344,11 @@ def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
     """The measured step time against the promised one, where both come from the same kind of device."""
     here = f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"
     promise = plan.measured if plan.status == "measured" else None
+    if plan.status == "simulated" and plan.predicted is not None and plan.predicted.step_seconds:
+        foreseen = plan.predicted.step_seconds
+        error = measured.step_seconds / foreseen - 1
+        simulated = f"simulated {foreseen * 1e3:.1f} ms for {simulated_for(plan)} ({error:+.0%})"
+        return Check(name="step time", state="skipped", detail=f"{here}, {simulated}; a simulation is no promise")
     if promise is None:
         return Check(name="step time", state="skipped", detail=f"{here}, nothing measured was promised")
     detail = f"{here}, promised {promise.step_seconds * 1e3:.1f} ms ± {promise.noise:.1%}"

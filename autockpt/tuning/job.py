@@ -26,7 +26,7 @@ class Limits:
 class Job:
     """One question: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
 
-    ``fixed`` are choices that every plan has besides those for blocks.
+    ``fixed`` are choices that every plan has besides those for blocks; ``seeds`` are plans to try early, by name.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Job:
     limits: Limits
     notes: tuple[str, ...] = field(default=())
     fixed: Mapping[str, Choice] = field(default_factory=dict)
+    seeds: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
 
     @property
     def workload_key(self) -> str:

@@ -46,7 +46,7 @@ def search(
     storage = run.storage if run else "sqlite://"
     engine = Engine(
         profiled=device.profiled(),
-        measurer=device,
+        scorer=RealSteps(device, watched, confirm),
         budget=parse_budget(budget),
         space=load_space(space),
         limits=Limits(trials, timeout),
