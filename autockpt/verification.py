@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autockpt.devices import transport_for
 from autockpt.errors import AutockptError, DeviceOutOfMemory, PlanError
-from autockpt.history.statistics import Interval, ratio_interval
-from autockpt.history.statistics import judge as judge_interval
+from autockpt.history.promises import judge_peak, judge_ratio, judge_time, simulated_for
+from autockpt.history.statistics import ratio_interval
 from autockpt.measuring import LocalMeasurer, Measurer, StepRunner, WorkerMeasurer
 from autockpt.measuring.conditions import seed_all
 from autockpt.measuring.snapshot import Snapshot
@@ -40,16 +40,9 @@ from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, Silence
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
-from autockpt.schema.verification import Check, CheckState, VerifyReport
+from autockpt.schema.verification import Check, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import Workload, discover_head, discover_units
-
-PEAK_SLACK = 0.01
-"""A measured peak may exceed a promised one by this share: allocators differ a little from run to run."""
-TIME_SLACK = 0.10
-"""A step may be slower than promised by this share, and the noise of both measurements."""
-SIMULATED_PEAK_SLACK = 0.05
-"""A measured peak may exceed a simulated one by this share."""
 
 Choices = Mapping[str, Choice]
 
@@ -292,86 +285,6 @@ def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
         return Check(name="recomputed ops", state="skipped", detail=detail)
     detail = f"{again} of {forward} matrix products, attentions and convolutions in {counted} units run again{sent}"
     return Check(name="recomputed ops", state="passed", detail=detail)
-
-
-def simulated_for(plan: Plan) -> str:
-    """The device that a plan's numbers were simulated for."""
-    return plan.environment.device.name if plan.environment is not None else "a device that the plan does not name"
-
-
-def judge_simulation(plan: Plan, measured: Measurement, kind: str) -> Check:
-    """The measured peak against the budget and the simulated one; that of another kind of device is only compared."""
-    assert plan.predicted is not None
-    foreseen = plan.predicted.peak_bytes
-    parts = [
-        format_bytes(measured.peak_bytes),
-        f"simulated {format_bytes(foreseen)} for {simulated_for(plan)} ({measured.peak_bytes / foreseen - 1:+.1%})",
-    ]
-    same = plan.environment is None or plan.environment.device.kind == kind
-    state: CheckState = "passed" if measured.peak_bytes <= foreseen * (1 + SIMULATED_PEAK_SLACK) else "failed"
-    if plan.budget is not None:
-        parts.append(f"budget {format_bytes(plan.budget.bytes)}")
-        if measured.peak_bytes > plan.budget.bytes:
-            state = "failed"
-    if not same:
-        parts.append("another kind of device, so the two are not held against each other")
-        state = "skipped"
-    return Check(name="peak", state=state, detail=", ".join(parts))
-
-
-def judge_peak(plan: Plan, measured: Measurement, kind: str = "") -> Check:
-    """The measured peak, on a device of ``kind``, against the budget and the promised peak."""
-    if plan.status == "simulated" and plan.predicted is not None:
-        return judge_simulation(plan, measured, kind)
-    promise = plan.measured or plan.predicted if plan.status != "unmeasured" else None
-    here = format_bytes(measured.peak_bytes)
-    parts, state = [here], cast(CheckState, "skipped")
-    if promise is not None:
-        parts.append(f"promised {format_bytes(promise.peak_bytes)}")
-        state = "passed" if measured.peak_bytes <= promise.peak_bytes * (1 + PEAK_SLACK) else "failed"
-    if plan.budget is not None:
-        parts.append(f"budget {format_bytes(plan.budget.bytes)}")
-        if measured.peak_bytes > plan.budget.bytes:
-            state = "failed"
-        elif state == "skipped":
-            state = "passed"
-    if state == "skipped":
-        parts.append("nothing was promised")
-    return Check(name="peak", state=state, detail=", ".join(parts))
-
-
-def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
-    """The measured step time against the promised one, where both come from the same kind of device."""
-    here = f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"
-    promise = plan.measured if plan.status == "measured" else None
-    if plan.status == "simulated" and plan.predicted is not None and plan.predicted.step_seconds:
-        foreseen = plan.predicted.step_seconds
-        error = measured.step_seconds / foreseen - 1
-        simulated = f"simulated {foreseen * 1e3:.1f} ms for {simulated_for(plan)} ({error:+.0%})"
-        return Check(name="step time", state="skipped", detail=f"{here}, {simulated}; a simulation is no promise")
-    if promise is None:
-        return Check(name="step time", state="skipped", detail=f"{here}, nothing measured was promised")
-    detail = f"{here}, promised {promise.step_seconds * 1e3:.1f} ms ± {promise.noise:.1%}"
-    if not same_device:
-        return Check(name="step time", state="skipped", detail=f"{detail} on another device")
-    limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
-    return Check(name="step time", state="passed" if measured.step_seconds <= limit else "failed", detail=detail)
-
-
-def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
-    """The step time as so many times that of a well-known plan, measured in turns, against the same ratio as promised.
-
-    ``reference`` is what was measured of that plan when ``plan`` was made. Fails only where the ratio is surely worse.
-    """
-    assert plan.measured is not None
-    promise = plan.measured.step_seconds / reference.step_seconds
-    limit = promise * (1 + TIME_SLACK + plan.measured.noise + reference.noise)
-    detail = (
-        f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}, {ratio.value:.3f} times {name!r} "
-        f"[{ratio.low:.3f}, {ratio.high:.3f}]; promised {plan.measured.step_seconds * 1e3:.1f} ms, {promise:.3f} times"
-    )
-    broken = judge_interval(ratio, limit) == "slower"
-    return Check(name="step time", state="failed" if broken else "passed", detail=detail)
 
 
 # --- beside the model: run there by Measurer.call ---------------------------------------------------------------------

@@ -201,7 +201,9 @@ def _effort(outcome: SearchOutcome) -> str:
 def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     choices = plan.expand_planned()
     console.print()
-    console.print(Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {_status(plan)}"))
+    console.print(
+        Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {_status(plan)}")
+    )
     for pattern, choice in plan.choices.items():
         console.print(Text(f"  {pattern}: {choice}"), style="dim", soft_wrap=True)
     if outcome.plan_path is None:

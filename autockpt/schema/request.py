@@ -91,8 +91,9 @@ class SearchOutcome(Data):
     """The answer of a search.
 
     ``plan`` is None only where the search was interrupted before anything fitting was found. ``source`` says what the
-    numbers are: measured, or simulated for a device that was not at hand (or, in a dry run, not used). ``binding`` is False where
-    saving everything fits, so that there is nothing to gain. ``smallest_peak`` is the least reachable peak in bytes.
+    numbers are: measured, or simulated for a device that was not at hand (or, in a dry run, not used). ``binding`` is
+    False where saving everything fits, so that there is nothing to gain. ``smallest_peak`` is the least reachable peak
+    in bytes.
     """
 
     plan: Plan | None
@@ -105,7 +106,9 @@ class SearchOutcome(Data):
     dry_run: bool = False
     interrupted: bool = False
     resumed: int = Field(default=0, description="trials taken over from earlier runs of this question")
-    measured_trials: int = Field(default=0, description="in all, those of earlier runs included; simulated ones where `source` says so")
+    measured_trials: int = Field(
+        default=0, description="in all, with those of earlier runs; simulated ones where `source` is"
+    )
     stopped: str = Field(default="", description="why the search ended, in words")
     run_directory: Path | None = None
     plan_path: Path | None = Field(default=None, description="where to load the plan from")

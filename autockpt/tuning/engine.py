@@ -26,7 +26,7 @@ from autockpt.schema import (
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.solvers import Ruling, exact
 from autockpt.tuning.book import Book, peak_of_trial
-from autockpt.tuning.candidates import Candidate, from_knobs, from_layers, neutral
+from autockpt.tuning.candidates import REFEREE_CALLS, Candidate, from_knobs, from_layers, neutral
 from autockpt.tuning.dryrun import infeasible
 from autockpt.tuning.job import Clock, Limits
 from autockpt.tuning.refit import Fit, fit, unseen_bytes
@@ -34,7 +34,6 @@ from autockpt.tuning.scoring import Score, Scorer
 from autockpt.tuning.study import Parameters, Study
 
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
-MOST_REPEATS = 12  # known plans in a row before the space counts as exhausted
 
 Seeds = Mapping[str, Mapping[str, Choice]]  # plans to try before others, by what they are called
 
@@ -72,9 +71,11 @@ class Engine:
         storage: str,
         clock: Clock,
         seeds: Seeds | None = None,
+        referee_calls: int = REFEREE_CALLS,
     ) -> None:
         self.profiled, self.scorer, self.space, self.limits = profiled, scorer, space, limits
         self.storage, self.clock, self.seeds = storage, clock, dict(seeds or {})
+        self.referee_calls = referee_calls
         self.listener = clock.listener
         self.asked = budget
         self.units = tuple(u.name for u in profiled.blocks)
@@ -163,7 +164,13 @@ class Engine:
 
     def _solved(self, parameters: Parameters) -> Candidate:
         return from_knobs(
-            parameters, self.budget.bytes, self.prices.scale, self._problem, self.profiled.rule, remembered=self.rulings
+            parameters,
+            self.budget.bytes,
+            self.prices.scale,
+            self._problem,
+            self.profiled.rule,
+            remembered=self.rulings,
+            calls=self.referee_calls,
         )
 
     def _seeds(self) -> list[Parameters]:
@@ -292,7 +299,7 @@ class Engine:
             self.stopped = f"all {self.limits.trials} trials are used"
         elif self._seconds_left <= 0:
             self.stopped = f"the time limit of {self.limits.timeout:g} s was reached"
-        elif repeats >= MOST_REPEATS:
+        elif repeats >= self.scorer.most_repeats:
             self.stopped = "the space offers no further plan within the budget"
         elif self._nothing_left():
             self.stopped = "no plan can be faster than the best by more than the noise, by the refitted bound"

@@ -12,14 +12,11 @@ from typing import Any
 from autockpt.errors import InfeasibleError
 from autockpt.measuring import Measurer
 from autockpt.profiling import Profiled, Uniform, build_profile, leanest, nominal_op_times, uniform_graphs
-from autockpt.schema import Budget, Choice, Environment, Graph, Measurement, OpTimes, SearchSpace, Unit, format_bytes
+from autockpt.schema import Budget, Choice, Environment, Graph, Measurement, OpTimes, SearchSpace, Unit
 from autockpt.schema.choices import CHUNKED_LOSS, dump_choice
 from autockpt.schema.known import NONE, known_plans
 from autockpt.tracing import Tracer
 from autockpt.tuning.dryrun import foresee
-
-WORTH = 0.01
-"""A way out is named where it lowers the leanest plan's peak by more than this share."""
 
 
 class FixedTracer:
@@ -72,9 +69,7 @@ class Settled:
 Times = Callable[[Uniform], OpTimes]  # op times that cover these ghost runs
 
 
-def settle(
-    tracer: Tracer, uniform: Uniform, budget: Budget, space: SearchSpace, times: Times, others: int
-) -> Settled:
+def settle(tracer: Tracer, uniform: Uniform, budget: Budget, space: SearchSpace, times: Times, others: int) -> Settled:
     """Use ``chunked_loss`` on the output head where the budget cannot be reached without, or it is predicted faster.
 
     A share of a budget is meant of the exact plans, and turned into bytes here. ``times`` are good enough for ranking.
@@ -102,21 +97,6 @@ def settle(
         "equal to plain training's only up to rounding."
     )
     return Settled(fixed, chunked, other_uniform, in_bytes, note)
-
-
-def way_out(error: InfeasibleError, tracer: Tracer, uniform: Uniform, overhead: int) -> InfeasibleError:
-    """The same error; its remedy names ``--allow-inexact`` where a ghost run shows that it lowers the smallest peak."""
-    if tracer.head is None:
-        return error
-    choices, graph = min(uniform.values(), key=lambda pair: pair[1].peak_bytes)
-    chunked = tracer.trace({**choices, tracer.head.name: CHUNKED_LOSS}).peak_bytes
-    if chunked >= graph.peak_bytes * (1 - WORTH):
-        return error
-    remedy = (
-        f"{error.remedy} Or add --allow-inexact: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
-        f"{format_bytes(chunked + overhead)}, with gradients equal up to rounding."
-    )
-    return InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak)
 
 
 def units_of(units: Sequence[Unit], head: Unit | None, fixed: Mapping[str, Choice]) -> tuple[Unit, ...]:

@@ -18,6 +18,7 @@ SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of th
 FINALISTS = 3
 FINAL_SECONDS = 30.0
 CONFIRMING_STEPS = 20
+MOST_REPEATS = 12
 
 Choices = Mapping[str, Choice]
 Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
@@ -33,9 +34,13 @@ class Score:
 
 
 class Scorer(Protocol):
-    """Judges the candidates of one search. ``source`` says what its numbers are; ``notes`` what people should know."""
+    """Judges the candidates of one search. ``source`` says what its numbers are; ``notes`` what people should know.
+
+    The space counts as exhausted after ``most_repeats`` known plans in a row.
+    """
 
     source: PlanStatus
+    most_repeats: int
     notes: list[str]
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
@@ -58,6 +63,7 @@ class RealSteps:
     clock: Clock
     confirm: Confirm | None = None
     source: PlanStatus = "measured"
+    most_repeats: int = MOST_REPEATS
     notes: list[str] = field(default_factory=list)
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
@@ -115,6 +121,7 @@ class Simulated:
     """Candidates are what their ghost runs and modelled op times say; nothing is measured, so nothing is repeated."""
 
     source: PlanStatus = "simulated"
+    most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
     notes: list[str] = field(default_factory=list)
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:

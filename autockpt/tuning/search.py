@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from autockpt.devices import get_device, process_environment
+from autockpt.devices import Device, get_device, process_environment
 from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
@@ -26,6 +26,7 @@ from autockpt.profiling import (
 from autockpt.schema import (
     Budget,
     Choice,
+    Environment,
     Listener,
     Measurement,
     Plan,
@@ -39,9 +40,10 @@ from autockpt.schema import (
 )
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
-from autockpt.tuning.inexact import FixedMeasurer, Settled, nominal, settle, units_of, way_out
+from autockpt.tuning.inexact import FixedMeasurer, Settled, nominal, settle, units_of
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import plain
+from autockpt.tuning.remedies import Bench, explained
 from autockpt.tuning.scoring import Confirm, RealSteps
 from autockpt.tuning.simulated import simulate_search
 from autockpt.tuning.stages import find_plan, foresee_plan, job_of, kept, uniform_plans
@@ -73,8 +75,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         if request.allow_inexact:
             with clock.stage("weigh chunked_loss"):
                 settled = settle(tracer, uniform, request.budget, space, nominal(here), device.used_by_others())
-        else:
-            stack.enter_context(_naming_the_way_out(tracer, uniform, here.device.overhead_bytes))
+        stack.enter_context(_naming_ways_out(request, tracer, uniform, device, here, clock))
         job = job_of(request, tracer, settled, space, refused)
         units = units_of(tracer.units, tracer.head, settled.fixed)
         if worker is None:
@@ -202,12 +203,17 @@ def _directory_of_live(job: Job, measurer: Measurer, tracer: Tracer, out: Path) 
 
 
 @contextmanager
-def _naming_the_way_out(tracer: Tracer, uniform: Uniform, overhead: int) -> Iterator[None]:
-    """A budget that nothing fits is said to be within reach of ``--allow-inexact`` where that is so."""
+def _naming_ways_out(
+    request: SearchRequest, tracer: Tracer, uniform: Uniform, device: Device, environment: Environment, clock: Clock
+) -> Iterator[None]:
+    """A budget that nothing fits is said with changes of the job that would fit."""
     try:
         yield
     except InfeasibleError as error:
-        raise way_out(error, tracer, uniform, overhead) from None
+        room = environment.device.capacity_bytes - device.used_by_others()
+        budget = min(request.budget.size or room, room)
+        bench = Bench(budget, device.torch_device, nominal(environment), tuple(uniform), seconds=False)
+        raise explained(error, request, tracer.settings, uniform, bench, clock) from None
 
 
 def _profiled(job: Job, settled: Settled, measurer: Measurer, clock: Clock) -> Profiled:

@@ -9,6 +9,7 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import Profiled, Uniform, uniform_graphs
 from autockpt.schema import SAVE, Choice, SearchOutcome, SearchRequest, SearchSpace, Unit
 from autockpt.tracing import Tracer
+from autockpt.tuning.candidates import REFEREE_CALLS
 from autockpt.tuning.dryrun import foresee
 from autockpt.tuning.engine import Engine
 from autockpt.tuning.inexact import Settled
@@ -22,23 +23,31 @@ def uniform_plans(tracer: Tracer, space: SearchSpace) -> tuple[Uniform, SearchSp
 
     Raises UsageError for a model without blocks to choose for.
     """
+    uniform = uniform_graphs(tracer, blocks_of(tracer), space.choices)
+    return uniform, *allowed(space, uniform)
+
+
+def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
+    """The blocks to choose for. Raises UsageError where there are none."""
     blocks = tuple(u for u in tracer.units if u.role == "block")
     if not blocks:
         raise UsageError(
             "the model has no repeated blocks, so there is nothing to choose per layer",
             remedy="autockpt plans for members of an nn.ModuleList or nn.Sequential, and for transformers' layers.",
         )
-    uniform = uniform_graphs(tracer, blocks, space.choices)
+    return blocks
+
+
+def allowed(space: SearchSpace, uniform: Uniform) -> tuple[SearchSpace, tuple[str, ...]]:
+    """The space without choices that have no ghost run, because the model refuses them, and a note on those."""
     refused = [kind for kind in space.choices if kind not in uniform]
     if not refused:
-        return uniform, space, ()
+        return space, ()
     note = f"not for this model: {', '.join(refused)} (apply such a plan to see why)"
-    return uniform, space.restricted(tuple(uniform)), (note,)
+    return space.restricted(tuple(uniform)), (note,)
 
 
-def job_of(
-    request: SearchRequest, tracer: Tracer, settled: Settled, space: SearchSpace, refused: Sequence[str]
-) -> Job:
+def job_of(request: SearchRequest, tracer: Tracer, settled: Settled, space: SearchSpace, refused: Sequence[str]) -> Job:
     """The question of a described workload, with what became known of it; ``refused``: notes of ``uniform_plans``."""
     seeds, doubts = _seeds(request, tracer)
     return Job(
@@ -89,8 +98,13 @@ def find_plan(
     run: RunDirectory | None,
     storage: str,
     clock: Clock,
+    *,
+    referee_calls: int = REFEREE_CALLS,
 ) -> SearchOutcome:
-    """Search a profiled workload and write the plan; ``scorer`` says what is measured. Raises InfeasibleError."""
+    """Search a profiled workload and write the plan; ``scorer`` says what is measured. Raises InfeasibleError.
+
+    ``referee_calls`` are the ghost runs that may be spent on refining one candidate.
+    """
     environment = profiled.profile.op_times.environment
     if run is not None:
         run.write_environment(environment)
@@ -106,6 +120,7 @@ def find_plan(
         storage=storage,
         clock=clock,
         seeds=job.seeds,
+        referee_calls=referee_calls,
     )
     found = engine.run()
     rows = scored_rows(engine.known, found.trials, found.best)
@@ -145,9 +160,7 @@ def find_plan(
     )
 
 
-def foresee_plan(
-    job: Job, units: Sequence[Unit], profiled: Profiled, clock: Clock, *, seconds: bool
-) -> SearchOutcome:
+def foresee_plan(job: Job, units: Sequence[Unit], profiled: Profiled, clock: Clock, *, seconds: bool) -> SearchOutcome:
     """The solver's plan and what ghost runs say of it and of the well-known ones; nothing is tried or written.
 
     ``seconds``: whether op times are good for more than ranking. Raises InfeasibleError.

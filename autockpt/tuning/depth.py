@@ -1,0 +1,101 @@
+"""Deep models of equal blocks are profiled on a shallow twin: a choice costs the same in each of them.
+
+What a twin says is only used for what choices cost one block; peaks and step times of plans are those of ghost runs of
+the whole model, as ever.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from autockpt.errors import AutockptError
+from autockpt.profiling import Predictor, Profiled, Uniform, uniform_graphs
+from autockpt.schema import Choice, Graph, SearchSpace, Unit, WorkloadSpec, plan_hash
+from autockpt.tracing import Tracer
+from autockpt.workload.shallow import shallow_twin
+
+DEEP = 16  # blocks from which on a twin is worth its while
+TWIN_BLOCKS = 6
+REMEMBERED_GRAPHS = 6
+OPS_PER_CANDIDATE = 60_000  # ghost-run for one candidate: fewer ghost runs of deeper models
+FEWEST_CALLS, MOST_CALLS = 3, 8
+
+
+def twin_uniform(
+    stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph, space: SearchSpace, device: torch.device
+) -> tuple[Tracer, Uniform] | None:
+    """A tracer of the shallow twin, kept open by ``stack``, and its ghost runs; None where the model has no such twin.
+
+    ``base`` is the ghost run of the whole model with every unit on save.
+    """
+    blocks = base.blocks()
+    if len(blocks) < DEEP or len({unit.kind for unit in blocks}) > 1 or base.source != "ghost":
+        return None
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autockpt-")))
+    twin = shallow_twin(spec, tracer.settings, TWIN_BLOCKS, folder)
+    if twin is None:
+        return None
+    try:
+        small = stack.enter_context(Tracer.from_spec(twin, device=device, fallback=False))
+        alike = small.trace()
+        if len(small_blocks := alike.blocks()) != TWIN_BLOCKS or _inside(alike) != _inside(base):
+            return None
+        return small, uniform_graphs(small, small_blocks, space.choices)
+    except AutockptError:
+        return None
+
+
+def transplanted(small: Profiled, base: Graph, traces: Callable[[Mapping[str, Choice]], Graph]) -> Profiled:
+    """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin."""
+    times = small.profile.op_times
+    predictor = Predictor(Remembering(traces), times)
+    predictor.learn({}, base)
+    middle = base.blocks()[len(base.blocks()) // 2]
+    menus = tuple(
+        m.model_copy(update={"kind": middle.kind, "representative": middle.name}) for m in small.profile.menus
+    )
+    profile = small.profile.model_copy(
+        update={
+            "menus": menus,
+            "save_all_peak_bytes": base.peak_bytes,
+            "save_all_seconds": predictor.simulation(base).step_seconds,
+            "leanest_peak_bytes": 0,
+        }
+    )
+    return Profiled(profile, base, predictor, small.used_by_others)
+
+
+def calls_per_candidate(base: Graph) -> int:
+    """Ghost runs to spend on refining one candidate."""
+    return max(FEWEST_CALLS, min(MOST_CALLS, OPS_PER_CANDIDATE // max(1, len(base.ops))))
+
+
+class Remembering:
+    """Ghost runs by plan, the last few remembered."""
+
+    def __init__(self, trace: Callable[[Mapping[str, Choice]], Graph]) -> None:
+        self._trace = trace
+        self._graphs: OrderedDict[str, Graph] = OrderedDict()
+
+    def __call__(self, choices: Mapping[str, Choice]) -> Graph:
+        key = plan_hash(choices)
+        if key not in self._graphs:
+            self._graphs[key] = self._trace(choices)
+        self._graphs.move_to_end(key)
+        while len(self._graphs) > REMEMBERED_GRAPHS:
+            self._graphs.popitem(last=False)
+        return self._graphs[key]
+
+
+def _inside(graph: Graph) -> tuple[list[tuple[str, str]], list[tuple[str, int]], Unit | None]:
+    """What the middle block runs and what its storages take, in a form that two models can be compared by."""
+    middle = graph.blocks()[len(graph.blocks()) // 2]
+    ops = [(op.phase, graph.signatures[op.signature]) for op in graph.ops if op.unit == middle.name]
+    sizes = sorted((s.kind, s.bytes) for s in graph.storages if s.unit == middle.name)
+    return ops, sizes, middle.model_copy(update={"name": "", "kind": 0})
