@@ -22,7 +22,7 @@ from autockpt.workload.shallow import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while
 TWIN_BLOCKS = 6
-REMEMBERED_GRAPHS = 6
+REMEMBERED_GRAPHS = 2  # 0.1 GB each for 80 blocks
 OPS_PER_CANDIDATE = 60_000  # ghost-run for one candidate: fewer ghost runs of deeper models
 FEWEST_CALLS, MOST_CALLS = 3, 8
 
