@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
+from autockpt.cli.calibrate import calibrate
 from autockpt.cli.export import export
 from autockpt.cli.history import history
 from autockpt.cli.search import search
 from autockpt.cli.trace import trace
 from autockpt.cli.verify import verify
 
-VERBS = (search, trace, verify, history, export)
+VERBS = (search, trace, verify, history, export, calibrate)
 
 
 def build() -> typer.Typer:

@@ -2,6 +2,7 @@
 
 from autockpt.report.answer import answer_rows, print_answer
 from autockpt.report.graph_summary import GraphSummary, summarise
+from autockpt.report.hardware_view import hardware_rows, print_hardware
 from autockpt.report.progress import BarListener, LineListener, listener
 from autockpt.report.trace_view import print_ops, print_summary
 from autockpt.report.trials_view import print_trials
@@ -12,8 +13,10 @@ __all__ = [
     "GraphSummary",
     "LineListener",
     "answer_rows",
+    "hardware_rows",
     "listener",
     "print_answer",
+    "print_hardware",
     "print_ops",
     "print_report",
     "print_summary",

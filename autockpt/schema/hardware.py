@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from autockpt.errors import UsageError
@@ -41,16 +42,19 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Efficiency(Data):
-    """Shares of the peaks that kernels reach. ``matrix``: large matrix products; ``bandwidth``: elementwise kernels
-    on large tensors; ``link``: copies between host and device of the size of an activation.
+    """Shares of the peaks that kernels reach, and how products of small matrices fall short of them.
 
-    A product with a dimension of ``half_size`` elements reaches half of what one with a large dimension does.
+    A product takes ``matrix_seconds`` and then its FLOPs at ``matrix`` times the peak, divided by
+    ``d / (d + half_size)`` for its smallest dimension of ``d`` elements.
     """
 
-    matrix: Share
-    bandwidth: Share
-    link: Share
-    half_size: float = Field(default=32.0, ge=0, le=65536, allow_inf_nan=False)
+    matrix: Share = Field(description="of the matrix rate: products of large matrices")
+    attention: Share = Field(default=0.5, description="of the matrix rate: fused attention, forward")
+    attention_backward: Share = Field(default=0.4, description="of the matrix rate: fused attention, backward")
+    bandwidth: Share = Field(description="of the memory bandwidth: elementwise kernels on large tensors")
+    link: Share = Field(description="of the link: copies of the size of an activation")
+    half_size: float = Field(default=0.0, ge=0, le=65536, allow_inf_nan=False)
+    matrix_seconds: float = Field(default=0.0, ge=0, le=1e-3, allow_inf_nan=False)
 
 
 class Hardware(Data):
@@ -68,7 +72,14 @@ class Hardware(Data):
     vector_flops: Finite = Field(description="fp32 outside of matrix units")
     matrix_flops: dict[str, Finite] = Field(description="by dtype: float32, tf32, bfloat16, float16, float64")
     bandwidth: Finite = Field(description="of device memory")
-    launch_seconds: Finite = Field(description="host time per op: Python, dispatcher, launch")
+    launch_seconds: Finite = Field(description="host time per op: Python, autograd, dispatcher, launch")
+    kernel_seconds: float = Field(default=0.0, ge=0, le=1e-3, description="least time of a kernel on the device")
+    cache_bytes: Bytes = Field(default=0, description="last-level cache, where ops find what those before them wrote")
+    cache_bandwidth: Finite | None = Field(default=None, description="where all that an op touches fits into it")
+    element_rates: dict[str, Finite] = Field(
+        default_factory=dict,
+        description="elements per second of kernels that neither FLOPs nor bytes explain, by op: tanh, bernoulli_, …",
+    )
     link_out: Finite = Field(description="device to host, pinned; on a CPU into a memory-mapped file")
     link_in: Finite = Field(description="host to device, likewise")
     pageable_out: Finite | None = Field(default=None, description="device to host, memory that is not pinned")
@@ -133,6 +144,30 @@ class Hardware(Data):
             raise ValueError(f"launching an op takes between 10 ns and 10 ms, in seconds{hint}")
         return value
 
+    @field_validator("cache_bytes")
+    @classmethod
+    def _possible_cache(cls, value: int, info: ValidationInfo) -> int:
+        memory = info.data.get("memory_bytes")
+        if value < 0 or (memory is not None and value >= memory):
+            raise ValueError("a cache has 0 bytes or more, and less than memory_bytes; write it as 40MiB")
+        return value
+
+    @field_validator("cache_bandwidth")
+    @classmethod
+    def _possible_cache_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
+        memory = info.data.get("bandwidth")
+        if value is not None and memory is not None and _within(value, *_BANDWIDTH) < memory:
+            raise ValueError(f"{value:g} bytes/s is below the bandwidth of the memory behind the cache ({memory:g})")
+        return value
+
+    @field_validator("element_rates")
+    @classmethod
+    def _possible_elements(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, rate in value.items():
+            if not 1e3 <= rate <= 1e15:
+                raise ValueError(f"{name}: {rate:g} elements per second are impossible; a CPU core does 1e6 to 1e10")
+        return value
+
     @field_validator("sources")
     @classmethod
     def _known_figures(cls, value: dict[str, str]) -> dict[str, str]:
@@ -180,3 +215,10 @@ def _ordered(matrix: dict[str, float], vector: float | None, kind: str | None) -
                 f"{name}: {matrix[name]:g} FLOP/s is below float32 ({matrix['float32']:g}); correct it, or leave out "
                 "a type that the device has no instructions for"
             )
+
+
+def dump_hardware(hardware: Hardware) -> str:
+    """A description as the text of a YAML file, without the name (which is the file's) and what was left out."""
+    data = hardware.model_dump(mode="json", exclude={"name"}, exclude_none=True)
+    kept = {key: value for key, value in data.items() if value is not False and value not in ("", {})}
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=120)

@@ -55,3 +55,17 @@ def _validated(document: Document, name: str) -> Hardware:
     if not isinstance(document.data, dict):
         raise document.complain((), "this is not a hardware description", "`autockpt calibrate` writes one.")
     return document.validate(Hardware, {"name": name} | document.data)
+
+
+def described_like(device_name: str, kind: str, memory_bytes: int) -> Hardware | None:
+    """The shipped description of the same card, by the name a driver gives it and its memory; None where none is."""
+    if kind == "cpu":
+        return load_hardware("cpu")
+    said = _plain(device_name)
+    for name in list_hardware():
+        hardware = load_hardware(name)
+        alike = all(_plain(part) in said for part in name.split("-")[:1])
+        near = abs(hardware.memory_bytes / memory_bytes - 1) < 0.15 if memory_bytes > 0 else False
+        if hardware.kind == kind and alike and near:
+            return hardware
+    return None

@@ -1,0 +1,101 @@
+"""``autockpt calibrate``: the machine at hand as a hardware description."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autockpt.cli import screen
+from autockpt.cli.guard import guarded
+from autockpt.errors import MeasurementError, UsageError
+
+if TYPE_CHECKING:
+    from autockpt.schema import Hardware
+    from autockpt.schema.machine import Machine
+
+
+@guarded
+def calibrate(
+    *,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="File to write. Default: the device's name, here.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="cuda, cuda:1 or cpu. Default: the best there is.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the description as JSON.")] = False,
+) -> None:
+    """Measure this machine and write its hardware description.
+
+    Rates of matrix products by type and size, of attention and single kernels, memory bandwidth, launch overhead,
+    copies off the device and back, memory and context; then the efficiencies that explain them together. Simulated
+    planning takes the file in place of a built-in description. Measure while nothing else runs.
+    """
+    if out is not None:
+        _may_write(out, force)
+    from autockpt.profiling.machine_child import measure_in_child
+
+    console = screen.progress()
+    with console.status("measuring …") as status:
+        machine = measure_in_child(device, quick=quick, tell=lambda what: status.update(f"measuring: {what} …"))
+    path = out if out is not None else Path(f"{_slug(machine.environment.device.name)}.yaml")
+    hardware = _described(machine, path.stem)
+    if out is None:
+        _may_write(path, force)
+    from autockpt.report import print_hardware
+    from search_spaces.hardware import described_like
+
+    _write(path, hardware)
+    if as_json:
+        screen.print_json(hardware.model_dump_json(indent=2))
+    else:
+        like = described_like(machine.environment.device.name, hardware.kind, hardware.memory_bytes)
+        print_hardware(hardware, like, screen.results())
+    console.print(f"{path}: written, measured in {machine.seconds:.0f} s")
+
+
+def _described(machine: Machine, name: str) -> Hardware:
+    from pydantic import ValidationError
+
+    from autockpt.profiling.fit import fit_hardware
+
+    try:
+        return fit_hardware(machine, name)
+    except ValidationError as error:
+        first = error.errors()[0]
+        figure = ".".join(str(part) for part in first["loc"])
+        raise MeasurementError(
+            f"what was measured contradicts itself: {figure}: {first['msg'].removeprefix('Value error, ')}",
+            remedy="Measure again while nothing else runs on the machine, without --quick.",
+        ) from None
+
+
+def _may_write(path: Path, force: bool) -> None:
+    from autockpt.schema.files import unwritable
+
+    if path.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"{path} is no name for a hardware description", remedy="End it in .yaml.")
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists already", remedy="Give another --out, or replace it with --force.")
+    if why := unwritable(path):
+        raise UsageError(f"{path} cannot be written: {why}", remedy="Give a path you can write to.")
+
+
+def _write(path: Path, hardware: Hardware) -> None:
+    from autockpt.schema.files import atomic_write, reason
+    from autockpt.schema.hardware import dump_hardware
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, dump_hardware(hardware))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {reason(error)}", remedy="Give a path you can write to.") from None
+
+
+def _slug(name: str) -> str:
+    words = "".join(c.lower() if c.isalnum() else " " for c in name).split()
+    return "-".join(words) or "hardware"

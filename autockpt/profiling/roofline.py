@@ -1,0 +1,192 @@
+"""Op times of a device that is not at hand: a roofline from its description.
+
+An op takes as long as the slower of its arithmetic and its bytes (Williams, Waterman, Patterson: "Roofline", 2009), each
+at the share of the peak that real kernels reach, and no less than a kernel takes to start. Products of small
+matrices fall short of the peak as ``Efficiency`` says; kernels that are slow for other reasons, such as random numbers
+on a CPU, have rates of their own. The host hides behind a GPU while its queue is deep: see ``queue_floor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import ceil
+
+import numpy as np
+
+from autockpt.errors import UsageError
+from autockpt.profiling.work import Work, work_of_op
+from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes
+from autockpt.tracing.signature import ATTENTION
+
+VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
+# Parameters per kernel of the grouped optimizers: 30 to 110 in ATen's MultiTensorApply.cuh, by tensors per parameter.
+GROUPED_PARAMETERS = 36
+# Host time of a region that runs again (contexts, saved tensors, a second pass through the engine), in ops: by hand
+# with torch.utils.checkpoint 270, as a plan 320 (results/choices_cpu_202611/host_cost.md: 0.57 and 0.68 ms at 2.1 µs).
+REGION_OPS = 300
+
+
+def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
+    """Seconds of every op signature in ``graphs`` on ``hardware``, with its optimizer phase and copy rates.
+
+    Raises UsageError where an op does arithmetic in a type that the description gives no rate for.
+    """
+    graphs = tuple(graphs)
+    kernels = _kernel_seconds(hardware, graphs)
+    queued = hardware.kind != "cpu"
+    floor = queue_floor(hardware, graphs, kernels) if queued else 0.0
+    seconds = {name: max(s, floor) if s > 0 else s for name, s in kernels.items()}
+    return OpTimes(
+        environment=environment_of_hardware(hardware),
+        seconds=seconds,
+        optimizer_seconds=max((_optimizer_seconds(hardware, g, kernels) for g in graphs), default=0.0),
+        host_seconds=0.0 if queued else hardware.launch_seconds,
+        rerun_scale=_rerun_scale(hardware, graphs, kernels, seconds),
+        copy_out_bandwidth=hardware.link_out * hardware.efficiency.link,
+        copy_in_bandwidth=hardware.link_in * hardware.efficiency.link,
+    )
+
+
+def environment_of_hardware(hardware: Hardware) -> Environment:
+    """The simulated device as an environment: PyTorch calls ROCm devices ``cuda``, too."""
+    device = DeviceInfo(
+        kind="cuda" if hardware.kind == "rocm" else hardware.kind,
+        name=hardware.description or hardware.name,
+        capacity_bytes=hardware.memory_bytes,
+        overhead_bytes=hardware.context_bytes,
+        copy_queues=hardware.has_copy_queues,
+    )
+    return Environment(device=device, versions={"simulated": hardware.name})
+
+
+def seconds_of_work(hardware: Hardware, work: Work) -> float:
+    """Seconds of one kernel on the device, its launch not included; 0 for what runs no kernel.
+
+    Raises UsageError where the description lacks the rate of the arithmetic's type.
+    """
+    if work.kind == "none":
+        return 0.0
+    moving = work.bytes / _bandwidth(hardware, work.bytes)
+    if work.kind == "elements":
+        rate = hardware.element_rates.get(work.name)
+        own = work.elements / rate if rate else work.flops / hardware.vector_flops
+        return max(own, moving, hardware.kernel_seconds)
+    efficiency = hardware.efficiency
+    share = efficiency.attention if work.name == ATTENTION else efficiency.attention_backward
+    if work.kind == "matrix":
+        small = work.smallest / (work.smallest + hardware.efficiency.half_size) if work.smallest else 1.0
+        share = hardware.efficiency.matrix * small
+    computing = work.flops / (_matrix_rate(hardware, work) * share)
+    fixed = hardware.kernel_seconds + hardware.efficiency.matrix_seconds
+    return fixed + max(computing, moving)
+
+
+def _matrix_rate(hardware: Hardware, work: Work) -> float:
+    """FLOP/s of the matrix units. PyTorch lets convolutions in fp32 use TF32, and products not, unless told to."""
+    if work.name.startswith(("convolution", "_convolution")) and work.dtype == "float32":
+        return hardware.matrix_flops.get("tf32", hardware.matrix_flops["float32"])
+    if work.dtype in hardware.matrix_flops:
+        return hardware.matrix_flops[work.dtype]
+    if not work.dtype.startswith(("float", "bfloat")):
+        return hardware.vector_flops
+    known = ", ".join(hardware.matrix_flops)
+    raise UsageError(
+        f"the hardware {hardware.name} gives no rate for {work.dtype} products (only {known})",
+        remedy=f"Train in another type (--dtype, --autocast), or add matrix_flops: {work.dtype} to a file of your own.",
+    )
+
+
+def _bandwidth(hardware: Hardware, nbytes: float) -> float:
+    """Bytes per second for an op that touches ``nbytes``: what exceeds the cache comes from memory."""
+    memory = hardware.bandwidth * hardware.efficiency.bandwidth
+    if not hardware.cache_bandwidth or not hardware.cache_bytes or nbytes <= 0:
+        return memory
+    cached = min(1.0, hardware.cache_bytes / nbytes)
+    return 1.0 / (
+        cached / max(memory, hardware.cache_bandwidth * hardware.efficiency.bandwidth) + (1 - cached) / memory
+    )
+
+
+def _kernel_seconds(hardware: Hardware, graphs: Iterable[Graph]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for graph in graphs:
+        for op in graph.ops:
+            text = graph.signatures[op.signature]
+            if text not in seconds:
+                seconds[text] = seconds_of_work(hardware, work_of_op(op, text))
+        for text in graph.signatures:  # belongs to no op of this graph
+            seconds.setdefault(text, 0.0)
+    return seconds
+
+
+def queue_floor(hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float]) -> float:
+    """The least seconds per kernel with which sums of op times give the steps that two clocks give.
+
+    The host issues ops one after another, each ``launch_seconds``; the device begins one when it was issued and the
+    one before has ended. Where the device is behind, small ops cost their kernel alone; where it waits, a launch.
+    """
+    total, every = 0.0, []
+    for graph in graphs:
+        device = np.array([kernels[graph.signatures[op.signature]] for op in graph.ops if op.phase != "optimizer"])
+        total += two_clocks(device, _host_seconds(hardware, device))
+        every.append(device[device > 0])
+    device = np.concatenate(every) if every else np.zeros(0)
+    low, high = 0.0, float(device.max(initial=0.0)) + 10 * hardware.launch_seconds
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if np.maximum(device, middle).sum() >= total else (middle, high)
+    return low
+
+
+def two_clocks(device: np.ndarray, host: np.ndarray) -> float:
+    """Seconds of a step whose ops take ``device`` seconds on a queue that a host fills, ``host`` seconds each.
+
+    The last op to end began when it or one before it was issued, and everything after that ran without a pause: the
+    step takes the largest sum of host seconds up to an op and device seconds from it on.
+    """
+    if not len(device):
+        return 0.0
+    return float(max(np.max(np.cumsum(host) + np.cumsum(device[::-1])[::-1]), host.sum()))
+
+
+def _host_seconds(hardware: Hardware, device: np.ndarray) -> np.ndarray:
+    return hardware.launch_seconds * np.where(device > 0, 1.0, VIEW_SHARE)
+
+
+def _rerun_scale(
+    hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float], seconds: Mapping[str, float]
+) -> float:
+    """What running regions again costs the host besides their ops, as a factor on these ops."""
+    extra = again = 0.0
+    for graph in graphs:
+        ops = [op for op in graph.ops if op.phase != "optimizer"]
+        phases = [op.phase for op in ops]
+        begins = [p == "recompute" and (i == 0 or phases[i - 1] != p) for i, p in enumerate(phases)]
+        if not any(begins):
+            continue
+        cost = np.array(begins) * REGION_OPS * hardware.launch_seconds
+        device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
+        host = _host_seconds(hardware, device)
+        queued = hardware.kind != "cpu"
+        extra += two_clocks(device, host + cost) - two_clocks(device, host) if queued else float(cost.sum())
+        again += sum(seconds[graph.signatures[op.signature]] for op in ops if op.phase == "recompute")
+        again += 0.0 if queued else hardware.launch_seconds * phases.count("recompute")
+    return 1.0 + extra / again if again > 0 else 1.0
+
+
+def _optimizer_seconds(hardware: Hardware, graph: Graph, kernels: Mapping[str, float]) -> float:
+    """The optimizer phase: bytes on the device; on the host every op, or one launch per group of parameters."""
+    steps = [op for op in graph.ops if op.phase == "optimizer"]
+    moving = sum(_moving_seconds(hardware, op, graph.signatures[op.signature]) for op in steps)
+    if hardware.kind == "cpu":
+        return sum(kernels[graph.signatures[op.signature]] for op in steps) + len(steps) * hardware.launch_seconds
+    counts: dict[str, int] = {}
+    for op in steps:
+        counts[op.target] = counts.get(op.target, 0) + 1
+    launches = sum(ceil(count / GROUPED_PARAMETERS) for count in counts.values())
+    return max(moving, launches * hardware.launch_seconds)
+
+
+def _moving_seconds(hardware: Hardware, op: Op, text: str) -> float:
+    work = work_of_op(op, text)
+    return work.bytes / _bandwidth(hardware, work.bytes)
