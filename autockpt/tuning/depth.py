@@ -16,7 +16,7 @@ import torch
 
 from autockpt.errors import AutockptError
 from autockpt.profiling import Predictor, Profiled, Uniform, uniform_graphs
-from autockpt.schema import Choice, Graph, SearchSpace, Unit, WorkloadSpec, plan_hash
+from autockpt.schema import RECOMPUTE, Choice, Graph, SearchSpace, Unit, WorkloadSpec, plan_hash
 from autockpt.tracing import Tracer
 from autockpt.workload.shallow import shallow_twin
 
@@ -60,12 +60,16 @@ def transplanted(small: Profiled, base: Graph, traces: Callable[[Mapping[str, Ch
     menus = tuple(
         m.model_copy(update={"kind": middle.kind, "representative": middle.name}) for m in small.profile.menus
     )
+    lean = dict.fromkeys((unit.name for unit in base.blocks()), menus[0].items[-1].choice)
+    lean |= {name: RECOMPUTE for name in lean if RECOMPUTE in [item.choice for item in menus[0].items]}
+    leanest = traces(lean)
+    predictor.learn(lean, leanest)
     profile = small.profile.model_copy(
         update={
             "menus": menus,
             "save_all_peak_bytes": base.peak_bytes,
             "save_all_seconds": predictor.simulation(base).step_seconds,
-            "leanest_peak_bytes": 0,
+            "leanest_peak_bytes": min(base.peak_bytes, leanest.peak_bytes),
         }
     )
     return Profiled(profile, base, predictor, small.used_by_others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def no_step_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a simulated search measures nothing")
 
-    monkeypatch.setattr("autockpt.tuning.search.WorkerMeasurer", refuse)
+    monkeypatch.setattr(sys.modules["autockpt.tuning.search"], "WorkerMeasurer", refuse)
 
 
 @pytest.fixture(scope="module")
