@@ -16,6 +16,7 @@ import torch
 
 from autockpt.errors import AutockptError
 from autockpt.profiling import Predictor, Profiled, Uniform, uniform_graphs
+from autockpt.profiling.menus import representatives
 from autockpt.schema import RECOMPUTE, Choice, Graph, SearchSpace, Unit, WorkloadSpec, plan_hash
 from autockpt.tracing import Tracer
 from autockpt.workload.shallow import shallow_twin
@@ -35,7 +36,7 @@ def twin_uniform(
     ``base`` is the ghost run of the whole model with every unit on save.
     """
     blocks = base.blocks()
-    if len(blocks) < DEEP or len({unit.kind for unit in blocks}) > 1 or base.source != "ghost":
+    if len(blocks) < DEEP or base.source != "ghost":
         return None
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autockpt-")))
     twin = shallow_twin(spec, tracer.settings, TWIN_BLOCKS, folder)
@@ -44,7 +45,7 @@ def twin_uniform(
     try:
         small = stack.enter_context(Tracer.from_spec(twin, device=device, fallback=False))
         alike = small.trace()
-        if len(small_blocks := alike.blocks()) != TWIN_BLOCKS or _inside(alike) != _inside(base):
+        if len(small_blocks := alike.blocks()) != TWIN_BLOCKS or _matching(alike, base) is None:
             return None
         return small, uniform_graphs(small, small_blocks, space.choices)
     except AutockptError:
@@ -56,12 +57,14 @@ def transplanted(small: Profiled, base: Graph, traces: Callable[[Mapping[str, Ch
     times = small.profile.op_times
     predictor = Predictor(Remembering(traces), times)
     predictor.learn({}, base)
-    middle = base.blocks()[len(base.blocks()) // 2]
+    by_kind = {menu.kind: menu for menu in small.profile.menus}
+    twins = _matching(small.base, base) or {}
     menus = tuple(
-        m.model_copy(update={"kind": middle.kind, "representative": middle.name}) for m in small.profile.menus
+        by_kind[twins[kind]].model_copy(update={"kind": kind, "representative": unit.name})
+        for kind, unit in representatives(base.blocks()).items()
     )
-    lean = dict.fromkeys((unit.name for unit in base.blocks()), menus[0].items[-1].choice)
-    lean |= {name: RECOMPUTE for name in lean if RECOMPUTE in [item.choice for item in menus[0].items]}
+    lean = dict.fromkeys((unit.name for unit in base.blocks()), menus[-1].items[-1].choice)
+    lean |= {name: RECOMPUTE for name in lean if RECOMPUTE in [item.choice for item in menus[-1].items]}
     leanest = traces(lean)
     predictor.learn(lean, leanest)
     profile = small.profile.model_copy(
@@ -97,9 +100,23 @@ class Remembering:
         return self._graphs[key]
 
 
-def _inside(graph: Graph) -> tuple[list[tuple[str, str]], list[tuple[str, int]], Unit | None]:
-    """What the middle block runs and what its storages take, in a form that two models can be compared by."""
-    middle = graph.blocks()[len(graph.blocks()) // 2]
-    ops = [(op.phase, graph.signatures[op.signature]) for op in graph.ops if op.unit == middle.name]
-    sizes = sorted((s.kind, s.bytes) for s in graph.storages if s.unit == middle.name)
-    return ops, sizes, middle.model_copy(update={"name": "", "kind": 0})
+def _matching(small: Graph, whole: Graph) -> dict[int, int] | None:
+    """For each kind of block of the whole model the kind of its twin's that does the same; None where one has none.
+
+    With adapters the first block is of a kind of its own: nothing before it needs gradients.
+    """
+    known = {kind: _inside(small, unit) for kind, unit in representatives(small.blocks()).items()}
+    found: dict[int, int] = {}
+    for kind, unit in representatives(whole.blocks()).items():
+        inside = _inside(whole, unit)
+        match = next((other for other, theirs in known.items() if theirs == inside), None)
+        if match is None:
+            return None
+        found[kind] = match
+    return found
+
+
+def _inside(graph: Graph, unit: Unit) -> tuple[str, list[tuple[str, str]], list[tuple[str, int]]]:
+    """What a block runs and what its storages take, in a form that two models can be compared by."""
+    ops = [(op.phase, graph.signatures[op.signature]) for op in graph.ops if op.unit == unit.name]
+    return unit.cls, ops, sorted((s.kind, s.bytes) for s in graph.storages if s.unit == unit.name)
