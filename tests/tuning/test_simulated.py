@@ -73,7 +73,7 @@ def test_the_run_is_kept_like_a_measured_one(found: SearchOutcome, card: Hardwar
 
 
 def test_other_figures_are_another_question(tmp_path: Path, found: SearchOutcome, card: Hardware) -> None:
-    slower = card.model_copy(update={"bandwidth": card.bandwidth / 2})
+    slower = card.model_copy(update={"launch_seconds": card.launch_seconds * 2})
     other = run_search(ask(tmp_path, slower, trials=4))
     assert other.run_directory is not None and found.run_directory is not None
     assert other.run_directory.name != found.run_directory.name
