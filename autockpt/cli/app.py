@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated
 
 import typer
@@ -34,7 +35,11 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Entry point of the console script; ends the process with the verb's exit code."""
-    build()(prog_name="autockpt")
+    try:
+        build()(prog_name="autockpt")
+    finally:
+        # the answer is given: a further Ctrl-C could only break what libraries do when the interpreter ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _print_version(wanted: bool) -> None:

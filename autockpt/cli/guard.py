@@ -79,8 +79,22 @@ def _noting(interrupts: list[int]) -> Iterator[None]:
 
 def _interrupted(as_json: bool) -> int:
     _debug()
-    _say("interrupted", "What was measured so far is kept; the same command continues.", as_json, INTERRUPTED)
+    with _undisturbed():
+        _say("interrupted", "What was measured so far is kept; the same command continues.", as_json, INTERRUPTED)
     return INTERRUPTED
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whoever presses Ctrl-C twice still gets the message."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _explain(error: AutockptError, as_json: bool) -> int:

@@ -23,7 +23,7 @@ from autockpt.schema import (
     label,
     plan_hash,
 )
-from autockpt.schema.known import ALL, NONE, known_plans
+from autockpt.schema.known import NONE, known_plans
 from autockpt.solvers import Ruling, exact
 from autockpt.tuning.book import Book, peak_of_trial
 from autockpt.tuning.candidates import REFEREE_CALLS, Candidate, from_knobs, from_layers, neutral
@@ -333,7 +333,8 @@ class Engine:
         return self.book.best
 
     def _finals(self) -> Trial | None:
-        beside = [t for name in (NONE, ALL) if name in self.known and (t := self.book.find(self.known[name]))]
+        """The plan to name; every well-known plan is timed beside it: the table sets their step times against it."""
+        beside = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
         best = self.scorer.winner(self.book, beside, self.budget.bytes, self._seconds_left)
         self.notes.extend(self.scorer.notes)
         return best

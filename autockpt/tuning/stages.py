@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autockpt.errors import UsageError
+from autockpt.errors import PlanError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import Profiled, Uniform, uniform_graphs
 from autockpt.schema import SAVE, Choice, SearchOutcome, SearchRequest, SearchSpace, Unit
@@ -86,7 +86,11 @@ def kept(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:
     """The outcome, its plan written where the request wants it besides."""
     if request.plan_out is None or outcome.plan is None:
         return outcome
-    set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
+    try:
+        set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
+    except PlanError as error:
+        where = f"It is kept in {outcome.plan_path}." if outcome.plan_path else error.remedy
+        raise PlanError(error.message, remedy=where) from None
     return outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
 
 

@@ -117,3 +117,22 @@ def test_a_reader_that_went_away_is_no_error() -> None:
         f'{sys.executable} -c "{code}" | head -1', shell=True, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "x" * 50 + "\n" and done.stderr == ""
+
+
+def test_a_second_interrupt_does_not_break_the_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import signal
+
+    from autockpt.cli import screen
+
+    progress = screen.progress
+
+    def interrupted_again() -> object:
+        signal.raise_signal(signal.SIGINT)
+        return progress()
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(screen, "progress", interrupted_again)
+    assert leave(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err.startswith("autockpt: interrupted\n") and signal.getsignal(signal.SIGINT) is before

@@ -207,6 +207,13 @@ def test_trials_are_written_with_their_choices_and_the_listener_hears_of_each(tm
     assert found.best is not None and run.trials()[found.best.number].measured == found.best.measured
 
 
+def test_step_times_of_the_well_known_plans_are_taken_in_the_same_rounds() -> None:
+    found = search(MadeUpDevice(noise=0.02), "50%act")
+    rows = [t.measured for t in found.trials if t.encoding == "baseline" and t.measured is not None]
+    assert found.best is not None and found.best.measured is not None
+    assert len(rows) >= 3 and {len(row.times) for row in rows} == {len(found.best.measured.times)}
+
+
 def test_the_number_of_trials_is_a_limit() -> None:
     device = MadeUpDevice(8, noise=0.01)
     search(device, "50%act", trials=6)
