@@ -87,3 +87,12 @@ class DeviceOutOfMemory(MeasurementError):
     def __init__(self, message: str, *, remedy: str | None = None, needed: int | None = None) -> None:
         super().__init__(message, remedy=remedy)
         self.needed = needed
+
+
+class HostBudgetExceeded(DeviceOutOfMemory):
+    """Offloading would claim more host memory than the host budget allows; nothing was lost. Exit code 4."""
+
+    default_remedy = (
+        "Raise --host-budget (host_budget= of autockpt.search, `host_budget_bytes` of a plan), offload fewer units, or "
+        "write `{kind: offload, tier: disk}` for some of them where the device is an accelerator."
+    )

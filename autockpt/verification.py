@@ -9,14 +9,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from autockpt.devices import transport_for
+from autockpt.devices import Ways
 from autockpt.errors import AutockptError, DeviceOutOfMemory, PlanError
 from autockpt.history.promises import judge_peak, judge_ratio, judge_time, simulated_for
 from autockpt.history.statistics import ratio_interval
 from autockpt.measuring import LocalMeasurer, Measurer, StepRunner, WorkerMeasurer
 from autockpt.measuring.conditions import seed_all
 from autockpt.measuring.snapshot import Snapshot
-from autockpt.policies import POLICIES
+from autockpt.policies import POLICIES, kept_by
 from autockpt.runtime import (
     Observation,
     RunCounter,
@@ -29,7 +29,6 @@ from autockpt.runtime import (
     judge,
     kept_state,
     observe,
-    planned_units,
     sketch,
     without_kv_cache,
 )
@@ -76,17 +75,25 @@ def verify(
             "the plan does not say which training step it was made for",
             remedy="Name it: --model, --batch-size, --seq-len and what else your step uses.",
         )
-    with _open(subject, device, measurer) as runs:
+    with _open(subject, device, measurer, plan.host_budget_bytes) as runs:
         return _Verification(plan, subject, runs, device, listener or Silence(), steps).report()
 
 
 @contextmanager
-def _open(subject: WorkloadSpec | Workload | None, device: str | None, given: Measurer | None) -> Iterator[Measurer]:
+def _open(
+    subject: WorkloadSpec | Workload | None,
+    device: str | None,
+    given: Measurer | None,
+    host_budget: int | None = None,
+) -> Iterator[Measurer]:
     if given is not None:
         yield given
         return
     assert subject is not None
-    made = WorkerMeasurer(subject, device) if isinstance(subject, WorkloadSpec) else LocalMeasurer(subject)
+    if isinstance(subject, WorkloadSpec):
+        made = WorkerMeasurer(subject, device, host_budget=host_budget)
+    else:
+        made = LocalMeasurer(subject, host_budget=host_budget)
     try:
         yield cast(Measurer, made)
     finally:
@@ -116,8 +123,7 @@ class _Verification:
         units = [Unit.model_validate(u) for u in described["units"]]
         head = described.get("head")
         output_head = None if head is None else Unit.model_validate(head)
-        self.plan.check_structure(planned_units(self.plan, units), output_head)
-        self.choices = self.plan.expand((u.name for u in units), None if output_head is None else output_head.name)
+        self.choices = self.plan.choices_for(units, output_head)
         self.blocks = [unit.name for unit in units if unit.role == "block"]
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
@@ -163,7 +169,7 @@ class _Verification:
             if rest is not None:
                 rest()  # two models would share the device
             try:
-                with _open(spec, self.device, None) as measurer:
+                with _open(spec, self.device, None, self.plan.host_budget_bytes) as measurer:
                     check = compare_on(measurer, name, self.choices, None)
                     return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
             except DeviceOutOfMemory:
@@ -263,8 +269,10 @@ def compare_on(measurer: Measurer, name: str, choices: Choices, reference: Choic
 
 
 def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
-    """Whether every unit executed again what its choice says. Units whose output needs no gradient are left out."""
-    wrong, again, forward, moved, counted = [], 0, 0, 0, 0
+    """Whether every unit executed again what its choice says, and nothing of what that keeps (but for outputs that were
+    changed in place). Units whose output needs no gradient are left out."""
+    wrong: list[str] = []
+    again = forward = moved = counted = named = kept = 0
     for name, choice in choices.items():
         runs = found.get(name, UnitRuns())
         moved += runs.moved_bytes
@@ -276,6 +284,12 @@ def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
         least, most = POLICIES[choice.kind].reruns(choice, runs.forward)
         if not least <= runs.again <= most:
             wrong.append(f"{name} ({choice}: {runs.again} of {runs.forward})")
+        elif kept_by(choice) and not runs.ops_again:
+            wrong.append(f"{name} ({choice}: nothing runs again, so everything is kept)")
+        elif runs.named_again > runs.changed:
+            wrong.append(f"{name} ({choice}: {runs.named_again} of {runs.named} that it keeps run again)")
+        named += runs.named
+        kept += runs.named - runs.named_again
     sent = f", {format_bytes(moved)} moved off the device" if moved else ""
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -284,6 +298,8 @@ def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
         detail = "no unit executes matrix products, attentions or convolutions that take part in backward"
         return Check(name="recomputed ops", state="skipped", detail=detail)
     detail = f"{again} of {forward} matrix products, attentions and convolutions in {counted} units run again{sent}"
+    if named:
+        detail += f"; {kept} of {named} outputs that are to be kept are not made again"
     return Check(name="recomputed ops", state="passed", detail=detail)
 
 
@@ -321,9 +337,9 @@ def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     """What every unit executes in one step under ``payload["choices"]``, once and again, and moves off the device."""
     workload = runner.workload
     choices = _choices(payload["choices"])
-    counter = RunCounter(workload.model, choices)
-    transport = counter.transport(transport_for(runner.device.torch_device))
-    with runner.attached({}, what="the plan"), attach(workload.model, choices, transport=transport):
+    counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
+    ways = counter.transports(Ways(runner.host_budget))
+    with runner.attached({}, what="the plan"), attach(workload.model, choices, transport=ways):
         seed_all(_seed(workload), runner.device.torch_device)
         with _restored(workload), counter.counting():
             workload.full_step() if workload.full_step is not None else workload.forward_backward()

@@ -24,7 +24,7 @@ LAYERS = (
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning", "integrations", "auto"),
-    ("verification",),
+    ("verification", "bench", "explain"),
     ("cli",),
     ("__main__",),
 )

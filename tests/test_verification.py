@@ -177,7 +177,7 @@ def test_where_plain_training_does_not_fit(monkeypatch):
     shapes: list[tuple[int | None, int | None]] = []
 
     @contextmanager
-    def opened(subject, device, given):
+    def opened(subject, device, given, host_budget=None):
         if given is not None:
             yield given
             return

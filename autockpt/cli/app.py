@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
+from autockpt.cli.bench import bench
 from autockpt.cli.calibrate import calibrate
+from autockpt.cli.explain import explain
 from autockpt.cli.export import export
 from autockpt.cli.history import history
 from autockpt.cli.search import search
 from autockpt.cli.trace import trace
 from autockpt.cli.verify import verify
 
-VERBS = (search, trace, verify, history, export, calibrate)
+VERBS = (search, trace, explain, verify, history, export, bench, calibrate)
 
 
 def build() -> typer.Typer:

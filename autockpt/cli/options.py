@@ -40,7 +40,7 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
     "dtype": _option(str, "--dtype", metavar="[fp32|bf16|fp16]", help="Type of the weights. Default: the shape's."),
     "autocast": _option(str, "--autocast", metavar="[bf16|fp16]", help="Compute in this type. Default: off."),
     "attn": _option(str, "--attn", metavar="NAME", help="transformers' attn_implementation: sdpa, eager, …"),
-    "optimizer": _option(str, "--optimizer", metavar="[adamw|sgd|none]", help="Default: adamw."),
+    "optimizer": _option(str, "--optimizer", metavar="[adamw|adamw8bit|adafactor|sgd|none]", help="Default: adamw."),
     "scaler": _option(bool, "--scaler/--no-scaler", help="Scale the loss, as for fp16. Default: no."),
     "accumulate": _option(
         int, "--accumulate", min=1, metavar="N", help="Micro-batches per optimizer step. Default: 1."
@@ -50,6 +50,16 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
     ),
     "lora": _option(int, "--lora", min=1, metavar="RANK", help="Train LoRA adapters of this rank only."),
     "weights": _option(bool, "--weights/--no-weights", help="Load trained weights. Default: random ones."),
+    "master_weights": _option(
+        bool, "--master-weights/--no-master-weights", help="fp32 copies of 16-bit weights. Simulated hardware only."
+    ),
+    "keep_gradients": _option(
+        bool, "--keep-gradients/--free-gradients", help="Gradients are zeroed, not freed. Simulated hardware only."
+    ),
+    "ddp": _option(str, "--ddp", metavar="[buckets|views]", help="DDP's gradient buckets. Simulated hardware only."),
+    "shard": _option(
+        int, "--shard", min=1, metavar="N", help="Shard over N GPUs (FSDP2, ZeRO-3). Simulated hardware only."
+    ),
     "trust_remote_code": _option(
         bool, "--trust-remote-code/--no-remote-code", help="Run code of the hub's. Default: no."
     ),

@@ -38,6 +38,15 @@ def search(
             "Required without --hardware, else by default auto.",
         ),
     ] = None,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--host-budget",
+            metavar="SIZE",
+            help="8GB, 8GiB: most that offloading may claim of the host's memory (on a CPU: of its file). Default: no "
+            "bound.",
+        ),
+    ] = None,
     device: Annotated[
         str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
     ] = None,
@@ -97,7 +106,7 @@ def search(
     --hardware they are simulated instead. Without --model a built-in shape is planned for: llama-1b on a GPU; where
     there is none, llama-1b on a simulated rtx4090; with --device cpu a small one, measured.
     """
-    from autockpt.schema import SearchRequest, parse_budget
+    from autockpt.schema import SearchRequest, parse_budget, parse_size
 
     start = _start(resume)
     if budget is None and start is not None and start.budget is not None:
@@ -117,6 +126,7 @@ def search(
         budget=asked,
         workload=spec,
         space=allowed,
+        host_budget=None if host_budget is None else parse_size(host_budget),
         device=device,
         hardware=_hardware(simulate),
         start=start,

@@ -12,7 +12,7 @@ from autockpt.cli.guard import guarded
 from autockpt.cli.options import takes_workload, workload_spec
 
 if TYPE_CHECKING:
-    from autockpt.schema import Graph, WorkloadSpec
+    from autockpt.schema import DevicePeak, Graph, Hardware, WorkloadSpec
 
 
 @guarded
@@ -21,6 +21,10 @@ def trace(
     workload: dict[str, Any],
     *,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="Trace with this plan applied.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", metavar="NAME", help="Trace for this device: rtx4090, h100, …, or a YAML file."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="For weights and batch.")] = 0,
     ops: Annotated[bool, typer.Option("--ops", help="Print every op instead, tab-separated.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --ops the whole graph, too.")] = False,
@@ -29,29 +33,54 @@ def trace(
 
     The whole step is recorded without running it: no weights, no arithmetic, no GPU. Prints per unit the bytes that its
     forward leaves for backward, the bytes of its inputs and its FLOPs; then bytes over time, with the peak's place and
-    owner.
+    owner. With --hardware the step takes that device's kernels, and what its allocator reserves is told as well.
     """
     spec = workload_spec(workload, seed=seed)
-    graph, settings = _trace(spec, plan)
+    device = _hardware(hardware, spec)
+    graph, settings = _trace(spec, plan, device)
+    peak = None
+    if device is not None:
+        from autockpt.profiling import as_seen_by, device_peak
+
+        graph = as_seen_by(device, graph, spec)
+        peak = device_peak(device, graph)
     if as_json:
-        _print_json(graph, settings, ops)
+        _print_json(graph, settings, ops, peak)
         return
-    from autockpt.report import print_ops, print_summary, summarise
+    from autockpt.report import print_device_peak, print_ops, print_summary, summarise
 
     console = screen.results()
     if ops:
         print_ops(graph, console)
     else:
         print_summary(summarise(graph), {"model": spec.model} | settings, console)
+        if peak is not None and device is not None:
+            print_device_peak(peak, device.name, device.memory_bytes, console)
 
 
-def _trace(spec: WorkloadSpec, plan: Path | None) -> tuple[Graph, dict[str, Any]]:
+def _hardware(name: str | None, spec: WorkloadSpec) -> Hardware | None:
+    if name is None:
+        from autockpt.workload import refuse_simulated
+
+        refuse_simulated(spec)
+        return None
+    from search_spaces.hardware import load_hardware
+
+    return load_hardware(name)
+
+
+def _trace(spec: WorkloadSpec, plan: Path | None, hardware: Hardware | None) -> tuple[Graph, dict[str, Any]]:
     from autockpt.schema import Plan
 
     loaded = Plan.load(plan) if plan is not None else None
     from autockpt.tracing import Tracer
 
-    with screen.progress().status("tracing …"), Tracer.from_spec(spec) as tracer:
+    kind: dict[str, Any] = {}
+    if hardware is not None and hardware.kind in ("cuda", "rocm"):
+        from autockpt.profiling import capability_of
+
+        kind = {"device": "cuda", "capability": capability_of(hardware)}
+    with screen.progress().status("tracing …"), Tracer.from_spec(spec, **kind) as tracer:
         choices = None
         if loaded is not None:
             choices = loaded.choices_for(tracer.units, tracer.head)
@@ -60,12 +89,14 @@ def _trace(spec: WorkloadSpec, plan: Path | None) -> tuple[Graph, dict[str, Any]
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)}), settings
 
 
-def _print_json(graph: Graph, settings: dict[str, Any], whole: bool) -> None:
+def _print_json(graph: Graph, settings: dict[str, Any], whole: bool, peak: DevicePeak | None) -> None:
     import json
 
     from autockpt.report import summarise
 
     data: dict[str, Any] = {"settings": settings, "summary": summarise(graph).model_dump(mode="json")}
+    if peak is not None:
+        data["device_peak"] = peak.model_dump(mode="json") | {"total": peak.total, "fragmentation": peak.fragmentation}
     if whole:
         data["graph"] = graph.model_dump(mode="json")
     screen.print_json(json.dumps(data, indent=None if whole else 2, default=str))

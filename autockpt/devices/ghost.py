@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from autockpt.schema.graph import Tier
+
 
 class CopyLog(Protocol):
     """Who notes copies and hands out device buffers: the recorder of a ghost run."""
@@ -14,8 +16,8 @@ class CopyLog(Protocol):
         """A 1-D uint8 device buffer."""
         ...
 
-    def copy_issued(self, direction: str, nbytes: int, back_from: Any = None) -> Any:
-        """A copy "out" of or "in"to the device starts now; the answer identifies it.
+    def copy_issued(self, direction: str, nbytes: int, back_from: Any = None, tier: Tier = "cpu") -> Any:
+        """A copy "out" of or "in"to the device starts now, to or from ``tier``; the answer identifies it.
 
         ``back_from`` is the answer for the copy out whose bytes come back.
         """
@@ -25,6 +27,10 @@ class CopyLog(Protocol):
         """The compute queue waits for the end of a copy; only the first time counts."""
         ...
 
+    def copy_released(self, copy: Any) -> None:
+        """What a copy took out of the device is no longer needed. Called by finalisers."""
+        ...
+
 
 class GhostTransport:
     """A Transport for ghost runs: copies take no time and move no bytes, but are noted with their place in the step.
@@ -32,25 +38,27 @@ class GhostTransport:
     ``copy_queues`` is that of the transport it stands in for.
     """
 
-    def __init__(self, recorder: CopyLog, *, copy_queues: bool = False) -> None:
+    def __init__(self, recorder: CopyLog, *, copy_queues: bool = False, tier: Tier = "cpu") -> None:
         self._recorder = recorder
         self.copy_queues = copy_queues
+        self._tier: Tier = tier
 
     def send(self, source: torch.Tensor) -> GhostParcel:
         """Note a copy of ``source`` (1-D uint8 over one whole storage) off the device."""
-        return GhostParcel(self._recorder, source, self.copy_queues)
+        return GhostParcel(self._recorder, source, self.copy_queues, self._tier)
 
 
 class GhostParcel:
     """A storage that is away only on paper: ``settle`` lets go of the source, coming back takes a new device buffer."""
 
-    def __init__(self, recorder: CopyLog, source: torch.Tensor, copy_queues: bool = False) -> None:
+    def __init__(self, recorder: CopyLog, source: torch.Tensor, copy_queues: bool = False, tier: Tier = "cpu") -> None:
         self.nbytes = source.numel() * source.element_size()
         self._recorder = recorder
         self._copy_queues = copy_queues
         self._source: torch.Tensor | None = source
         self._buffer: torch.Tensor | None = None
-        self._out = recorder.copy_issued("out", self.nbytes)
+        self._tier: Tier = tier
+        self._out = recorder.copy_issued("out", self.nbytes, tier=tier)
         self._back: Any = None
 
     def settle(self) -> None:
@@ -80,4 +88,7 @@ class GhostParcel:
     def _copy_back(self) -> None:
         if self._source is None and self._buffer is None:
             self._buffer = self._recorder.allocate(self.nbytes)
-            self._back = self._recorder.copy_issued("in", self.nbytes, self._out)
+            self._back = self._recorder.copy_issued("in", self.nbytes, self._out, self._tier)
+
+    def __del__(self) -> None:
+        self._recorder.copy_released(self._out)

@@ -1,54 +1,129 @@
-"""Host memory for offloaded activations: exact sizes, used again from step to step."""
+"""Memory below the device for offloaded activations: exact sizes, used again from step to step, within a bound."""
 
 from __future__ import annotations
 
+import mmap
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-import torch
+from autockpt.errors import HostBudgetExceeded
+from autockpt.schema.sizes import format_bytes
 
 AREA_BYTES = 64 << 20  # pieces are cut from areas of at least this size
+DEDICATED_BYTES = 8 << 20  # pinned pieces from this size on get an area of their own, so that little is left over
 _ALIGN = 64
+
+AreaBytes = Callable[[int, int], int]
+"""How large an area should be, for a piece of so many bytes, when so many exist already."""
+
+
+def pinned_area(nbytes: int, held: int) -> int:
+    """Areas of pinned memory: dear to have, so large pieces get exactly what they need."""
+    return nbytes if nbytes >= DEDICATED_BYTES else AREA_BYTES
+
+
+def file_area(nbytes: int, held: int) -> int:
+    """Areas of files: each holds a file descriptor, of which there are few, so they grow in large steps."""
+    return max(AREA_BYTES, 4 * nbytes, held // 4)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Rounded up to whole pages, as all areas are."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+M = TypeVar("M")
+"""What areas are made of: a 1-D uint8 tensor, a part of a file, or a range, which is numbers alone. Can be sliced."""
+
+
+class HostUse:
+    """Bytes that offloading claims on the host, over all pools that share this, and the most of them so far.
+
+    ``limit`` is a real bound: pools do not grow beyond it.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.bytes = self.peak = 0
+
+    def fitting(self, needed: int, wanted: int) -> int:
+        """How many bytes, between the two, may be claimed. Raises HostBudgetExceeded where not even ``needed`` may."""
+        if self.limit is None:
+            return wanted
+        left = self.limit - self.bytes
+        if needed > left:
+            raise HostBudgetExceeded(
+                f"offloading needs {format_bytes(needed)} of host memory more, beside the {format_bytes(self.bytes)} "
+                f"that it holds: over the host budget of {format_bytes(self.limit)}",
+                needed=needed,
+            )
+        return min(wanted, left // mmap.PAGESIZE * mmap.PAGESIZE)
+
+    def claim(self, nbytes: int) -> None:
+        """So many bytes more, or less, are held."""
+        self.bytes += nbytes
+        self.peak = max(self.peak, self.bytes)
+
+
+class HostUseOnPaper(HostUse):
+    """The same for predictions: says what would be held instead of refusing. Areas beyond the limit are no larger than
+    they must be, as those within it are."""
+
+    def fitting(self, needed: int, wanted: int) -> int:
+        if self.limit is None:
+            return wanted
+        return max(needed, min(wanted, (self.limit - self.bytes) // mmap.PAGESIZE * mmap.PAGESIZE))
 
 
 @dataclass
-class _Area:
-    memory: torch.Tensor
+class _Area(Generic[M]):
+    memory: M
+    nbytes: int
     used: int = 0
     pieces: int = 0
 
 
 @dataclass
-class Piece:
-    """``memory``: 1-D uint8 host tensor of the exact size asked for. ``ready``: event after which it may be written."""
+class Piece(Generic[M]):
+    """``memory``: room of the exact size asked for. ``ready``: event after which it may be written."""
 
-    memory: torch.Tensor
-    area: _Area
+    memory: M
+    nbytes: int
+    area: _Area[M]
     ready: Any = None
 
 
-class Pool:
-    """Pieces of host memory of exact sizes, cut from larger areas and used again.
+class Pool(Generic[M]):
+    """Pieces of exact sizes, cut from larger areas and used again.
 
-    ``allocate(nbytes)`` makes an area, ``area_bytes(nbytes, held)`` says how large one should be for a piece of
-    ``nbytes`` when ``held`` bytes exist already. Sizes that no longer occur are given up before more is allocated.
+    ``allocate(nbytes)`` makes an area of whole pages, ``area_bytes`` says how large one should be.
+    Sizes that no longer occur are given up before more is allocated. ``use``, shared among pools, is told of all that
+    is held, and bounds it. Raises HostBudgetExceeded from ``take`` where it does.
     """
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor], area_bytes: Callable[[int, int], int]) -> None:
+    def __init__(
+        self,
+        allocate: Callable[[int], M],
+        area_bytes: AreaBytes,
+        use: HostUse | None = None,
+        align: int = _ALIGN,
+    ) -> None:
         self._allocate = allocate
         self._area_bytes = area_bytes
-        self._areas: list[_Area] = []
-        self._free: defaultdict[int, list[Piece]] = defaultdict(list)
-        self._returned: deque[Piece] = deque()  # appended to by finalisers, at any moment and in any thread
+        self._use = use or HostUse()
+        self._align = align
+        self._areas: list[_Area[M]] = []
+        self._free: defaultdict[int, list[Piece[M]]] = defaultdict(list)
+        self._returned: deque[Piece[M]] = deque()  # appended to by finalisers, at any moment and in any thread
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all areas, in use or not."""
-        return sum(a.memory.numel() for a in self._areas)
+        return sum(area.nbytes for area in self._areas)
 
-    def take(self, nbytes: int) -> Piece:
+    def take(self, nbytes: int) -> Piece[M]:
         """A piece of exactly ``nbytes``."""
         self._sort_returned()
         if self._free[nbytes]:
@@ -56,12 +131,13 @@ class Pool:
             piece.area.pieces += 1
             return piece
         area = self._area_with_room(nbytes)
-        piece = Piece(area.memory[area.used : area.used + nbytes], area)
-        area.used += -(-nbytes // _ALIGN) * _ALIGN
+        memory: Any = area.memory
+        piece = Piece(memory[area.used : area.used + nbytes], nbytes, area)
+        area.used += -(-nbytes // self._align) * self._align
         area.pieces += 1
         return piece
 
-    def give(self, piece: Piece) -> None:
+    def give(self, piece: Piece[M]) -> None:
         """Take a piece back. Safe in finalisers."""
         self._returned.append(piece)
 
@@ -69,14 +145,17 @@ class Pool:
         while self._returned:
             piece = self._returned.popleft()
             piece.area.pieces -= 1
-            self._free[piece.memory.numel()].append(piece)
+            self._free[piece.nbytes].append(piece)
 
-    def _area_with_room(self, nbytes: int) -> _Area:
+    def _area_with_room(self, nbytes: int) -> _Area[M]:
         for area in self._areas:
-            if area.memory.numel() - area.used >= nbytes:
+            if area.nbytes - area.used >= nbytes:
                 return area
         self._drop_idle()
-        area = _Area(self._allocate(max(nbytes, self._area_bytes(nbytes, self.held_bytes))))
+        wanted = whole_pages(max(nbytes, self._area_bytes(nbytes, self.held_bytes)))
+        size = self._use.fitting(whole_pages(nbytes), wanted)
+        area = _Area(self._allocate(size), size)
+        self._use.claim(size)
         self._areas.append(area)
         return area
 
@@ -85,6 +164,7 @@ class Pool:
         idle = [a for a in self._areas if not a.pieces]
         if not idle:
             return
+        self._use.claim(-sum(a.nbytes for a in idle))
         self._areas = [a for a in self._areas if a.pieces]
         for size, pieces in list(self._free.items()):
             self._free[size] = [p for p in pieces if p.area.pieces]

@@ -4,41 +4,62 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 
-from autockpt.devices.hostpool import AREA_BYTES, Pool
+from autockpt.devices.hostpool import HostUse, Pool, pinned_area, whole_pages
 from autockpt.errors import MeasurementError
 
-DEDICATED_BYTES = 8 << 20  # pieces from this size on get an area of their own, so that little is left over
+Direction = Literal["out", "in"]
 
 
 class Queues(Protocol):
-    """The copy queues of a device, one per direction. ``Event`` stands for the moment at which a copy has ended."""
+    """The copy queues of a device, one per direction, beside its compute queues.
+
+    Events stand for moments: when the work queued so far has been done, or when a copy has ended. All but
+    ``host_memory``, ``device_memory``, ``mark``, ``wait`` and ``use`` may be called from any thread; those mean the
+    calling thread's current compute queue.
+    """
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Host memory, 1-D uint8, that the copy queues can reach."""
         ...
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, ready: Any) -> Any:
-        """Queue device ``source`` -> host ``target``, after the compute queued so far and the event ``ready``."""
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        """A device buffer, 1-D uint8, that belongs to the current compute queue: freed in that queue's order."""
         ...
 
-    def copy_in(self, source: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
-        """Queue host ``source`` -> a new device buffer, after the compute queued so far and the event ``after``."""
+    def mark(self) -> Any:
+        """An event after all that the current compute queue has been given so far."""
+        ...
+
+    def copy(self, direction: Direction, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> Any:
+        """Queue a copy for after the events ``after``; the event of its end. Nobody is made to wait for it yet.
+
+        The device's side must stay alive until somebody has: see ``wait``, ``finish`` and ``abandon``.
+        """
         ...
 
     def wait(self, event: Any) -> None:
         """Make the current compute queue wait for the event."""
         ...
 
-    def abandon(self, buffer: torch.Tensor, direction: str) -> None:
-        """The device buffer of a copy (``out`` or ``in``) that nobody waited for is about to be freed."""
+    def hold_up(self, mark: Any, event: Any) -> None:
+        """Make the compute queue on which ``mark`` was made wait for the event, if it is another than the current."""
+        ...
+
+    def finish(self, event: Any) -> None:
+        """Return when the event has come."""
+        ...
+
+    def abandon(self, buffer: torch.Tensor, direction: Direction) -> None:
+        """The device buffer of copies that no compute queue waited for is about to be freed."""
         ...
 
     def use(self, buffer: torch.Tensor) -> None:
-        """The current compute queue is about to read a buffer that ``copy_in`` made, perhaps on another queue."""
+        """The current compute queue is about to read a buffer that perhaps belongs to another."""
         ...
 
 
@@ -47,12 +68,13 @@ class StreamTransport:
 
     copy_queues = True
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: Queues, use: HostUse | None = None) -> None:
         self.queues = queues
-        self.pool = Pool(queues.host_memory, lambda nbytes, _: nbytes if nbytes >= DEDICATED_BYTES else AREA_BYTES)
+        self.pool = Pool(queues.host_memory, pinned_area, use)
 
     def send(self, source: torch.Tensor) -> StreamParcel:
-        """Start copying ``source`` (1-D uint8) to the host. Raises MeasurementError where host memory is exhausted."""
+        """Start copying ``source`` (1-D uint8) to the host. Raises MeasurementError where host memory is exhausted, or
+        would be over its budget."""
         return StreamParcel(self, source)
 
 
@@ -60,44 +82,53 @@ class StreamParcel:
     """Bytes on their way through a copy queue.
 
     ``_left`` and ``_arrived`` are the events of the two copies. A device buffer is only let go when the compute queue
-    waited for the copy that touches it, or when the allocator was told about the copy.
+    that it belongs to waited for the copy that touches it, or when the allocator was told about the copy.
     """
+
+    _left: Any = None
+    _arrived: Any = None
+    _back: torch.Tensor | None = None
+    _waited = False
 
     def __init__(self, transport: StreamTransport, source: torch.Tensor) -> None:
         self.nbytes = source.numel()
         self._pool, self._queues = transport.pool, transport.queues
+        self._source: torch.Tensor | None = None
         self._piece = self._pool.take(self.nbytes)
-        self._source: torch.Tensor | None = source
-        self._back: torch.Tensor | None = None
-        self._left = self._queues.copy_out(self._piece.memory, source, self._piece.ready)
-        self._arrived: Any = None
-        self._waited = False
+        self._ready = self._queues.mark()
+        earlier = [] if self._piece.ready is None else [self._piece.ready]
+        self._source = source
+        self._left = self._queues.copy("out", self._piece.memory, source, [self._ready, *earlier])
 
     def settle(self) -> None:
         if self._source is not None:
             self._queues.wait(self._left)
-            self._source = None
+            # the source is freed in the order of the queue that it was sent from, whatever the current one is
+            self._queues.hold_up(self._ready, self._left)
+            self._source = self._ready = None
 
     def fetch(self) -> None:
         if self._source is None and self._back is None:
-            self._back, self._arrived = self._queues.copy_in(self._piece.memory, self._left)
-            self._waited = False
+            back = self._queues.device_memory(self.nbytes)
+            self._arrived = self._queues.copy("in", back, self._piece.memory, [self._queues.mark(), self._left])
+            self._back, self._waited = back, False
 
     def get(self) -> torch.Tensor:
         if self._source is not None:
             return self._source
         self.fetch()
         assert self._back is not None
-        if not self._waited:
-            self._queues.wait(self._arrived)
-            self._waited = True
+        self._queues.wait(self._arrived)  # each time: it may be another compute queue that asks
+        self._waited = True
         self._queues.use(self._back)
         return self._back
 
     def release(self) -> None:
-        if self._back is not None and not self._waited:
-            self._queues.abandon(self._back, "in")
-        self._back = None
+        if self._back is not None:
+            # where the queue that waited is not the one that the buffer belongs to, `use` has told the allocator
+            if not self._waited:
+                self._queues.abandon(self._back, "in")
+            self._back = None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the device may be gone already at interpreter exit
@@ -113,37 +144,51 @@ class CudaQueues:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        self._out, self._in = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._streams = {"out": torch.cuda.Stream(self.device), "in": torch.cuda.Stream(self.device)}
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        memory = _PinnedMemory(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        memory = _PinnedMemory(-1, whole_pages(nbytes))
         return memory.pin(self.device)
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, ready: Any) -> Any:
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        if ready is not None:
-            self._out.wait_event(ready)
-        with torch.cuda.stream(self._out):
-            target.copy_(source, non_blocking=True)
-        return self._out.record_event()
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def copy_in(self, source: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
-        # allocated on the compute stream, so that the allocator frees it in that stream's order
-        buffer = torch.empty(source.numel(), dtype=torch.uint8, device=self.device)
-        self._in.wait_stream(torch.cuda.current_stream(self.device))
-        self._in.wait_event(after)
-        with torch.cuda.stream(self._in):
-            buffer.copy_(source, non_blocking=True)
-        return buffer, self._in.record_event()
+    def mark(self) -> _Mark:
+        stream = torch.cuda.current_stream(self.device)
+        return _Mark(stream.record_event(), stream)
+
+    def copy(self, direction: Direction, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> Any:
+        stream = self._streams[direction]
+        for event in after:
+            stream.wait_event(event.event if isinstance(event, _Mark) else event)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
 
     def wait(self, event: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
 
-    def abandon(self, buffer: torch.Tensor, direction: str) -> None:
-        buffer.record_stream(self._out if direction == "out" else self._in)
+    def hold_up(self, mark: Any, event: Any) -> None:
+        if mark.stream != torch.cuda.current_stream(self.device):
+            mark.stream.wait_event(event)
+
+    def finish(self, event: Any) -> None:
+        event.synchronize()
+
+    def abandon(self, buffer: torch.Tensor, direction: Direction) -> None:
+        buffer.record_stream(self._streams[direction])
 
     def use(self, buffer: torch.Tensor) -> None:
         buffer.record_stream(torch.cuda.current_stream(self.device))
+
+
+class _Mark:
+    """A moment on a compute stream."""
+
+    __slots__ = ("event", "stream")
+
+    def __init__(self, event: Any, stream: Any) -> None:
+        self.event, self.stream = event, stream
 
 
 class _PinnedMemory(mmap.mmap):
@@ -159,7 +204,8 @@ class _PinnedMemory(mmap.mmap):
         if code:
             raise MeasurementError(
                 f"the host would not pin {tensor.numel() / 2**20:.0f} MiB for offloading (CUDA error {code})",
-                remedy="Raise the limit on locked memory (ulimit -l), free host memory, or offload fewer units.",
+                remedy="Raise the limit on locked memory (ulimit -l), free host memory, set --host-budget, or offload "
+                "fewer units.",
             )
         self._registered = tensor.data_ptr(), device
         return tensor

@@ -1,88 +1,130 @@
-"""Offload's ways off a device: pinned host memory for CUDA, a memory-mapped file where the device is the CPU itself."""
+"""Offload's ways off a device, by device and tier: pinned host memory or a file for CUDA, a memory-mapped file where
+the device is the CPU itself."""
 
 from __future__ import annotations
 
-import errno
 import mmap
-import os
-import shutil
-import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
 from autockpt.devices.base import Transport
-from autockpt.devices.hostpool import AREA_BYTES, Piece, Pool
+from autockpt.devices.disk import DiskTransport, staging_bytes
+from autockpt.devices.hostpool import AreaBytes, HostUse, HostUseOnPaper, Piece, Pool, file_area, pinned_area
+from autockpt.devices.scratch import scratch_folder, unnamed_file
 from autockpt.devices.streams import CudaQueues, StreamTransport
 from autockpt.errors import MeasurementError
+from autockpt.schema.graph import Copy, Tier
+
+Transports = Callable[[torch.device, Tier], Transport]
+"""The way off a device into a tier. Raises MeasurementError for a kind of device that has none."""
 
 
-def transport_for(device: torch.device | str) -> Transport:
-    """A new transport for one device. Raises MeasurementError for a kind of device that has none."""
+def transport_for(device: torch.device | str, tier: Tier = "cpu", use: HostUse | None = None) -> Transport:
+    """A new transport for one device; ``use`` is told of, and bounds, what it claims on the host.
+
+    On the CPU both tiers are a memory-mapped file. Raises MeasurementError for a kind of device that has no way.
+    """
     device = torch.device(device)
     if device.type == "cpu":
-        return CpuTransport()
+        return CpuTransport(use=use)
     if device.type == "cuda":
-        return StreamTransport(CudaQueues(device))
+        queues = CudaQueues(device)
+        return DiskTransport(queues, use=use) if tier == "disk" else StreamTransport(queues, use)
     raise MeasurementError(
         f"nothing is known about moving activations off a {device.type} device",
         remedy="Use plans without offload there.",
     )
 
 
+class Ways:
+    """The usual ways off all devices, which together stay within one host budget (bytes; None: no bound).
+
+    ``use`` tells what they claim. A copy or a pickle begins with nothing, under the same budget.
+    """
+
+    def __init__(self, host_budget: int | None = None) -> None:
+        self.use = HostUse(host_budget)
+        self._file: Transport | None = None
+
+    def __call__(self, device: torch.device, tier: Tier) -> Transport:
+        """A new transport; on the CPU, where both tiers are one file, always the same."""
+        if device.type != "cpu":
+            return transport_for(device, tier, self.use)
+        self._file = self._file or transport_for(device, tier, self.use)
+        return self._file
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Ways:
+        return Ways(self.use.limit)
+
+    def __reduce__(self) -> tuple[type[Ways], tuple[int | None]]:
+        return Ways, (self.use.limit,)
+
+
+def host_bytes_of(copies: Iterable[Copy], device_kind: str, limit: int | None = None) -> int:
+    """Host memory that offloading claims for a step with these copies, its pools' rounding included.
+
+    What the real pools would do is done on paper, for two steps. With a ``limit`` areas are made no larger than it
+    allows; an answer above it means that the pools would refuse. On the CPU the mapped file is what counts: its pages
+    lie in host memory until the system writes them out.
+    """
+    use = HostUseOnPaper(limit)
+    file = device_kind == "cpu"
+    copies = [copy for copy in copies if copy.direction == "out"]
+    if not file and any(copy.tier == "disk" for copy in copies):
+        use.claim(staging_bytes(limit))
+    area: AreaBytes = file_area if file else pinned_area
+    pool: Pool[range] = Pool(range, area, use)
+    places: dict[int, Piece[range]] = {}
+    mine = [(n, copy) for n, copy in enumerate(copies) if file or copy.tier == "cpu"]
+    taken, given = 0, 1  # at one op in this order, which errs on the safe side
+    events = sorted(
+        [(copy.issued, taken, n) for n, copy in mine]
+        + [(copy.released, given, n) for n, copy in mine if copy.released is not None]
+    )
+    sizes = {n: copy.bytes for n, copy in mine}
+    for _ in range(2):
+        for _, kind, n in events:
+            if kind == taken:
+                places[n] = pool.take(sizes[n])
+            else:
+                pool.give(places.pop(n))
+        for piece in places.values():  # what lives on past the step goes with the next one's
+            pool.give(piece)
+        places.clear()
+    return use.peak
+
+
 class CpuTransport:
     """Activations in a file, mapped into memory: the kernel writes it out when memory runs short.
 
-    ``directory`` defaults to ``TMPDIR`` where that is set, else ``/var/tmp``: ``/tmp`` is memory on many systems. The
-    file has no name from the start, so nothing is left behind however the process ends. Mapped bytes are not counted
-    by the CPU allocator's meter.
+    ``directory`` defaults to ``scratch.scratch_folder``. The file has no name from the start, so nothing is left behind
+    however the process ends. Mapped bytes are not counted by the CPU allocator's meter; ``use`` is told of them.
     """
 
     copy_queues = False
 
-    def __init__(self, directory: str | Path | None = None) -> None:
-        self.directory = str(directory or _scratch_directory())
-        # each area holds a file descriptor, of which there are few: grow in large steps
-        self.pool = Pool(self._map, lambda nbytes, held: max(AREA_BYTES, 4 * nbytes, held // 4))
+    def __init__(self, directory: str | Path | None = None, use: HostUse | None = None) -> None:
+        self.directory = str(directory or scratch_folder())
+        self.pool = Pool(self._map, file_area, use)
 
     def send(self, source: torch.Tensor) -> CpuParcel:
-        """Copy ``source`` (1-D uint8) to the file. Raises MeasurementError where the disk is full."""
+        """Copy ``source`` (1-D uint8) to the file. Raises MeasurementError where the disk is full, or the file would
+        be over the host budget."""
         piece = self.pool.take(source.numel())
         piece.memory.copy_(source)
         return CpuParcel(self.pool, piece, source)
 
     def _map(self, nbytes: int) -> torch.Tensor:
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            with tempfile.TemporaryFile(dir=self.directory, prefix="autockpt-") as file:
-                _reserve(file.fileno(), nbytes, self.directory)
-                return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
-        except OSError as error:
-            raise MeasurementError(
-                f"cannot keep {nbytes / 2**20:.0f} MiB of offloaded activations in {self.directory}: {error.strerror}",
-                remedy="Free space there, set TMPDIR to a directory on a larger disk, or offload fewer units.",
-            ) from None
-
-
-def _scratch_directory() -> str:
-    chosen = os.environ.get("TMPDIR") or "/var/tmp"
-    return chosen if os.access(chosen, os.W_OK) else tempfile.gettempdir()
-
-
-def _reserve(fd: int, nbytes: int, directory: str) -> None:
-    """Claim the disk space now: writing to a mapping whose disk is full would kill the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, nbytes)
-        return
-    if shutil.disk_usage(directory).free < nbytes:
-        raise OSError(errno.ENOSPC, "No space left on device")
-    os.ftruncate(fd, nbytes)
+        with unnamed_file(nbytes, self.directory) as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
 
 
 class CpuParcel:
     """Bytes in the mapped file. Copies take place in ``send`` and ``get``; there is nothing to prefetch."""
 
-    def __init__(self, pool: Pool, piece: Piece, source: torch.Tensor) -> None:
+    def __init__(self, pool: Pool[torch.Tensor], piece: Piece[torch.Tensor], source: torch.Tensor) -> None:
         self.nbytes = source.numel()
         self._pool, self._piece = pool, piece
         self._source: torch.Tensor | None = source

@@ -31,8 +31,9 @@ class WorkerMeasurer:
     The worker starts at once and builds the model while the caller goes on; the first use waits for it, and raises what
     went wrong then (WorkloadError where the user's code raised, with its message and place). A worker that dies, or is
     killed because it was silent for ``patience`` seconds, is replaced on the next request. ``budget_bytes`` holds for
-    every request that names none itself. ``log_path`` gets all that the workers print. To be closed, or used as a
-    context manager; at the latest the worker ends with this process.
+    every request that names none itself, ``host_budget`` (bytes that offloading may claim on the host) for all.
+    ``log_path`` gets all that the workers print. To be closed, or used as a context manager; at the latest the worker
+    ends with this process.
     """
 
     def __init__(
@@ -41,11 +42,17 @@ class WorkerMeasurer:
         device_name: str | None = None,
         *,
         budget_bytes: int | None = None,
+        host_budget: int | None = None,
         threads: int | None = None,
         log_path: Path | str | None = None,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        self._start_message = {"spec": spec.model_dump(mode="json"), "device": device_name, "threads": threads}
+        self._start_message = {
+            "spec": spec.model_dump(mode="json"),
+            "device": device_name,
+            "threads": threads,
+            "host_budget": host_budget,
+        }
         self.device_name = device_name
         self._budget = budget_bytes
         self._threads = threads

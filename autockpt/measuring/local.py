@@ -31,12 +31,19 @@ class LocalMeasurer:
     UsageError where more than one process trains together: they would wait for one another for ever.
     """
 
-    def __init__(self, workload: Workload, device: Device | None = None, *, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: Device | None = None,
+        *,
+        budget_bytes: int | None = None,
+        host_budget: int | None = None,
+    ) -> None:
         refuse_many_processes()
         self._device = device or get_device(str(workload.device))
         self._budget = budget_bytes
         self._environment = environment_of(self._device)
-        self._runner = StepRunner(workload, self._device)
+        self._runner = StepRunner(workload, self._device, host_budget=host_budget)
         self._snapshot: Snapshot | None = None
         try:
             with _interrupt_waits():

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch import nn
+
 from autockpt.devices import Device, Peak
 from autockpt.errors import MeasurementError
 from autockpt.history.statistics import noise
@@ -19,6 +21,8 @@ from autockpt.runtime import Session, attach
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Workload
 
+Attach = Callable[[nn.Module], Callable[[], None]]
+"""Attaches something other than a plan of ours to the model; what it returns takes that off again."""
 _REF = re.compile(r"(autockpt(?:\.\w+)+):(\w+)")
 
 
@@ -28,12 +32,21 @@ class StepRunner:
     Every cycle starts from the same random state and runs with learning rates of zero, so that all plans do identical
     work; ``full_step`` workloads are seeded only. No gradients are alive between cycles. After any error the workload
     can be run again: no choices attached, no gradients, optimizer states as they were. ``beat`` is called with a word
-    whenever a cycle has ended: a sign of life.
+    whenever a cycle has ended: a sign of life. Plans claim no more than ``host_budget`` bytes on the host, or their
+    step raises HostBudgetExceeded.
     """
 
-    def __init__(self, workload: Workload, device: Device, *, beat: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: Device,
+        *,
+        beat: Callable[[str], None] | None = None,
+        host_budget: int | None = None,
+    ) -> None:
         self.workload = workload
         self.device = device
+        self.host_budget = host_budget
         self.beat: Callable[[str], None] = beat or (lambda word: None)
         self._seed = workload.spec.seed if workload.spec is not None else 0
         self._freezer = conditions.Freezer()
@@ -41,7 +54,7 @@ class StepRunner:
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
 
     def measure(
-        self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
+        self, choices: Choices | Attach, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
     ) -> Measurement:
         """Peak and time of one plan: ``warmup`` cycles, ``steps`` timed ones, and one untimed for the peak.
 
@@ -50,7 +63,7 @@ class StepRunner:
         """
         if steps < 1:
             raise ValueError("at least one cycle must be timed")
-        with self.device.limit(budget_bytes), self.attached(choices):
+        with self.device.limit(budget_bytes), self.under(choices) as session:
             for _ in range(warmup + (not self._steady)):
                 self.run_cycle()
             times = [self.time_cycle() for _ in range(steps)]
@@ -60,12 +73,18 @@ class StepRunner:
             step_seconds=statistics.median(times),
             noise=noise(times),
             steps=steps,
+            host_bytes=session.host_bytes if session is not None else 0,
             allocated_bytes=peak.allocated_bytes,
             times=tuple(times),
         )
 
     def compare(
-        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
+        self,
+        plans: Mapping[str, Choices | Attach],
+        *,
+        rounds: int = 5,
+        budget_bytes: int | None = None,
+        warmup: int = 1,
     ) -> dict[str, list[float]]:
         """Seconds per cycle of every plan in each round. Plans take turns; orders rotate, every second one mirrored.
 
@@ -76,7 +95,7 @@ class StepRunner:
         with self.device.limit(budget_bytes):
             for _ in range(rounds):
                 for name in turn_order(list(plans), self._round):
-                    with self.attached(plans[name], what=f"plan {name!r}"):
+                    with self.under(plans[name], what=f"plan {name!r}"):
                         for _ in range(warmup + (not self._steady)):
                             self.run_cycle()
                         times[name].append(self.time_cycle())
@@ -101,6 +120,25 @@ class StepRunner:
         Whatever happens inside, choices, gradients and half-made optimizer states are gone afterwards; running out of
         memory arrives as DeviceOutOfMemory, with everything that the step held let go.
         """
+        with self._prepared(what) as stack:
+            session = attach(self.workload.model, choices, host_budget=self.host_budget)
+            stack.callback(session.remove)
+            yield session
+
+    @contextmanager
+    def under(self, plan: Choices | Attach, *, what: str = "this plan") -> Iterator[Session | None]:
+        """As ``attached``, for whatever can be attached: choices, or a function that does it its own way (None)."""
+        if isinstance(plan, Mapping):
+            with self.attached(plan, what=what) as session:
+                yield session
+        else:
+            with self._prepared(what) as stack:
+                stack.callback(plan(self.workload.model))
+                yield None
+
+    @contextmanager
+    def _prepared(self, what: str) -> Iterator[ExitStack]:
+        """Equal conditions for what is attached next; what takes it off goes on the stack."""
         self.device.release()
         self._freezer.freeze()
         states = conditions.OptimizerStates(None if self._steady else self.workload.optimizer)
@@ -109,9 +147,7 @@ class StepRunner:
             stack.callback(self._tidy, states)
             if self.workload.full_step is None:
                 stack.enter_context(conditions.weights_held(self.workload.optimizer))
-            session = attach(self.workload.model, choices)
-            stack.callback(session.remove)
-            yield session
+            yield stack
 
     def close(self) -> None:
         """Let the garbage collector see all objects again."""

@@ -65,7 +65,7 @@ class Worker:
         with letting_go(device, "building the model"):
             workload = build(WorkloadSpec.model_validate(request["spec"]), device.torch_device)
         self._beat("built")
-        self._runner = StepRunner(workload, device, beat=self._beat)
+        self._runner = StepRunner(workload, device, beat=self._beat, host_budget=request.get("host_budget"))
         return {
             "environment": environment.model_dump(mode="json"),
             "settings": json.loads(json.dumps(workload.settings, default=str)),

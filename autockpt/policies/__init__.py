@@ -4,14 +4,15 @@ from autockpt.policies.attachment import AttachedForward, Attachment, attached_t
 from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, Policy, PolicySession
 from autockpt.policies.chunked_loss import ChunkedLossPolicy
 from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
-from autockpt.policies.heavy import is_heavy
+from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
+from autockpt.policies.keeping import given_up
 from autockpt.policies.offload import OffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.recompute_offload import RecomputeOffloadPolicy
 from autockpt.policies.replay import recomputing
 from autockpt.policies.save import SavePolicy
 from autockpt.policies.segment import SegmentPolicy
-from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy
+from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy, kept_by
 
 POLICIES: dict[str, Policy] = {
     policy.kind: policy
@@ -38,8 +39,12 @@ __all__ = [
     "PolicySession",
     "attached_to",
     "call_inner",
+    "draws_random_numbers",
     "flagged_modules",
+    "given_up",
+    "is_attention",
     "is_heavy",
+    "kept_by",
     "place",
     "recomputing",
     "refuse_native",

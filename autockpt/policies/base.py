@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
-from autockpt.devices.base import Transport
+from autockpt.devices.transport import Transports
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment
 from autockpt.schema.choices import Choice
@@ -40,14 +40,14 @@ class PolicySession(Protocol):
     """What a policy may ask of the session that attaches it.
 
     ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
-    ``transport`` is the way off the device that the caller chose; None: the default one of each device.
+    ``transports`` gives the way off a device into a tier.
     """
 
     @property
     def order(self) -> Sequence[PlannedUnit]: ...
 
     @property
-    def transport(self) -> Transport | None: ...
+    def transports(self) -> Transports: ...
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""

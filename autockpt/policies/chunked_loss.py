@@ -43,11 +43,14 @@ class ChunkedLossPolicy:
 
 def run_chunked(module: nn.Module, state: ChunkState, /, *args: Any, **kwargs: Any) -> Any:
     """The head's forward: logits that are computed when they are needed. Without gradients, and inside
-    ``torch.compile``, the plain forward.
+    ``torch.compile`` (which is said once), the plain forward.
 
     Raises ConflictError where the weights are not whole here (FSDP on the head itself, tensor parallelism, ZeRO-3).
     """
-    if not state.active or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    if torch.compiler.is_compiling():
+        _say_compiled(state)
         return call_inner(module, state, args, kwargs)
     _refuse_parts(module, state.unit, running=True)
     if why := _unsuited(module, args, kwargs):
@@ -63,6 +66,15 @@ def run_chunked(module: nn.Module, state: ChunkState, /, *args: Any, **kwargs: A
         state.warn("because the head does not give one row of logits per token")
         return call_inner(module, state, args, kwargs)
     return lazy_logits(call, state, hidden, none)
+
+
+def _say_compiled(state: ChunkState) -> None:
+    """Runs when the head is compiled, and not with it."""
+    state.warn("because it is part of a graph of torch.compile; compile the model's layers one by one instead")
+
+
+# What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
+_say_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse(unit: PlannedUnit) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -76,6 +77,20 @@ def _address(tensor: torch.Tensor) -> int | None:
         return None
 
 
+_observers: list[dict[str, int]] = []
+
+
+@contextmanager
+def given_up() -> Iterator[dict[str, int]]:
+    """Counts, by unit, the outputs that were to be kept and could not be, because they were changed in place."""
+    counts: dict[str, int] = {}
+    _observers.append(counts)
+    try:
+        yield counts
+    finally:
+        _observers[:] = [other for other in _observers if other is not counts]
+
+
 class Frame:
     """Kept outputs of one call of a unit, by the order in which its scopes are entered and their ops run.
 
@@ -128,7 +143,10 @@ class Frame:
     def settle(self) -> None:
         """The first forward has ended. What it changed in place is of no use and need not be held."""
         self._by_address = {}
-        self._outputs = {place: output for place, output in self._outputs.items() if not output.changed}
+        kept = {place: output for place, output in self._outputs.items() if not output.changed}
+        for counts in _observers:
+            counts[self.unit] = counts.get(self.unit, 0) + len(self._outputs) - len(kept)
+        self._outputs = kept
 
 
 class _Scope(TorchDispatchMode):

@@ -1,7 +1,13 @@
-"""The KV cache has no place in a training step: a layer that is run again would add its keys and values twice."""
+"""The KV cache has no place in a training step: a layer that is run again would add its keys and values twice.
+
+Models with a switch for it have it switched off as a whole. Where one arrives at a layer nevertheless, as XLM's and
+FlauBERT's always do, each run of the layer gets an empty one of its own: with none at all the layer would compute with
+another memory layout, and its last bits would differ from plain training.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -16,13 +22,39 @@ from autockpt.errors import ConflictError
 _CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "past", "cache_params"})
 
 
+# entries of a cache that start over from nothing, and take nothing over from what they are copied from
+_COPYABLE = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
+
+
+class StandIn:
+    """Stands among the arguments for a cache that is empty where the layer will look. Every run gets one of its own."""
+
+    __slots__ = ("_empty",)
+
+    def __init__(self, cache: Any) -> None:
+        self._empty = _twin(cache)
+
+    def cache(self) -> Any:
+        return _twin(self._empty)
+
+
+def with_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for one run: what ``without_cache`` returned, each stand-in exchanged for a new empty cache."""
+    if any(type(a) is StandIn for a in args):
+        args = tuple(a.cache() if type(a) is StandIn else a for a in args)
+    if any(type(v) is StandIn for v in kwargs.values()):
+        kwargs = {n: v.cache() if type(v) is StandIn else v for n, v in kwargs.items()}
+    return args, kwargs
+
+
 def without_cache(
     module: nn.Module, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a layer's call with its KV cache taken out and ``use_cache`` off.
 
-    Layers that only read the cache (transformers marks them) keep it. Raises ConflictError where the cache already
-    holds something for this layer: leaving that out would change the result.
+    In place of a growing cache of transformers there is a ``StandIn`` then, else None. Layers that only read the cache
+    (transformers marks them) keep it. Raises ConflictError where the cache already holds something for this layer:
+    leaving that out would change the result.
     """
     if getattr(type(module), "_can_checkpoint_with_cache", False):
         return args, kwargs
@@ -55,18 +87,49 @@ def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
-def _emptied(cache: Any, module: nn.Module, unit: str) -> None:
-    """None in the cache's place, once it is sure that it holds nothing for this layer."""
-    if _holds_something(cache, _layer_index(module)):
+def _emptied(cache: Any, module: nn.Module, unit: str) -> StandIn | None:
+    """What comes in the cache's place, once it is sure that it holds nothing for this layer."""
+    layer = _layer_index(module)
+    if _holds_something(cache, layer):
         raise ConflictError(
             f"{unit} was called with a KV cache that already holds keys and values, while gradients are enabled",
             remedy="Prefix tuning and training on top of a filled cache work with `save` on this unit only.",
         )
+    return StandIn(cache) if _can_stand_in(cache, layer) else None
+
+
+def _can_stand_in(cache: Any, layer: int | None) -> bool:
+    """Whether a shallow copy of a cache grows by itself from here on."""
+    cache_type = _cache_type()
+    if cache_type is None or not isinstance(cache, cache_type) or getattr(cache, "offloading", False):
+        return False
+    parts = [part for part in vars(cache).values() if isinstance(part, cache_type)]
+    if parts:
+        return all(_can_stand_in(part, layer) for part in parts)
+    mine = cache.layers if layer is None else cache.layers[layer : layer + 1]
+    return all(type(entry).__name__ in _COPYABLE and not entry.is_initialized for entry in mine)
+
+
+def _twin(cache: Any) -> Any:
+    twin = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if name == "layers":
+            setattr(twin, name, [copy.copy(entry) for entry in value])
+        elif name == "is_updated":
+            setattr(twin, name, dict(value))
+        elif name.endswith("_cache"):
+            setattr(twin, name, _twin(value))
+    return twin
 
 
 def _layer_index(module: nn.Module) -> int | None:
-    indices = (getattr(inner, "layer_idx", None) for inner in module.modules())
-    return next((i for i in indices if isinstance(i, int)), None)
+    """Where a layer's part of a cache is, by the name that transformers' attentions give it (XLM: the second)."""
+    for name in ("layer_idx", "layer_id"):
+        indices = (getattr(inner, name, None) for inner in module.modules())
+        found = next((i for i in indices if isinstance(i, int)), None)
+        if found is not None:
+            return found
+    return None
 
 
 def _holds_something(cache: Any, layer: int | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import weakref
@@ -14,14 +15,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from autockpt.devices.base import Transport
-from autockpt.devices.transport import transport_for
+from autockpt.devices.transport import Transports, Ways
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
-from autockpt.policies.kvcache import without_cache
+from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer, unpack
-from autockpt.schema.choices import Choice
+from autockpt.schema.choices import Choice, Offload, RecomputeOffload
+from autockpt.schema.graph import Tier
 
 MOVING = ("offload", "recompute_offload")
 _outside_graphs = outside_graphs("offload", "moves what autograd saves by way of hooks")
@@ -34,32 +36,25 @@ class Pipeline:
     have had that long; else when its own forward has. In backward each group fetches the one before it.
     """
 
-    def __init__(self, transport: Transport | None = None) -> None:
-        self._chosen = transport
-        self._start()
-
-    def _start(self) -> None:
-        self._transports: dict[torch.device, Transport] = {}
+    def __init__(self, transports: Transports) -> None:
+        self._make = transports
+        self._transports: dict[tuple[torch.device, Tier], Transport] = {}
         self._pending: list[Group] = []
         self._last: Group | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        return Pipeline(self._chosen)
+        return Pipeline(copy.deepcopy(self._make, memo))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"transport": None}  # streams and mapped files stay behind; the default one does wherever this is loaded
+    def __reduce__(self) -> tuple[type[Pipeline], tuple[Ways]]:
+        # streams and mapped files stay behind; the usual ways do wherever this is loaded
+        return Pipeline, (self._make if isinstance(self._make, Ways) else Ways(),)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._chosen = None
-        self._start()
-
-    def transport(self, device: torch.device) -> Transport:
+    def transport(self, device: torch.device, tier: Tier) -> Transport:
         """The way off this device. Raises MeasurementError for kinds of device that have none."""
-        if self._chosen is not None:
-            return self._chosen
-        if device not in self._transports:
-            self._transports[device] = transport_for(device)
-        return self._transports[device]
+        key = (device, tier)
+        if key not in self._transports:
+            self._transports[key] = self._make(device, tier)
+        return self._transports[key]
 
     def begin(self) -> None:
         """A forward of the whole model begins: its units are not neighbours of an earlier forward's."""
@@ -91,11 +86,12 @@ class Pipeline:
 
 
 class OffloadState(Attachment):
-    """An offloaded unit's attachment."""
+    """An offloaded unit's attachment, or with the default ``tier`` that of a unit behind one."""
 
-    def __init__(self, unit: str, pipeline: Pipeline) -> None:
+    def __init__(self, unit: str, pipeline: Pipeline, tier: Tier = "cpu") -> None:
         super().__init__(unit)
         self.pipeline = pipeline
+        self.tier: Tier = tier
         self._cache_buffers: list[tuple[nn.Module, str]] | None = None
 
     def buffers(self, module: nn.Module) -> list[torch.Tensor]:
@@ -121,13 +117,13 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
     refuse_native(module, state.unit)
-    args, kwargs = without_cache(module, state.unit, args, kwargs)
+    args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs))
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     hidden = next((t for t in tensors if t.is_floating_point()), None)
     device = device_of(module) if hidden is None else hidden.device
     buffers = state.buffers(module)
     outside = [t for t in tensors if t is not hidden] + buffers
-    transport = state.pipeline.transport(device)
+    transport = state.pipeline.transport(device, state.tier)
     group = state.pipeline.open(state.unit, transport)
     with saved_tensors_hooks(Packer(group, transport, device, outside).pack, unpack):
         output = call_inner(module, state, args, kwargs)
@@ -143,18 +139,28 @@ class OffloadPolicy:
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         if not units:
             return
-        pipeline = session.shared(Pipeline, lambda: Pipeline(session.transport))
+        pipeline = session.shared(Pipeline, lambda: Pipeline(session.transports))
         # a device that nothing can be moved off is refused now, not in the middle of training
-        queues = any([pipeline.transport(device).copy_queues for device in set(map(_device, units))])
+        queues = any([pipeline.transport(_device(unit), _tier(unit)).copy_queues for unit in units])
         for unit in units:
-            session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline))
-            session.note(unit.name, f"{self.kind}: {self.words}")
+            session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, _tier(unit)))
+            session.note(unit.name, f"{self.kind}: {self.words}{_where(unit)}")
         for unit in _next_others(units, session.order):
             if queues:
                 session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         return 0, 0
+
+
+def _tier(unit: PlannedUnit) -> Tier:
+    assert isinstance(unit.choice, Offload | RecomputeOffload)
+    return unit.choice.tier
+
+
+def _where(unit: PlannedUnit) -> str:
+    """Said where it is not the usual tier."""
+    return ", to a file on disk" if _tier(unit) == "disk" else ""
 
 
 def _device(unit: PlannedUnit) -> torch.device:

@@ -14,6 +14,7 @@ from autockpt.policies.attachment import call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.kvcache import without_cache
+from autockpt.policies.region import Call
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.schema.choices import Choice
 
@@ -34,13 +35,14 @@ class RecomputePolicy:
 def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped and made again in backward.
 
-    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place), and in
-    backward InPlaceError where something that it read was changed since.
+    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place). In backward
+    ConflictError where it does not do again what it did, InPlaceError where something that it read was changed since.
     """
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
     if torch.compiler.is_compiling():
-        # traced into the compiler's own recompute, which looks after random state and in-place changes itself
+        # A compiler takes no recompute but torch's own into a graph. What it makes of it looks after random state and
+        # in-place changes itself.
         inner = functools.partial(call_inner, module, state)
         return checkpoint(inner, args, kwargs, use_reentrant=False, preserve_rng_state=True)
     return run_twice(module, state, args, kwargs, Replay)
@@ -52,8 +54,4 @@ def run_twice(
     """The unit's forward, and in backward once more; ``make`` is the replay that does both. Errors as ``recompute``."""
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)
-    replay = make(module, state, args, kwargs)
-    versions = [tensor._version for tensor in replay.tensors]
-    output = checkpoint(replay, *replay.tensors, use_reentrant=False, preserve_rng_state=True)
-    replay.finish(versions)
-    return output
+    return Call(make(module, state, args, kwargs)).run()

@@ -1,8 +1,10 @@
-"""Calls of several units whose saved tensors are made again together.
+"""Calls of units whose saved tensors are made again: of one unit by itself, or of several together.
 
 Every call runs in its normal place. Of its inputs it keeps those that come from outside; of those that another call of
 the same region returned it only knows which output of which call they are. What autograd saves is replaced by empty
 slots. Backward fills them by running calls again, each under its own random state, autocast and buffers.
+
+Not by way of ``torch.utils.checkpoint``: that knows no region of several calls, and looks after less at a higher price.
 
 Ownership: an autograd graph holds slots, a slot its call, a call the earlier calls whose outputs it reads. So a part of
 the region lives as long as some graph needs it, whatever happens to the rest, and nothing is held in a circle.
@@ -18,50 +20,38 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.errors import ConflictError
 from autockpt.policies.arguments import take_apart
 from autockpt.policies.conditions import Conditions, random_states_kept
 from autockpt.policies.replay import Replay
 from autockpt.policies.saved import Kept, Watched
+from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, unpack
+
+_hooks_in_force: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
+_hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 _Layout = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
-class _Enough(Exception):
-    """All slots are filled. Like torch's own no BaseException: modules run hooks at exceptions of this kind only."""
-
-
-class Slot:
-    """Stands in an autograd graph for a saved tensor. ``value`` is there between its making and its use."""
-
-    __slots__ = ("__weakref__", "call", "form", "value")
-
-    def __init__(self, call: Call, tensor: torch.Tensor) -> None:
-        self.call = call
-        self.form = (tensor.size(), tensor.dtype, tensor.device)
-        self.value: torch.Tensor | None = None
-
-
-def unpack(slot: Slot) -> torch.Tensor:
-    """The hook for autograd's unpacking. A value that was used up, as in a second backward, is made once more."""
-    if slot.value is None:
-        slot.call.refill()
-    value, slot.value = slot.value, None
-    if value is None:
-        raise slot.call.differs("did not save a tensor again that it saved in forward")
-    return value
-
-
 class _Outside:
-    """An input that no call of this region has returned. Kept."""
+    """An input that no call of this region has returned. Kept.
 
-    __slots__ = ("_kept", "_trains")
+    That of a unit by itself in the way in which all around it is kept: another choice or the user's own hooks may move
+    it off the device, or make it again. Calls of a larger region may need it more often in one backward, which hooks
+    like those of ``torch.utils.checkpoint`` refuse.
+    """
 
-    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
-        self._kept, self._trains = Kept(tensor, unit), tensor.requires_grad
+    __slots__ = ("_packed", "_trains", "_unpack")
+
+    def __init__(self, tensor: torch.Tensor, unit: str, *, alone: bool) -> None:
+        self._trains = tensor.requires_grad
+        hooks = _hooks_in_force(False) if alone else None
+        if hooks is None:
+            self._packed, self._unpack = Kept(tensor, unit), Kept.unpack
+        else:
+            self._packed, self._unpack = hooks[0](tensor), hooks[1]
 
     def value(self) -> torch.Tensor:
-        return _as_input(self._kept.unpack(), self._trains)
+        return _as_input(self._unpack(self._packed), self._trains)
 
 
 class _Inside:
@@ -83,41 +73,61 @@ def _as_input(value: torch.Tensor, trains: bool) -> torch.Tensor:
     return value.detach().requires_grad_() if trains else value
 
 
+Find = Callable[[torch.Tensor], "tuple[Call, int] | None"]
+
+
 class Call:
     """One call of a unit: what it needs to run again, and the slots that wait for it.
 
-    ``readers`` are the numbers of later calls that read an output; ``outputs`` holds those values, without a graph,
-    only while backward is at work on the region.
+    ``number`` orders the calls of one region; ``readers`` are the numbers of later calls that read an output;
+    ``outputs`` holds those values, without a graph, only while backward is at work on the region. ``find`` says which
+    call returned a tensor, and as which of its outputs.
     """
 
-    def __init__(self, number: int, replay: Replay, levels: int, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        number: int = 0,
+        levels: int = 1,
+        lock: threading.RLock | None = None,
+        find: Find | None = None,
+    ) -> None:
+        self.unit = replay.state.unit
         self.number, self.levels = number, levels
-        self._replay, self._lock = replay, lock
+        self._replay, self._lock = replay, lock or threading.RLock()
         self._conditions = Conditions((*replay.tensors, *replay.parameters.tensors))
         self._sources: list[_Outside | _Inside] = []
         self._positions: list[int] = []
         self._slots: list[weakref.ref[Slot]] = []
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
+        self._bind(find)
 
-    def bind(self, find: Callable[[torch.Tensor], tuple[Call, int] | None]) -> None:
+    def _bind(self, find: Find | None) -> None:
         """Note where every input comes from. One that is given twice stays one: attention looks whether q is k."""
-        unit = self._replay.state.unit
         seen: dict[int, int] = {}
         for tensor in self._replay.tensors:
             position = seen.setdefault(id(tensor), len(self._sources))
             self._positions.append(position)
             if position < len(self._sources):
                 continue
-            if (found := find(tensor)) is None:
-                self._sources.append(_Outside(tensor, unit))
+            if find is None or (found := find(tensor)) is None:
+                self._sources.append(_Outside(tensor, self.unit, alone=find is None))
             else:
                 call, leaf = found
                 call.readers.setdefault(leaf, []).append(self.number)
-                self._sources.append(_Inside(call, leaf, tensor, unit))
+                self._sources.append(_Inside(call, leaf, tensor, self.unit))
 
-    def pack(self, tensor: torch.Tensor) -> Slot:
-        """The hook for autograd's packing in the first forward."""
+    def run(self) -> Any:
+        """The first, ordinary forward. Raises ConflictError where it did what cannot be done twice."""
+        replay = self._replay
+        versions = [tensor._version for tensor in replay.tensors]
+        with saved_tensors_hooks(self._pack, unpack):
+            output = replay(*replay.tensors)
+        replay.finish(versions)
+        return output
+
+    def _pack(self, tensor: torch.Tensor) -> Slot:
         slot = Slot(self, tensor)
         self._slots.append(weakref.ref(slot))
         return slot
@@ -155,23 +165,22 @@ class Call:
         return (source for source in self._sources if isinstance(source, _Inside))
 
     def _waits(self) -> bool:
-        return any(slot.value is None for ref in self._slots if (slot := ref()) is not None)
+        return any(slot.waits for ref in self._slots if (slot := ref()) is not None)
 
     def _run_again(self, target: Call, fill: bool) -> None:
         """Run as in forward; ``target`` is the last call of this refill, which ends as soon as its slots are full."""
-        filler = _Filler(self, self._slots, fill, stops=self is target)
+        filler = Filler(self.unit, self._slots, fills=fill, stops=self is target)
         values = [source.value() for source in self._sources]
         tensors = [values[position] for position in self._positions]
         del values
-        self._gather_parameters()
+        self._replay.prepare()
         try:
             # hooks in any case: backward may have been called inside a unit's forward, whose own are in force then
-            with torch.enable_grad(), self._conditions.restored(), saved_tensors_hooks(filler.pack, _as_it_is):
+            with torch.enable_grad(), self._conditions.restored(), saved_tensors_hooks(filler.pack, as_it_is):
                 output = self._replay(*tensors)
-        except _Enough:
+        except Enough:
             output = None
-        if filler.seen < len(self._slots):
-            raise self.differs(f"saved {len(self._slots)} tensors in forward and {filler.seen} when it ran again")
+        filler.check()
         self._keep_outputs(output, target.number)
         self._drop_inputs(target)
 
@@ -197,64 +206,6 @@ class Call:
             if not needed:
                 source.call.outputs.pop(source.leaf, None)
 
-    def _gather_parameters(self) -> None:
-        """Have FSDP2 gather this unit's parameters where it has them in pieces at present. Its own backward, or the end
-        of this one, lets them go again. Raises ConflictError where they stay in pieces."""
-        module, state = self._replay.module, self._replay.state
-        before = self._replay.parameters.tensors
-        if not any(map(_in_pieces, before, state.parameters(module))):
-            return
-        unshard: Any = getattr(module, "unshard", None)
-        if unshard is not None:
-            unshard()
-        if any(map(_in_pieces, before, state.parameters(module))):
-            raise ConflictError(
-                f"the parameters of {state.unit} are sharded while its segment runs again in backward",
-                remedy="Shard the segment's units one by one or together (fully_shard), or use recompute for them.",
-            )
-
-    def differs(self, what: str) -> ConflictError:
-        """The error for a unit that is not repeatable."""
-        return ConflictError(
-            f"{self._replay.state.unit} {what}: it does not do the same twice",
-            remedy="Use `save` or `offload` for it; something that it reads has changed between forward and backward.",
-        )
-
-
-def _in_pieces(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    return before is not now and hasattr(now, "to_local") and not hasattr(before, "to_local")
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-class _Filler:
-    """Puts what a second run saves into the slots of the first, or only looks whether it would fit. ``seen`` counts."""
-
-    def __init__(self, call: Call, slots: list[weakref.ref[Slot]], fills: bool, stops: bool) -> None:
-        self._call, self._slots, self._fills, self._stops = call, slots, fills, stops
-        self.seen = 0
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The hook for autograd's packing when a call runs again."""
-        if self.seen >= len(self._slots):
-            raise self._call.differs(f"saved {len(self._slots)} tensors in forward and more when it ran again")
-        # a graph that holds its own output by way of Python is never freed
-        value = tensor.detach() if tensor.requires_grad else tensor
-        slot = self._slots[self.seen]()
-        self.seen += 1
-        if slot is not None:
-            form = (value.size(), value.dtype, value.device)
-            if slot.form != form:
-                was, now = (f"{tuple(size)} {dtype} on {device}" for size, dtype, device in (slot.form, form))
-                raise self._call.differs(f"saved a tensor {was} in forward and {now} when it ran again")
-            if self._fills and slot.value is None:
-                slot.value = value
-        if self._stops and self.seen == len(self._slots):
-            raise _Enough
-        return value
-
 
 class Recording:
     """The calls of one pass through a region, so that each finds the outputs of those before it.
@@ -270,15 +221,15 @@ class Recording:
         self._calls = 0
         self._known: dict[_Layout, tuple[weakref.ref[torch.UntypedStorage], int, Call, int]] = {}
 
-    def add(self, replay: Replay) -> Call:
-        """A call begins; before its forward."""
-        call = Call(self._calls, replay, self._levels, self._lock)
+    def run(self, replay: Replay) -> Any:
+        """A call of a unit: its first, ordinary forward. Raises as ``Call.run``."""
+        call = Call(replay, self._calls, self._levels, self._lock, self._find)
         self._calls += 1
-        call.bind(self._find)
-        return call
+        output = call.run()
+        self._learn(call, output)
+        return output
 
-    def learn(self, call: Call, output: Any) -> None:
-        """The call has returned."""
+    def _learn(self, call: Call, output: Any) -> None:
         tensors: list[torch.Tensor] = []
         take_apart(output, tensors, [])
         for leaf, tensor in enumerate(tensors):

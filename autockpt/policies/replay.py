@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.buffers import BufferWatch, Seen, as_seen
+from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.surroundings import NumpyUse, Surroundings
 
 _current = threading.local()
@@ -46,12 +48,21 @@ class ReplayState(Attachment):
         self.buffers = BufferWatch()
         self.numpy_use = NumpyUse()
         self._cache_parameters: list[tuple[dict[str, nn.Parameter | None], str]] | None = None
+        self._cache_views: list[tuple[dict[str, Any], str]] | None = None
 
     def parameters(self, module: nn.Module) -> list[torch.Tensor | None]:
         """The unit's parameters as they are now: FSDP exchanges them, so the modules are asked each time."""
         if self._cache_parameters is None:
             self._cache_parameters = [(m._parameters, name) for m in module.modules() for name in m._parameters]
         return [parameters.get(name) for parameters, name in self._cache_parameters]
+
+    def without_memory(self, module: nn.Module) -> bool:
+        """Whether the views that FullyShardedDataParallel puts in the place of parameters have lost their memory."""
+        if self._cache_views is None:
+            fields = ((vars(m), name) for m in module.modules() for name in vars(m))
+            self._cache_views = [(f, name) for f, name in fields if isinstance(f[name], torch.Tensor)]
+        now = (fields.get(name) for fields, name in self._cache_views)
+        return any(type(t) is torch.Tensor and t.numel() > 0 and _bytes(t) == 0 for t in now)
 
 
 class Replay:
@@ -67,6 +78,7 @@ class Replay:
         objects: list[Any] = []
         self.template = take_apart((args, kwargs), self.tensors, objects)
         self.first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._caches = any(type(o) is StandIn for o in objects)
         self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
         self.parameters = _Versions(state.parameters(module))
         generators = [g for g in objects if isinstance(g, torch.Generator)] if objects else []
@@ -78,6 +90,8 @@ class Replay:
             # the caller's own containers: a layer may write into a dict that it was given
             args, kwargs = self.first
             self.first = None
+            if self._caches:
+                args, kwargs = with_caches(args, kwargs)
             return call_inner(self.module, self.state, args, kwargs)
         return self._again(tensors)
 
@@ -94,23 +108,52 @@ class Replay:
                 raise ConflictError(
                     f"{unit} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, "
                     "so its forward cannot be run again",
-                    remedy=f"Use `save` or `offload` on {unit}, or switch off inplace=True in its first operation.",
+                    remedy=f"Use `save` or `offload` on {unit}. For inputs: switch off inplace=True in its first "
+                    "operation, or plan the block around it instead, in which they are made again.",
                 )
         self.buffers = self.state.buffers.after(self.module, unit, self.buffers)
         self.surroundings.finish()
         self.tensors = []
 
-    def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        unit = self.state.unit
+    def prepare(self) -> None:
+        """The forward is about to run again: see that it would read what it read.
+
+        Raises InPlaceError where a parameter or a hidden tensor was changed since, ConflictError where the parameters
+        are in pieces on several devices and cannot be gathered.
+        """
+        unit, before = self.state.unit, self.parameters.tensors
         self.parameters.check(unit, "a parameter")
-        if any(map(_exchanged, self.parameters.tensors, self.state.parameters(self.module))):
+        self.hidden.check(unit, "a tensor among the arguments")
+        if self.state.without_memory(self.module):
+            raise _in_pieces_error(unit)
+        now = self.state.parameters(self.module)
+        if all(map(operator.is_, before, now)):
+            return
+        if any(map(_in_pieces, before, now)):
+            now = self._gather()
+        if any(map(_exchanged, before, now)):
             raise InPlaceError(
                 f"parameters of {unit} were exchanged between forward and backward, so its forward would run again on "
                 "others",
                 remedy=f"Use `save` or `offload` on {unit}; functional_call and the like do not work with recompute.",
             )
-        self.hidden.check(unit, "a tensor among the arguments")
+
+    def _gather(self) -> list[torch.Tensor | None]:
+        """Have FSDP2 gather this unit's parameters where it has them in pieces at present. Its own backward, or the end
+        of this one, lets them go again."""
+        unshard: Any = getattr(self.module, "unshard", None)
+        if unshard is not None:
+            unshard()
+        now = self.state.parameters(self.module)
+        if any(map(_in_pieces, self.parameters.tensors, now)):
+            raise _in_pieces_error(self.state.unit)
+        return now
+
+    def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        unit = self.state.unit
         args, kwargs = put_together(self.template, iter(tensors))
+        if self._caches:
+            args, kwargs = with_caches(args, kwargs)
         with running_again(unit):
             if not self.buffers and not self.surroundings.differ():
                 return call_inner(self.module, self.state, args, kwargs)
@@ -145,3 +188,22 @@ def _exchanged(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
     if before is now or before is None or now is None or before.is_meta or now.is_meta:
         return False
     return not (hasattr(before, "to_local") or hasattr(now, "to_local"))
+
+
+def _in_pieces(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    """Whether FSDP2 (another type), or FullyShardedDataParallel with original parameters, has taken a whole apart."""
+    if before is now:
+        return False
+    return (hasattr(now, "to_local") and not hasattr(before, "to_local")) or hasattr(now, "_fsdp_flattened")
+
+
+def _in_pieces_error(unit: str) -> ConflictError:
+    return ConflictError(
+        f"the parameters of {unit} are sharded while it runs again in backward",
+        remedy="Choose recompute or save for it, or keep parameters whole after forward (FullyShardedDataParallel: "
+        "SHARD_GRAD_OP; fully_shard: reshard_after_forward=False, or shard a segment's units together).",
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else None

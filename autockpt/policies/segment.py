@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.policies.attachment import call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
@@ -17,7 +16,7 @@ from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.recompute import RecomputePolicy
-from autockpt.policies.region import Recording, unpack
+from autockpt.policies.region import Recording
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.schema.choices import Choice, Segment
 
@@ -122,13 +121,7 @@ def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwar
     replay = Replay(module, state, args, kwargs)
     region = state.region
     try:
-        recording = region.enter(state.position, replay)
-        call = recording.add(replay)
-        versions = [tensor._version for tensor in replay.tensors]
-        with saved_tensors_hooks(call.pack, unpack):
-            output = replay(*replay.tensors)
-        replay.finish(versions)
-        recording.learn(call, output)
+        output = region.enter(state.position, replay).run(replay)
     except BaseException:
         region.begin()
         raise

@@ -77,6 +77,11 @@ class KeepAttentionPolicy(SelectivePolicy):
         return min(forward // 3, forward - 1) if forward else 0, forward
 
 
+def kept_by(choice: Choice) -> tuple[str, ...]:
+    """What a choice keeps the outputs of, beside a unit's inputs: modules of the unit, fused attention, everything."""
+    return _kept(choice) if isinstance(choice, KeepAttention | Selective) else ()
+
+
 def _kept(choice: Choice) -> tuple[str, ...]:
     if isinstance(choice, KeepAttention):
         return (ATTENTION,)

@@ -1,5 +1,5 @@
-"""What a forward reads that is neither argument, parameter nor buffer, and that torch's recompute does not look after:
-the random states of Python, NumPy and generators among the arguments, and which attention kernels are allowed."""
+"""What a forward reads that is neither argument, parameter nor buffer, beside torch's own conditions: the random states
+of Python, NumPy and generators among the arguments, and which attention kernels are allowed."""
 
 from __future__ import annotations
 

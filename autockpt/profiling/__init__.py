@@ -1,5 +1,6 @@
 """What each choice costs on each kind of unit: op times, menus, the planning problem, predictions."""
 
+from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak
 from autockpt.profiling.menus import build_menus
 from autockpt.profiling.nominal import nominal_op_times
 from autockpt.profiling.predictor import Predictor
@@ -13,20 +14,29 @@ from autockpt.profiling.profile import (
     measure_op_times,
     uniform_graphs,
     used_by_others,
+    wants_disk,
+    within_host,
 )
+from autockpt.profiling.roofline import roofline_times
 
 __all__ = [
     "Predictor",
     "Profiled",
     "Uniform",
+    "as_seen_by",
     "build_menus",
     "build_problem",
     "build_profile",
     "cached_op_times",
+    "capability_of",
+    "device_peak",
     "leanest",
     "measure_op_times",
     "nominal_op_times",
     "point_bytes",
+    "roofline_times",
     "uniform_graphs",
     "used_by_others",
+    "wants_disk",
+    "within_host",
 ]

@@ -24,6 +24,8 @@ class _Workload(Data):
     rerun_scale: float
     copy_out_bandwidth: float
     copy_in_bandwidth: float
+    disk_out_bandwidth: float = 0.0
+    disk_in_bandwidth: float = 0.0
 
 
 class _Table(Data):

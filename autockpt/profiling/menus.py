@@ -9,6 +9,7 @@ as if the neighbours did the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,6 +83,17 @@ class _Run:
             and (s.death is None or s.death >= at)
         )
 
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes that were out on the host at once; what goes to disk is not there."""
+        change: dict[int, int] = {}
+        for copy in self.graph.copies:
+            if copy.direction == "out" and copy.tier == "cpu":
+                end = len(self.graph.ops) if copy.released is None else copy.released
+                change[copy.issued] = change.get(copy.issued, 0) + copy.bytes
+                change[end + 1] = change.get(end + 1, 0) - copy.bytes
+        return max(itertools.accumulate(change[at] for at in sorted(change)), default=0)
+
     def seconds(self, unit: str, phase: str) -> float:
         return self.simulation.seconds_by_unit[unit][phase]
 
@@ -97,6 +109,7 @@ class _Change:
     backward_seconds: float
     recompute_seconds: float
     copy_seconds: float
+    host: int = 0
 
 
 def _change(plain: _Run, variant: _Run, index: int, name: str) -> _Change:
@@ -110,6 +123,7 @@ def _change(plain: _Run, variant: _Run, index: int, name: str) -> _Change:
         backward_seconds=times["backward"],
         recompute_seconds=times["recompute"],
         copy_seconds=_copy_seconds(plain.simulation, variant.simulation, times),
+        host=variant.host_bytes,
     )
 
 
@@ -191,6 +205,7 @@ def _items(plain: _Run, index: int, name: str, changes: Mapping[Choice, _Change]
             backward_seconds=c.backward_seconds,
             recompute_seconds=c.recompute_seconds,
             copy_seconds=c.copy_seconds,
+            host_bytes=c.host,
         )
         for choice, c in [(SAVE, still), *((c, d) for c, d in changes.items() if c != SAVE)]
     )

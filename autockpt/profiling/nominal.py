@@ -5,6 +5,7 @@ from __future__ import annotations
 from autockpt.schema import Environment, Graph, OpTimes
 from autockpt.simulator.estimate import work_of
 
+DISK = 1e9  # bytes/s of a file
 # (FLOP/s, bytes/s of memory, bytes/s to the tier below): orders of magnitude of common hardware, not of this device.
 RATES = {"cpu": (1e11, 1e10, 2e9), "cuda": (1e14, 1e12, 2e10)}
 
@@ -17,4 +18,11 @@ def nominal_op_times(environment: Environment, graph: Graph) -> OpTimes:
     for op in graph.ops:
         flops, moved = work_of(op, sizes)
         seconds.setdefault(graph.signatures[op.signature], max(flops / flops_rate, moved / memory_rate))
-    return OpTimes(environment=environment, seconds=seconds, copy_out_bandwidth=link_rate, copy_in_bandwidth=link_rate)
+    return OpTimes(
+        environment=environment,
+        seconds=seconds,
+        copy_out_bandwidth=link_rate,
+        copy_in_bandwidth=link_rate,
+        disk_out_bandwidth=DISK,
+        disk_in_bandwidth=DISK,
+    )

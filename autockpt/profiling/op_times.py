@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
+from autockpt.devices.disk import DiskTransport
 from autockpt.schema.choices import parse_choice
 from autockpt.tracing import signature
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from autockpt.measuring import StepRunner
 
 COPY_PROBE_BYTES, COPY_PROBES, COPY_ROUNDS = 4 * 2**20, 8, 5
+DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
 
 
 class _OpTimer(TorchDispatchMode):
@@ -72,7 +74,8 @@ class _OpTimer(TorchDispatchMode):
 def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Time every op of ``payload["cycles"]`` cycles with ``payload["choices"]`` attached. Runs where the model lives.
 
-    Returns seconds per signature (median), the optimizer phase, the host's share per op and the copy bandwidths.
+    Returns seconds per signature (median), the optimizer phase, the host's share per op and the copy bandwidths, with
+    ``payload["disk"]`` those of the disk tier too.
     """
     choices = {name: parse_choice(c) for name, c in payload["choices"].items()}
     cuda = runner.device.kind == "cuda"
@@ -93,12 +96,15 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
             for name, values in timer.seconds.items():
                 seconds[name].extend(values)
     out, back = _copy_bandwidths(runner)
+    disk = _disk_bandwidths(runner) if payload.get("disk") else (0.0, 0.0)
     return {
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "optimizer_seconds": statistics.median(optimizer),
         "host_seconds": max(0.0, statistics.median(residue)),
         "copy_out_bandwidth": out,
         "copy_in_bandwidth": back,
+        "disk_out_bandwidth": disk[0],
+        "disk_in_bandwidth": disk[1],
     }
 
 
@@ -130,3 +136,31 @@ def _copy_bandwidths(runner: StepRunner) -> tuple[float, float]:
         runner.device.synchronize()
         best_out, best_back = min(best_out, middle - start), min(best_back, time.perf_counter() - middle)
     return COPY_PROBES * COPY_PROBE_BYTES / best_out, COPY_PROBES * COPY_PROBE_BYTES / best_back
+
+
+def _disk_bandwidths(runner: StepRunner) -> tuple[float, float]:
+    """Bytes per second into a file and back: the median of some rounds, as no step gets the best of them.
+
+    Raises MeasurementError where the disk is full or its folder cannot be written.
+    """
+    transport = transport_for(runner.device.torch_device, "disk")
+    assert isinstance(transport, DiskTransport)
+    return disk_bandwidths(
+        transport, torch.ones(DISK_PROBE_BYTES, dtype=torch.uint8, device=runner.device.torch_device)
+    )
+
+
+def disk_bandwidths(transport: DiskTransport, source: torch.Tensor) -> tuple[float, float]:
+    """Bytes per second of one way to a file: ``source`` (1-D uint8) out, until it is written, and back."""
+    out, back = [], []
+    for _ in range(DISK_ROUNDS):
+        start = time.perf_counter()
+        parcel = transport.send(source)
+        parcel.settle()
+        transport.drain()
+        middle = time.perf_counter()
+        parcel.fetch()
+        transport.drain()
+        out.append(middle - start)
+        back.append(time.perf_counter() - middle)
+    return source.numel() / statistics.median(out), source.numel() / statistics.median(back)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from autockpt.devices import host_bytes_of
 from autockpt.schema import Choice, DeviceInfo, Graph, OpTimes, Prediction, plan_hash
 from autockpt.simulator import Simulation, simulate
 
@@ -12,24 +13,30 @@ Trace = Callable[[Mapping[str, Choice]], Graph]
 
 def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
     """Bytes over time and step time of a traced cycle on the device that ``times`` are of."""
+    device = times.environment.device
+    out, back = times.copy_out_bandwidth, times.copy_in_bandwidth
+    one_tier = device.kind == "cpu"  # there both are the same file
     return simulate(
         graph,
         times.seconds,
         optimizer_seconds=times.optimizer_seconds,
         host_seconds=times.host_seconds,
         rerun_scale=times.rerun_scale,
-        bandwidth_out=times.copy_out_bandwidth,
-        bandwidth_in=times.copy_in_bandwidth,
-        copy_queues=times.environment.device.copy_queues,
+        bandwidth_out=out,
+        bandwidth_in=back,
+        disk_out=out if one_tier else times.disk_out_bandwidth,
+        disk_in=back if one_tier else times.disk_in_bandwidth,
+        copy_queues=device.copy_queues,
     )
 
 
 class Predictor:
-    """Ghost-runs plans and remembers what came of each."""
+    """Ghost-runs plans and remembers what came of each. ``host_budget`` in bytes bounds what offloading may claim."""
 
-    def __init__(self, trace: Trace, op_times: OpTimes) -> None:
+    def __init__(self, trace: Trace, op_times: OpTimes, host_budget: int | None = None) -> None:
         self._trace = trace
         self.op_times = op_times
+        self.host_budget = host_budget
         self._known: dict[str, Prediction] = {}
 
     @property
@@ -52,11 +59,17 @@ class Predictor:
             self.learn(choices, self.graph(choices))
         return self._known[key]
 
+    def over_host(self, choices: Mapping[str, Choice]) -> int:
+        """Bytes by which a plan is over the host budget; 0 where it is not."""
+        return 0 if self.host_budget is None else max(0, self.predict(choices).host_bytes - self.host_budget)
+
     def learn(self, choices: Mapping[str, Choice], graph: Graph) -> Prediction:
         """Keep the prediction of a plan whose ghost run is at hand."""
         simulation = self.simulation(graph)
         prediction = Prediction(
-            peak_bytes=graph.peak_bytes + self.device.overhead_bytes, step_seconds=simulation.step_seconds
+            peak_bytes=graph.peak_bytes + self.device.overhead_bytes,
+            step_seconds=simulation.step_seconds,
+            host_bytes=host_bytes_of(graph.copies, self.device.kind, self.host_budget),
         )
         self._known[plan_hash(choices)] = prediction
         return prediction

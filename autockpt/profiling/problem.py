@@ -18,14 +18,16 @@ def build_problem(
     *,
     price: Mapping[str, float] | None = None,
     margin: int = 0,
+    host_budget: int | None = None,
     base_seconds: float | None = None,
 ) -> Problem:
     """The problem whose points are the segments of ``base``: every unit's forward and backward, and the times between.
 
     A point's ``base`` bytes are what the graph really holds there less what the units then hold by their menus, so
     saving everything gives the real bytes exactly, gradients that accumulate and every micro-batch included. ``price``
-    multiplies the extra seconds of a choice kind, ``margin`` bytes are left free of ``budget``. ``base_seconds`` is the
-    save-everything step time; without it, the units' own share of it.
+    multiplies the extra seconds of a choice kind, ``margin`` bytes are left free of ``budget``, ``host_budget`` bounds
+    what all units move to the host. ``base_seconds`` is the save-everything step time; without it, the units' own share
+    of it.
     """
     by_kind = {menu.kind: menu for menu in menus}
     blocks = base.blocks()
@@ -38,7 +40,13 @@ def build_problem(
     for option in saving:
         before.append(before[-1] + option.kept)
     points = [_point(s, peak, before, saving) for s, peak in zip(parts, segment_peaks(base, parts), strict=True)]
-    return Problem(units=tuple(units), points=tuple(points), budget=budget - margin, base_seconds=base_seconds)
+    return Problem(
+        units=tuple(units),
+        points=tuple(points),
+        budget=budget - margin,
+        host_budget=host_budget,
+        base_seconds=base_seconds,
+    )
 
 
 def point_bytes(base: Graph, graph: Graph) -> tuple[int | None, ...]:
@@ -70,6 +78,7 @@ def _unit(name: str, menu: Menu | None, price: Mapping[str, float]) -> UnitOptio
             kept=item.kept_bytes,
             forward=item.forward_peak_bytes,
             backward=item.backward_peak_bytes,
+            host=item.host_bytes,
         )
         for item in menu.items
     ]

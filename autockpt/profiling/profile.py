@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
@@ -19,11 +20,14 @@ from autockpt.schema import (
     RECOMPUTE,
     SAVE,
     Choice,
+    DeviceInfo,
     Environment,
     Graph,
+    Offload,
     OpTimes,
     Problem,
     Profile,
+    RecomputeOffload,
     Selective,
     Unit,
     dump_choice,
@@ -67,6 +71,11 @@ class Profiled:
     used_by_others: int = 0
 
     @property
+    def host_budget(self) -> int | None:
+        """Most bytes that offloading may claim on the host."""
+        return self.predictor.host_budget
+
+    @property
     def blocks(self) -> tuple[Unit, ...]:
         """The units that plans are made for, in order of execution."""
         return self.base.blocks()
@@ -79,19 +88,24 @@ class Profiled:
             budget=budget,
             price=price,
             margin=margin,
+            host_budget=self.host_budget,
             base_seconds=self.profile.save_all_seconds,
         )
 
     def rule(self, choices: Mapping[str, Choice]) -> Ruling:
         """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""
         graph = self.predictor.graph(choices)
-        self.predictor.learn(choices, graph)
-        return Ruling(graph.peak_bytes, None, point_bytes(self.base, graph))
+        host = self.predictor.learn(choices, graph).host_bytes
+        return Ruling(graph.peak_bytes, None, point_bytes(self.base, graph), host)
 
     def smallest_peak(self, known: Iterable[Mapping[str, Choice]]) -> int:
-        """The least reachable peak in bytes, overhead included: the leanest the solver finds, or of ``known`` plans."""
+        """The least reachable peak in bytes, overhead included: the leanest the solver finds, or of ``known`` plans.
+
+        Plans over the host budget do not count; saving everything never is.
+        """
         lean = refine(self.problem(0), self.rule, max_calls=LEAN_CALLS)
-        return min(self.predictor.predict(choices).peak_bytes for choices in (lean.choices, *known))
+        plans = (lean.choices, *known, dict.fromkeys((unit.name for unit in self.blocks), SAVE))
+        return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
 
     def needs(self, smallest_peak: int) -> str:
         """What the leanest plan's bytes go to, in one line."""
@@ -102,20 +116,30 @@ class Profiled:
         return f"It holds {listed}, and at least {format_bytes(max(0, rest))} of activations and transients."
 
 
-def measure_op_times(runs: Runs, uniform: Uniform, workload: str, *, room: int) -> OpTimes:
+def measure_op_times(
+    runs: Runs, uniform: Uniform, workload: str, *, room: int, host_budget: int | None = None
+) -> OpTimes:
     """Op times of this workload on the device: from the cache, or measured in real steps.
 
     Ops are timed with the leanest of the ``uniform`` plans attached; then those that fit into ``room`` bytes are timed
-    whole, in turns, for what single ops do not tell. Raises DeviceOutOfMemory where even the leanest does not run.
+    whole, in turns, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
+    Raises DeviceOutOfMemory where even the leanest does not run.
     """
-    lean, graph = leanest(uniform)
-    if (known := cached_op_times(runs.environment, graph, workload)) is not None:
+    device = runs.environment.device
+    lean, graph = leanest(within_host(uniform, device, host_budget))
+    disk = wants_disk(uniform, device, host_budget)
+    if (known := cached_op_times(runs.environment, graph, workload, disk=disk)) is not None:
         return known
-    payload = {"choices": {name: dump_choice(c) for name, c in lean.items()}, "cycles": TIMED_CYCLES}
+    payload: dict[str, Any] = {
+        "choices": {name: dump_choice(c) for name, c in lean.items()},
+        "cycles": TIMED_CYCLES,
+        "disk": disk,
+    }
     found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
     times = OpTimes(environment=runs.environment, **found)
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
-    fitting = {kind: choices for kind, (choices, graph) in uniform.items() if graph.peak_bytes <= room}
+    allowed = within_host(uniform, device, host_budget)
+    fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
     anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
     if "save" in anchors and len(anchors) > 1:
         cycle = simulation_of(graph, times).step_seconds
@@ -127,9 +151,28 @@ def measure_op_times(runs: Runs, uniform: Uniform, workload: str, *, room: int) 
     return times
 
 
-def cached_op_times(environment: Environment, graph: Graph, workload: str) -> OpTimes | None:
-    """Op times of an earlier run on the same device and versions, if they cover ``graph`` and this workload."""
-    return cache.lookup(environment, _key(workload), graph.signatures)
+def wants_disk(uniform: Uniform, device: DeviceInfo, host_budget: int | None) -> bool:
+    """Whether plans with the disk tier are worth a look: where the host cannot take what offloading everything sends.
+
+    Not on the CPU, where the one tier there is a file already.
+    """
+    return device.kind != "cpu" and any(_over_host(graph, device, host_budget) for _, graph in uniform.values())
+
+
+def within_host(uniform: Uniform, device: DeviceInfo, host_budget: int | None) -> Uniform:
+    """The uniform plans that may run under a host budget."""
+    return {kind: pair for kind, pair in uniform.items() if not _over_host(pair[1], device, host_budget)}
+
+
+def _over_host(graph: Graph, device: DeviceInfo, host_budget: int | None) -> bool:
+    return host_budget is not None and host_bytes_of(graph.copies, device.kind, host_budget) > host_budget
+
+
+def cached_op_times(environment: Environment, graph: Graph, workload: str, *, disk: bool = False) -> OpTimes | None:
+    """Op times of an earlier run on the same device and versions, if they cover ``graph`` and this workload, and where
+    asked for the disk."""
+    known = cache.lookup(environment, _key(workload), graph.signatures)
+    return None if known is not None and disk and not known.disk_out_bandwidth else known
 
 
 def _key(workload: str) -> str:
@@ -172,13 +215,17 @@ def build_profile(
     uniform: Uniform,
     *,
     used_by_others: int = 0,
+    host_budget: int | None = None,
+    extra: Iterable[Choice] = (),
 ) -> Profiled:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
-    ``uniform`` are the ghost runs of ``uniform_graphs``, save among them.
+    ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
+    Where the host budget (bytes) binds, choices that offload come with the disk tier as well, if its bandwidth is
+    known.
     """
     base = uniform["save"][1]
-    predictor = Predictor(traces.trace, times)
+    predictor = Predictor(traces.trace, times, host_budget)
     for choices, graph in uniform.values():
         predictor.learn(choices, graph)
     variants: dict[tuple[int, Choice], Graph] = {}
@@ -187,7 +234,10 @@ def build_profile(
         if Selective().kind in uniform:
             again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
             choices += selective_front(again, unit, times)
-        for choice in choices:
+        if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
+            moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
+            choices += [choice for choice in moving if choice.kind in uniform]
+        for choice in (*choices, *(c for c in extra if c != SAVE)):
             if (unit.kind, choice) not in variants:
                 variants[unit.kind, choice] = predictor.graph({unit.name: choice})
         if RECOMPUTE.kind not in uniform:

@@ -1,6 +1,6 @@
 """Op times of a device that is not at hand: a roofline from its description.
 
-An op takes as long as the slower of its arithmetic and its bytes (Williams, Waterman, Patterson: "Roofline", 2009), each
+An op takes as long as the slower of its arithmetic and its bytes (Williams, Waterman, Patterson: Roofline, 2009), each
 at the share of the peak that real kernels reach, and no less than a kernel takes to start. Products of small
 matrices fall short of the peak as ``Efficiency`` says; kernels that are slow for other reasons, such as random numbers
 on a CPU, have rates of their own. The host hides behind a GPU while its queue is deep: see ``queue_floor``.
@@ -21,9 +21,9 @@ from autockpt.tracing.signature import ATTENTION
 VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
 # Parameters per kernel of the grouped optimizers: 30 to 110 in ATen's MultiTensorApply.cuh, by tensors per parameter.
 GROUPED_PARAMETERS = 36
-# Host time of a region that runs again (contexts, saved tensors, a second pass through the engine), in ops: by hand
-# with torch.utils.checkpoint 270, as a plan 320 (results/choices_cpu_202611/host_cost.md: 0.57 and 0.68 ms at 2.1 µs).
-REGION_OPS = 300
+# Host time of a region that runs again (contexts, saved tensors, a second pass through the engine) besides its ops: 1.2
+# times that of a plain layer's forward and backward (results/choices_cpu_202611/host_cost.md), which are 215 ops.
+REGION_OPS = 260
 
 
 def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:

@@ -171,8 +171,8 @@ def _smallest(inputs: list[TensorSpec]) -> int:
 
 def _smallest_of_convolution(inputs: list[TensorSpec]) -> int:
     """As of the product that a convolution is: output channels, or input channels times the window."""
-    weight = max((t.shape for t in inputs if len(t.shape) >= 3), key=lambda s: -prod(s), default=(1, 1, 1))
-    return max(1, min(weight[0], prod(weight[1:])))
+    weight = [t.shape for t in inputs if len(t.shape) >= 3][-1:] or [(1, 1, 1)]  # forward and backward name it last
+    return max(1, min(weight[0][0], prod(weight[0][1:])))
 
 
 def _attention(op: Op, name: str, call: Call, inputs: list[TensorSpec]) -> Work:

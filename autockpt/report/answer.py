@@ -32,6 +32,7 @@ class AnswerRow:
     predicted_seconds: float | None
     ours: bool
     note: str = ""
+    host_bytes: int = 0
 
 
 def answer_rows(rows: tuple[Comparison, ...], budget_bytes: int) -> list[AnswerRow]:
@@ -57,6 +58,7 @@ def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool
         predicted_seconds=predicted.step_seconds if predicted else None,
         ours=ours,
         note=row.note,
+        host_bytes=measured.host_bytes if measured else predicted.host_bytes if predicted else 0,
     )
 
 
@@ -105,16 +107,18 @@ def _table(rows: list[AnswerRow], *, wide: bool) -> Table:
     table.add_column("fits", no_wrap=True)
     for title in ("peak", "headroom", "step", "overhead"):
         table.add_column(title, justify="right", no_wrap=True)
+    if host := any(row.host_bytes for row in rows):  # where something is offloaded
+        table.add_column("host", justify="right", no_wrap=True)
     if wide:
         table.add_column("predicted peak", justify="right", no_wrap=True)
         table.add_column("predicted step", justify="right", no_wrap=True)
     for row in rows:
-        cells = _cells(row, wide)
+        cells = _cells(row, wide, host)
         table.add_row(*cells, style="bold" if row.ours else None)
     return table
 
 
-def _cells(row: AnswerRow, wide: bool) -> list[Text]:
+def _cells(row: AnswerRow, wide: bool, host: bool) -> list[Text]:
     word, colour = VERDICTS.get(row.verdict, (row.verdict, ""))
     predicted_peak = format_binary(row.predicted_bytes) if row.predicted_bytes is not None else ""
     predicted_step = words.seconds(row.predicted_seconds) if row.predicted_seconds is not None else ""
@@ -133,6 +137,7 @@ def _cells(row: AnswerRow, wide: bool) -> list[Text]:
         Text("—" if row.headroom_bytes is None else format_binary(row.headroom_bytes)),
         step,
         _overhead_cell(row),
+        *([Text(format_binary(row.host_bytes) if row.host_bytes else "—")] if host else []),
     ]
     return [*cells, Text(predicted_peak, style="dim"), Text(predicted_step, style="dim")] if wide else cells
 
@@ -166,6 +171,8 @@ def _heading(outcome: SearchOutcome) -> Text:
     text.append(f"\nBudget {budget.asked}: {format_bytes(budget.bytes)}")
     if budget.covers:
         text.append(f", for {budget.covers}", style="dim")
+    if outcome.plan is not None and (host := outcome.plan.host_budget_bytes) is not None:
+        text.append(f"\nHost budget: {format_bytes(host)}")
     return text
 
 

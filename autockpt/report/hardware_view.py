@@ -15,10 +15,11 @@ Row = tuple[str, float | None, float | None, str]
 
 def hardware_rows(measured: Hardware, like: Hardware | None) -> list[Row]:
     """Figure, measured value, value of ``like``, and the unit: FLOP/s, B/s, B, s, a share, or per second."""
-    other = like.matrix_flops if like else {}
+    other: dict[str, float] = like.matrix_flops if like else {}
+    known: dict[str, float] = like.element_rates if like else {}
     rows: list[Row] = [
         (f"matrix rate {dtype}", measured.matrix_flops.get(dtype), other.get(dtype), "FLOP/s")
-        for dtype in dict.fromkeys((*measured.matrix_flops, *other))
+        for dtype in measured.matrix_flops | other
     ]
     plain = (
         ("vector rate", "vector_flops", "FLOP/s"),
@@ -42,9 +43,8 @@ def hardware_rows(measured: Hardware, like: Hardware | None) -> list[Row]:
         for name in shares
     ]
     rows.append(("half size", measured.efficiency.half_size, getattr(theirs, "half_size", None), "elements"))
-    for name in dict.fromkeys((*measured.element_rates, *(like.element_rates if like else {}))):
-        told = like.element_rates.get(name) if like else None
-        rows.append((f"elements: {name}", measured.element_rates.get(name), told, "1/s"))
+    for name in measured.element_rates | known:
+        rows.append((f"elements: {name}", measured.element_rates.get(name), known.get(name), "1/s"))
     return [row for row in rows if row[1] or row[2]]
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from autockpt.report import sparkline, words
 from autockpt.report.graph_summary import GraphSummary, UnitSummary
 from autockpt.report.style import bullets, plain_table
-from autockpt.schema import Graph, format_binary, format_bytes
+from autockpt.schema import DevicePeak, Graph, format_binary, format_bytes
 
 WIDE = 100
 _KINDS = {
@@ -19,6 +19,7 @@ _KINDS = {
     "activation": "activations",
     "gradient": "gradients",
     "optimizer": "optimizer",
+    "weight": "weights",
     "other": "other",
 }
 
@@ -74,6 +75,16 @@ def _cells(row: UnitSummary, name: str, wide: bool) -> list[Text]:
         Text(words.flops(row.flops)),
         Text(words.share(row.share)),
     ]
+
+
+def print_device_peak(peak: DevicePeak, device: str, memory_bytes: int, console: Console) -> None:
+    """What the device's allocator makes of a step. ``memory_bytes``: what the device has."""
+    answer = "fits" if peak.fits else "does not fit"
+    console.print(
+        f"On {device}, simulated: {format_bytes(peak.total)}, {answer} in {format_binary(memory_bytes)}; "
+        f"tensors {format_binary(peak.allocated)} (matrix workspaces {format_binary(peak.workspace)} of it), "
+        f"fragmentation {format_binary(peak.fragmentation)}, context {format_binary(peak.context)}"
+    )
 
 
 def print_timeline(summary: GraphSummary, console: Console) -> None:

@@ -1,7 +1,7 @@
 """Applying choices to a live model, and taking them off again."""
 
 from autockpt.policies import recomputing
-from autockpt.runtime.apply import Handle, apply, choices_for, planned_units
+from autockpt.runtime.apply import Handle, apply, choices_for
 from autockpt.runtime.gradients import GradientCheck, compare, judge
 from autockpt.runtime.observation import (
     ForwardBackward,
@@ -35,7 +35,6 @@ __all__ = [
     "judge",
     "kept_state",
     "observe",
-    "planned_units",
     "recomputing",
     "remove",
     "sketch",

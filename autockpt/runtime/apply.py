@@ -15,8 +15,7 @@ from autockpt.errors import ConflictError, PlanError
 from autockpt.runtime.gradients import compare
 from autockpt.runtime.session import Session, attach, without_kv_cache
 from autockpt.schema.choices import Choice
-from autockpt.schema.graph import Unit
-from autockpt.schema.names import fold, outermost
+from autockpt.schema.names import fold
 from autockpt.schema.plan import Plan
 from autockpt.workload.losses import default_step
 from autockpt.workload.settings import short_dtype
@@ -94,7 +93,7 @@ def apply(
     notes = _doubts(plan, model)
     if check_batch is not None:
         _check(model, choices, check_batch, step)
-    session = attach(model, choices)
+    session = attach(model, choices, host_budget=plan.host_budget_bytes)
     if (guard := session.guard()) is not None and plan.status != "unmeasured":
         settings = plan.settings
         guard.planned = (_whole(settings.get("batch_size")), _whole(settings.get("seq_len")))
@@ -111,16 +110,7 @@ def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:
             f"{type(model).__name__} has no repeated blocks that a plan could speak of",
             remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
         )
-    head = discover_head(model)
-    plan.check_structure(planned_units(plan, units), head)
-    return plan.expand((unit.name for unit in units), head.name if head is not None else None)
-
-
-def planned_units(plan: Plan, units: Sequence[Unit]) -> list[Unit]:
-    """The units to hold against a plan's structure: blocks alone where that knows no sub-units."""
-    planned = list(plan.model.classes)
-    blocks_only = len(outermost(planned)) == len(planned)
-    return [unit for unit in units if unit.role == "block" or not blocks_only]
+    return plan.choices_for(units, discover_head(model))
 
 
 def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, step: Callable[..., Tensor] | None) -> None:

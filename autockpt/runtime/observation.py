@@ -56,12 +56,18 @@ class Observation(Data):
 
 
 def observe(
-    model: nn.Module, forward_backward: ForwardBackward, *, steps: int = 2, sketched: bool = False
+    model: nn.Module,
+    forward_backward: ForwardBackward,
+    *,
+    steps: int = 2,
+    sketched: bool = False,
+    typed: bool = True,
 ) -> Observation:
     """Run ``steps`` accumulating forwards and backwards and note all that they compute or change.
 
     Losses, random states after each forward and backward, buffers and gradients. The weights stay; buffers, gradients
-    and random states are put back afterwards. ``sketched``: with sketches of losses and gradients.
+    and random states are put back afterwards. ``sketched``: with sketches of losses and gradients, and unless ``typed``
+    is False with the coarsest type, which takes a hook on every module: compiled models are compiled anew under it.
     """
     digests: dict[str, str] = {}
     norms: dict[str, float] = {}
@@ -72,7 +78,7 @@ def observe(
         if sketched:
             sketches[name] = sketch(_local(tensor))
 
-    with kept_state(model), coarsest_type(model) if sketched else nullcontext([]) as types:
+    with kept_state(model), coarsest_type(model) if sketched and typed else nullcontext([]) as types:
         for i in range(1, steps + 1):
             prefix = f"step {i}: "
 

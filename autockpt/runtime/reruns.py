@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autockpt.devices.base import Parcel, Transport
-from autockpt.policies import is_heavy, recomputing
+from autockpt.devices import Parcel, Transport, Transports, transport_for
+from autockpt.policies import draws_random_numbers, given_up, is_attention, is_heavy, kept_by, recomputing
 from autockpt.schema.base import Data
+from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice
+from autockpt.schema.names import strip_prefixes
+from autockpt.workload.names import unwrap
 from autockpt.workload.units import module_of
+
+_COUNTED = ("forward", "again", "named", "named_again", "changed", "ops_again", "moved_bytes")
 
 
 class UnitRuns(Data):
@@ -23,6 +28,10 @@ class UnitRuns(Data):
 
     forward: int = 0
     again: int = Field(default=0, description="executed once more during backward")
+    named: int = Field(default=0, description="of those in forward, such whose outputs the choice keeps")
+    named_again: int = Field(default=0, description="of those, executed once more")
+    changed: int = Field(default=0, description="of those, such as were changed in place and could not be kept")
+    ops_again: int = Field(default=0, description="ops of any kind executed once more during backward")
     moved_bytes: int = Field(default=0, description="sent off the device")
     trains: bool = Field(default=False, description="its output took part in backward")
 
@@ -30,12 +39,22 @@ class UnitRuns(Data):
 class RunCounter(TorchDispatchMode):
     """Counts while active. An op belongs to the innermost named unit whose inside was entered last.
 
-    During backward gradients are enabled only while something is being recomputed; that tells the two apart.
+    During backward gradients are enabled only while something is being recomputed; that tells the two apart. Where
+    ``units`` come with their choices, ops whose outputs these keep are counted apart.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, units: Iterable[str] | Mapping[str, Choice]) -> None:
         super().__init__()
-        self._counts: dict[str, dict[str, int]] = {name: {"forward": 0, "again": 0, "moved_bytes": 0} for name in units}
+        self._counts: dict[str, dict[str, int]] = {name: dict.fromkeys(_COUNTED, 0) for name in units}
+        choices = units if isinstance(units, Mapping) else {}
+        self._kept = {name: kept for name, choice in choices.items() if (kept := kept_by(choice))}
+        self._named = {
+            inner: name
+            for name, kept in self._kept.items()
+            for path, inner in unwrap(module_of(model, name)).named_modules()
+            if strip_prefixes(path) in kept
+        }
+        self._open: list[nn.Module] = []
         self._trains: set[str] = set()
         self._unit: str | None = None
         self._owner: dict[nn.Module, str] = {}
@@ -49,9 +68,20 @@ class RunCounter(TorchDispatchMode):
         """The counts so far, by unit."""
         return {name: UnitRuns(**counts, trains=name in self._trains) for name, counts in self._counts.items()}
 
-    def transport(self, inner: Transport) -> Transport:
-        """A transport like ``inner`` whose sent bytes are counted for the unit that sends them."""
-        return _CountingTransport(inner, self)
+    def _is_kept(self, unit: str, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the unit's choice keeps what this op returns. What draws random numbers runs again in any case."""
+        kept = self._kept.get(unit, ())
+        if not kept or draws_random_numbers(func, args, kwargs):
+            return False
+        return (
+            EVERYTHING in kept
+            or (ATTENTION in kept and is_attention(func))
+            or any(self._named[module] == unit for module in self._open)
+        )
+
+    def transports(self, ways: Transports = transport_for) -> Transports:
+        """Ways like ``ways`` whose sent bytes are counted for the unit that sends them."""
+        return lambda device, tier: _CountingTransport(ways(device, tier), self)
 
     def moved(self, nbytes: int) -> None:
         """Bytes leave the device, sent by the present unit."""
@@ -63,20 +93,38 @@ class RunCounter(TorchDispatchMode):
         """Count what the block executes."""
         hooks = [module.register_forward_pre_hook(self._enter) for module in self._owner]
         hooks += [module.register_forward_hook(self._leave) for module in self._roots]
+        hooks += [module.register_forward_pre_hook(self._enter_named) for module in self._named]
+        hooks += [module.register_forward_hook(self._leave_named, always_call=True) for module in self._named]
         try:
-            with self:
+            with self, given_up() as changed:
                 yield self
+                for name, count in changed.items():
+                    if name in self._counts:
+                        self._counts[name]["changed"] += count
         finally:
             for hook in hooks:
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_heavy(func):
-            unit = recomputing() or self._unit
+        kwargs = kwargs or {}
+        unit = recomputing() or self._unit
+        if unit in self._counts:
             in_backward = torch._C._current_graph_task_id() != -1
-            if unit in self._counts and (not in_backward or torch.is_grad_enabled()):
-                self._counts[unit]["again" if in_backward else "forward"] += 1
-        return func(*args, **(kwargs or {}))
+            again = in_backward and torch.is_grad_enabled()
+            if again:
+                self._counts[unit]["ops_again"] += 1
+            if is_heavy(func) and (again or not in_backward):
+                self._counts[unit]["again" if again else "forward"] += 1
+                if self._is_kept(unit, func, args, kwargs):
+                    self._counts[unit]["named_again" if again else "named"] += 1
+        return func(*args, **kwargs)
+
+    def _enter_named(self, module: nn.Module, args: Any) -> None:
+        self._open.append(module)
+
+    def _leave_named(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module in self._open:
+            del self._open[self._open.index(module) :]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._unit = self._owner[module]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from autockpt.devices.base import Transport
+from autockpt.devices.transport import Transports, Ways
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies import (
     POLICIES,
@@ -38,10 +39,10 @@ class Session:
     ``attached`` says for every unit in words what was really attached.
     """
 
-    def __init__(self, units: Sequence[PlannedUnit], transport: Transport | None) -> None:
+    def __init__(self, units: Sequence[PlannedUnit], transports: Transports) -> None:
         self.attached: dict[str, str] = {}
         self.order = tuple(units)
-        self.transport = transport
+        self.transports = transports
         self.listeners: list[ForwardListener] = []
         self._placed: list[tuple[nn.Module, AttachedForward]] = []
 
@@ -66,6 +67,11 @@ class Session:
         self.listen(made)
         return made
 
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes that offloading claimed on the host so far; 0 where the caller chose another way off."""
+        return self.transports.use.peak if isinstance(self.transports, Ways) else 0
+
     def guard(self) -> GuardState | None:
         """The attachment that looks after the whole model; None where nothing was attached."""
         states = (forward.state for _, forward in self._placed)
@@ -88,12 +94,20 @@ class Session:
         self.remove()
 
 
-def attach(model: nn.Module, choices: Mapping[str, Choice], *, transport: Transport | None = None) -> Session:
+def attach(
+    model: nn.Module,
+    choices: Mapping[str, Choice],
+    *,
+    transport: Transport | Transports | None = None,
+    host_budget: int | None = None,
+) -> Session:
     """Attach choices to a live model.
 
     ``choices`` are by exact unit name, in order of execution, free of wrapper prefixes (PEFT, compile, DDP, Lightning);
-    units that are not named save. ``transport`` replaces the device's own for offload. From here on the choices act
-    whenever gradients are enabled, in ``eval()`` too. Where every choice is ``save`` nothing at all is attached.
+    units that are not named save. ``transport`` (one, or what gives one for a device and a tier) replaces the device's
+    own for offload; those claim no more than ``host_budget`` bytes of host memory, and a forward that would need more
+    raises HostBudgetExceeded. From here on the choices act whenever gradients are enabled, in ``eval()`` too. Where
+    every choice is ``save`` nothing at all is attached.
 
     Raises PlanError for a name that the model does not have and for a choice inside another; ConflictError where a plan
     is attached already, the model's own activation checkpointing is on, or a choice cannot be made safe. The model is
@@ -103,7 +117,7 @@ def attach(model: nn.Module, choices: Mapping[str, Choice], *, transport: Transp
     modules = modules_of(model, list(choices))
     units = [PlannedUnit(n, unwrap(m), choice) for (n, choice), m in zip(choices.items(), modules, strict=True)]
     _check_free(model, units)
-    session = Session(units, transport)
+    session = Session(units, _ways(transport, host_budget))
     try:
         for kind, policy in POLICIES.items():
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
@@ -121,7 +135,7 @@ def without_kv_cache(model: nn.Module) -> Session:
 
     The KV cache changes the order of sums, so with it even plain training has other last bits.
     """
-    session = Session((), None)
+    session = Session((), Ways())
     blocks = modules_of(model, [unit.name for unit in discover_units(model) if unit.role == "block"])
     for owner in cache_owners(model, blocks):
         session.place("", owner, run_without_cache, CacheState(owner))
@@ -139,6 +153,15 @@ def remove(model: nn.Module) -> None:
 def attached_path(model: nn.Module) -> str | None:
     """Where in the model a choice is attached, by name; the root is the empty one. None: nowhere."""
     return next((path for path, module in model.named_modules() if attached_to(module) is not None), None)
+
+
+def _ways(transport: Transport | Transports | None, host_budget: int | None) -> Transports:
+    if transport is None:
+        return Ways(host_budget)
+    if isinstance(transport, Transport):
+        chosen = transport
+        return lambda device, tier: chosen
+    return transport
 
 
 def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:

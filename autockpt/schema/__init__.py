@@ -24,9 +24,20 @@ from autockpt.schema.choices import (
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.graph import PHASES, Copy, Graph, Op, Phase, Storage, StorageKind, TensorMeta, Unit, UnitRole
 from autockpt.schema.hardware import Efficiency, Hardware
+from autockpt.schema.memory import DevicePeak
 from autockpt.schema.names import strip_prefixes
 from autockpt.schema.plan import Comparison, Plan, PlanStatus, Structure, Verdict, plan_hash
-from autockpt.schema.problem import Assignment, Option, Point, Problem, UnitOptions, option_of, peak_of, seconds_of
+from autockpt.schema.problem import (
+    Assignment,
+    Option,
+    Point,
+    Problem,
+    UnitOptions,
+    host_of,
+    option_of,
+    peak_of,
+    seconds_of,
+)
 from autockpt.schema.profile import Menu, MenuItem, OpTimes, Profile
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest, Silence, StageTime, question_hash
 from autockpt.schema.sizes import (
@@ -59,6 +70,7 @@ __all__ = [
     "Copy",
     "Data",
     "DeviceInfo",
+    "DevicePeak",
     "Dtype",
     "Efficiency",
     "Environment",
@@ -112,6 +124,7 @@ __all__ = [
     "format_bytes",
     "format_decimal",
     "from_label",
+    "host_of",
     "label",
     "load_space",
     "option_of",

@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
-from autockpt.schema.graph import UnitRole
+from autockpt.schema.graph import Tier, UnitRole
 
 LAYERS: tuple[UnitRole, ...] = ("block", "attention", "mlp")
 ATTENTION = "fused_attention"
@@ -87,18 +87,23 @@ class KeepAttention(_Choice):
     kind: Literal["keep_attention"] = "keep_attention"
 
 
-class Offload(_Choice):
+class _Moving(_Choice):
+    tier: Tier = Field(default="cpu", description="on an accelerator: pinned host memory, or a file")
+
+
+class Offload(_Moving):
     """Move saved activations off the device after forward and back before backward.
 
-    They go to pinned host memory on an accelerator, to a memory-mapped file where the device is the CPU itself.
+    ``tier`` says where to: on an accelerator ``cpu`` is pinned host memory and ``disk`` a file without a name. Where
+    the device is the CPU itself there is no tier between, and both mean the same: a memory-mapped file.
     """
 
     letter: ClassVar[str] = "O"
     kind: Literal["offload"] = "offload"
 
 
-class RecomputeOffload(_Choice):
-    """Run the unit's forward again in backward, and keep its input off the device until then."""
+class RecomputeOffload(_Moving):
+    """Run the unit's forward again in backward, and keep its input off the device until then; ``tier`` as above."""
 
     letter: ClassVar[str] = "B"
     kind: Literal["recompute_offload"] = "recompute_offload"

@@ -10,10 +10,12 @@ from pydantic import Field
 
 from autockpt.schema.base import Data
 
+Tier = Literal["cpu", "disk"]
+"""Where offloaded bytes lie: in host memory, or in a file."""
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward", "optimizer")
 UnitRole = Literal["block", "attention", "mlp", "head"]
-StorageKind = Literal["activation", "gradient", "optimizer", "other"]
+StorageKind = Literal["activation", "gradient", "optimizer", "weight", "other"]
 
 
 class Unit(Data):
@@ -74,7 +76,8 @@ class Copy(Data):
     """Bytes moved off (``out``) or back onto (``in``) the device by an offload choice.
 
     Issued just before op ``issued`` on the copy queue of its direction; the compute queue waits for its end just before
-    op ``awaited`` (None: never). On devices without copy queues a copy takes place where it is issued.
+    op ``awaited`` (None: never). On devices without copy queues a copy takes place where it is issued. What went
+    ``out`` occupies its tier until just before op ``released`` (None: past the end).
     """
 
     direction: Literal["out", "in"]
@@ -82,6 +85,8 @@ class Copy(Data):
     issued: int
     awaited: int | None
     unit: str | None = None
+    tier: Tier = "cpu"
+    released: int | None = None
 
 
 class Graph(Data):

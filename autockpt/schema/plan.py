@@ -76,6 +76,9 @@ class Plan(Data):
     )
     environment: Environment | None = None
     budget: ResolvedBudget | None = None
+    host_budget_bytes: int | None = Field(
+        default=None, gt=0, description="most bytes that offloading may claim on the host; a real bound when applied"
+    )
     predicted: Prediction | None = None
     measured: Measurement | None = None
     baselines: tuple[Comparison, ...] = ()
@@ -166,7 +169,8 @@ class Plan(Data):
     def choices_for(self, units: Iterable[Unit], head: Unit | None = None) -> dict[str, Choice]:
         """The choices for a model with these units and this output head.
 
-        Raises PlanError where the plan was made for another model, or does not fit this one.
+        Raises PlanError where the plan was made for another model, or does not fit this one. To be used for a live
+        model: ``runtime.choices_for``, which finds its units.
         """
         units = list(units)
         self.check_structure(units, head)
@@ -185,13 +189,14 @@ class Plan(Data):
     def check_structure(self, units: Iterable[Unit], head: Unit | None = None) -> None:
         """Raise PlanError where the plan was made for other units than these: others missing, new, or of another class.
 
-        The output ``head`` counts only where the plan lists it. A plan written by hand without ``model.units`` fits any
-        structure.
+        The output ``head`` counts only where the plan lists it, attentions and MLPs where it lists any. A plan written
+        by hand without ``model.units`` fits any structure.
         """
         planned = self.model.classes
-        units = [*units, *self.lists(head)]
         if not planned:
             return
+        blocks_only = len(outermost(list(planned))) == len(planned)
+        units = [*(unit for unit in units if unit.role == "block" or not blocks_only), *self.lists(head)]
         view = align(self.model.units, [u.name for u in units])
         real = {u.name: u.cls for u in units}
         present = {meant: real[name] for meant, name in view.items()}

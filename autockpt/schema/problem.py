@@ -19,6 +19,7 @@ class Option(Data):
     kept: int = Field(description="bytes alive from the end of the unit's forward to the start of its backward")
     forward: int = Field(description="peak bytes of its own while the unit's forward runs")
     backward: int = Field(description="peak bytes of its own while the unit's backward (recompute included) runs")
+    host: int = Field(default=0, description="bytes that it moves to the host, where all units' lie at once")
 
 
 class UnitOptions(Data):
@@ -50,6 +51,7 @@ class Problem(Data):
     units: tuple[UnitOptions, ...]
     points: tuple[Point, ...]
     budget: int
+    host_budget: int | None = Field(default=None, description="most bytes of all units together on the host")
     base_seconds: float = Field(default=0.0, description="step time when every unit saves everything")
 
 
@@ -84,6 +86,11 @@ def peak_of(problem: Problem, choices: Mapping[str, Choice]) -> int:
         own = 0 if p.own is None else (picked[p.own].forward if p.phase == "forward" else picked[p.own].backward)
         peak = max(peak, p.base + prefix[p.prefix] + own)
     return peak
+
+
+def host_of(problem: Problem, choices: Mapping[str, Choice]) -> int:
+    """Bytes on the host under an assignment by the problem's own numbers."""
+    return sum(option_of(u, choices[u.name]).host for u in problem.units)
 
 
 def seconds_of(problem: Problem, choices: Mapping[str, Choice]) -> float:

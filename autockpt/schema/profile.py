@@ -20,6 +20,7 @@ class MenuItem(Data):
     backward_seconds: float
     recompute_seconds: float
     copy_seconds: float = Field(default=0.0, description="copies that do not fit behind compute")
+    host_bytes: int = Field(default=0, description="what it moves to the host, at once")
 
 
 class Menu(Data):
@@ -40,6 +41,8 @@ class OpTimes(Data):
     rerun_scale: float = Field(default=1.0, description="times as long as at first an op takes when it runs again")
     copy_out_bandwidth: float = Field(default=0.0, description="bytes per second off the device")
     copy_in_bandwidth: float = Field(default=0.0, description="bytes per second back onto it")
+    disk_out_bandwidth: float = Field(default=0.0, description="the same to a file; 0: not measured")
+    disk_in_bandwidth: float = Field(default=0.0, description="and back")
 
 
 class Profile(Data):

@@ -32,6 +32,7 @@ class SearchRequest(Data):
     device: str | None = Field(default=None, description="cpu, cuda, cuda:1; None: the best there is")
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
     start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices count for nothing")
+    host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(default=40, gt=0, description="candidates measured at most, baselines included")
     timeout: float | None = Field(default=None, gt=0)
     seed: int = 0
@@ -65,6 +66,7 @@ class SearchRequest(Data):
             "seed": self.seed,
             **({"allow_inexact": True} if self.allow_inexact else {}),
             **({"hardware": self._figures(self.hardware)} if self.hardware else {}),
+            **({"host_budget": self.host_budget} if self.host_budget is not None else {}),
             **more,
         }
 

@@ -16,6 +16,9 @@ class Prediction(Data):
 
     peak_bytes: int
     step_seconds: float | None = None
+    host_bytes: int = Field(
+        default=0, description="what offloading claims of host memory, its pool's rounding included"
+    )
 
 
 class Measurement(Data):
@@ -28,6 +31,7 @@ class Measurement(Data):
     step_seconds: float
     noise: float = 0.0
     steps: int = 1
+    host_bytes: int = Field(default=0, description="what offloading claimed of host memory")
     allocated_bytes: int | None = Field(default=None, description="CUDA: peak allocated, beside peak_bytes reserved")
     times: tuple[float, ...] = Field(default=(), description="seconds of each timed cycle, in order")
 

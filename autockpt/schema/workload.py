@@ -9,7 +9,8 @@ from pydantic import Field
 from autockpt.schema.base import Data
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-OptimizerName = Literal["adamw", "sgd", "none"]
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd", "none"]
+Ddp = Literal["buckets", "views"]
 
 
 class WorkloadSpec(Data):
@@ -35,3 +36,16 @@ class WorkloadSpec(Data):
     weights: bool = Field(default=False, description="load trained weights instead of random ones")
     trust_remote_code: bool = False
     seed: int = 0
+    master_weights: bool = Field(
+        default=False, description="fp32 copies of 16-bit weights for the optimizer; simulated"
+    )
+    keep_gradients: bool = Field(default=False, description="gradients are set to zero, not to None; simulated")
+    ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; simulated")
+    shard: int | None = Field(default=None, gt=0, description="ranks that FSDP2 (ZeRO-3) shards over; simulated")
+
+    def simulated_only(self) -> dict[str, str]:
+        """Options given here that only simulated hardware can follow, with their values, as a user writes them."""
+        given = {"--master-weights": self.master_weights, "--keep-gradients": self.keep_gradients}
+        names = [name for name, value in given.items() if value]
+        values = {"--ddp": self.ddp, "--shard": self.shard}
+        return dict.fromkeys(names, "") | {name: str(value) for name, value in values.items() if value is not None}

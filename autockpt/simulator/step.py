@@ -42,6 +42,8 @@ def simulate(
     *,
     bandwidth_out: float = 0.0,
     bandwidth_in: float = 0.0,
+    disk_out: float = 0.0,
+    disk_in: float = 0.0,
     copy_queues: bool = False,
     optimizer_seconds: float | None = None,
     host_seconds: float = 0.0,
@@ -49,9 +51,10 @@ def simulate(
 ) -> Simulation:
     """Step time and bytes of a graph from the seconds of its op signatures.
 
-    ``op_seconds`` by signature text; ``bandwidth_*`` in bytes per second, needed where the graph has copies in that
-    direction. With ``copy_queues`` copies run beside compute on one queue per direction, else inline where they are
-    issued. ``optimizer_seconds`` replaces the sum over the optimizer's ops. ``host_seconds`` is added to every other
+    ``op_seconds`` by signature text; ``bandwidth_*`` and ``disk_*`` in bytes per second, to host memory and to a file,
+    needed where the graph has copies in that direction. With ``copy_queues`` copies run beside compute, else inline
+    where they are issued: one queue per direction, and one for both directions of the disk, as one thread serves it.
+    ``optimizer_seconds`` replaces the sum over the optimizer's ops. ``host_seconds`` is added to every other
     op; ops that run a second time take ``rerun_scale`` times as long. Raises ValueError where a needed bandwidth is not
     positive.
     """
@@ -69,7 +72,8 @@ def simulate(
     duration[phase == PHASES.index("recompute")] *= rerun_scale
     if optimizer_seconds is not None and is_optimizer.any():
         duration[np.flatnonzero(is_optimizer)[0]] = optimizer_seconds
-    copies = _alone(graph, bandwidth_out, bandwidth_in)
+    speed = {("cpu", "out"): bandwidth_out, ("cpu", "in"): bandwidth_in}
+    copies = _alone(graph, speed | {("disk", "out"): disk_out, ("disk", "in"): disk_in})
     waits = _waits(graph.copies, copies, duration) if copy_queues else _at_issue(graph.copies, copies, len(duration))
     total = duration + waits
     return Simulation(
@@ -121,13 +125,13 @@ def _table(graph: Graph, op_seconds: Mapping[str, float], used: set[int]) -> tup
     return table, missing
 
 
-def _alone(graph: Graph, bandwidth_out: float, bandwidth_in: float) -> np.ndarray:
-    """Seconds of each copy on its own."""
-    speed = {"out": bandwidth_out, "in": bandwidth_in}
-    for direction, value in speed.items():
-        if value <= 0 and any(c.direction == direction for c in graph.copies):
-            raise ValueError(f"the graph copies bytes {direction}, so bandwidth_{direction} must be positive")
-    return np.array([c.bytes / speed[c.direction] for c in graph.copies])
+def _alone(graph: Graph, speed: Mapping[tuple[str, str], float]) -> np.ndarray:
+    """Seconds of each copy on its own; ``speed`` in bytes per second by tier and direction."""
+    for tier, direction in {(c.tier, c.direction) for c in graph.copies}:
+        if speed[tier, direction] <= 0:
+            name = f"{'disk' if tier == 'disk' else 'bandwidth'}_{direction}"
+            raise ValueError(f"the graph copies bytes {direction} ({tier}), so {name} must be positive")
+    return np.array([c.bytes / speed[c.tier, c.direction] for c in graph.copies])
 
 
 def _at_issue(copies: tuple[Copy, ...], seconds: np.ndarray, n: int) -> np.ndarray:
@@ -140,7 +144,8 @@ def _at_issue(copies: tuple[Copy, ...], seconds: np.ndarray, n: int) -> np.ndarr
 def _waits(copies: tuple[Copy, ...], seconds: np.ndarray, duration: np.ndarray) -> np.ndarray:
     """Seconds that the compute queue waits before each op; at one op, copies are issued before any is awaited.
 
-    Each direction is one queue, first in, first out. A copy the cycle never awaits ends beyond it and costs nothing.
+    Each direction is one queue, first in, first out; the disk is one for both. A copy the cycle never awaits ends
+    beyond it and costs nothing.
     """
     n = len(duration)
     start = np.concatenate([[0.0], np.cumsum(duration)])
@@ -148,14 +153,14 @@ def _waits(copies: tuple[Copy, ...], seconds: np.ndarray, duration: np.ndarray) 
     issue, wait = 0, 1
     events = [(c.issued, issue, k) for k, c in enumerate(copies)]
     events += [(c.awaited, wait, k) for k, c in enumerate(copies) if c.awaited is not None]
-    free = {"out": 0.0, "in": 0.0}
+    free: dict[str, float] = {}
     end: dict[int, float] = {}
     waited = 0.0
     for op, kind, k in sorted(events):
         now = float(start[min(op, n)]) + waited
         if kind == issue:
-            direction = copies[k].direction
-            end[k] = free[direction] = max(free[direction], now) + float(seconds[k])
+            queue = "disk" if copies[k].tier == "disk" else copies[k].direction
+            end[k] = free[queue] = max(free.get(queue, 0.0), now) + float(seconds[k])
         elif (late := end[k] - now) > 0:
             waited += late
             waits[min(op, n - 1)] += late

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autockpt.schema.choices import Choice
-from autockpt.schema.problem import Assignment, Problem, peak_of, seconds_of
+from autockpt.schema.problem import Assignment, Problem, host_of, peak_of, seconds_of
 
 INFINITE_BYTES = 1 << 60
 ROUNDING = 1e-12  # share of the largest number that sums of a few hundred floats may err by
@@ -21,12 +21,17 @@ def judge(problem: Problem, choices: Mapping[str, Choice], *, method: str, gap: 
     peak = peak_of(problem, choices)
     return Assignment(
         choices=dict(choices),
-        feasible=peak <= problem.budget,
+        feasible=peak <= problem.budget and host_excess(problem, choices) <= 0,
         seconds=seconds_of(problem, choices),
         peak=peak,
         gap=gap,
         method=method,
     )
+
+
+def host_excess(problem: Problem, choices: Mapping[str, Choice]) -> int:
+    """Bytes on the host above the host budget, negative below it; 0 where there is none."""
+    return 0 if problem.host_budget is None else host_of(problem, choices) - problem.host_budget
 
 
 def relative_gap(problem: Problem, seconds: float, bound: float) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import optimize, sparse
 
 from autockpt.schema.problem import Assignment, Option, Problem, UnitOptions
-from autockpt.solvers.answer import as_choices, judge, relative_gap
+from autockpt.solvers.answer import as_choices, host_excess, judge, relative_gap
 from autockpt.solvers.chain import as_chain, is_chain, needs, own_bytes, smallest_peak, strongest
 from autockpt.solvers.greedy import greedy
 
@@ -34,7 +34,8 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
     and holds an assignment of smallest peak. Should the solver stop without any plan, the greedy one is returned.
     """
     deadline = time.monotonic() + time_limit
-    if is_chain(problem) and as_chain(problem).reach[0] < 0:
+    bound_by_host = problem.host_budget is not None
+    if not bound_by_host and is_chain(problem) and as_chain(problem).reach[0] < 0:
         return _infeasible(problem, smallest_peak(problem)[1])
     model, less, proven = _Model(problem), 0, -math.inf
     for attempt in range(ROUNDING_TRIES):
@@ -44,14 +45,27 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
             proven = bound  # later attempts solve a tighter problem, whose bound proves nothing about this one
             if infeasible:
                 picks = model.leanest(remaining)
-                return greedy(problem) if picks is None else _infeasible(problem, picks)
+                return _fallback(problem) if picks is None else _infeasible(problem, picks)
         if picks is None:
             break
         answer = judge(problem, as_choices(problem, picks), method="milp")
         if answer.feasible:
             return answer.model_copy(update={"gap": relative_gap(problem, answer.seconds, proven)})
-        less += max(answer.peak - problem.budget, model.tolerance * 100**attempt)
-    return greedy(problem)
+        if answer.peak > problem.budget or not bound_by_host:
+            less += max(answer.peak - problem.budget, model.tolerance * 100**attempt)
+        model.host_less += max(0, host_excess(problem, answer.choices))
+    return _fallback(problem)
+
+
+def _fallback(problem: Problem) -> Assignment:
+    """The greedy plan; where there is a host budget one that moves nothing to the host, which it knows nothing of."""
+    if problem.host_budget is None:
+        return greedy(problem)
+    units = tuple(
+        unit.model_copy(update={"options": tuple(o for o in unit.options if not o.host) or unit.options})
+        for unit in problem.units
+    )
+    return greedy(problem.model_copy(update={"units": units}))
 
 
 def _infeasible(problem: Problem, picks: list[int]) -> Assignment:
@@ -83,18 +97,23 @@ class _Rows:
 
 
 class _Model:
-    """Variables: one binary per live option, then the bytes kept before each unit and at the end, then the peak."""
+    """Variables: one binary per live option, then the bytes kept before each unit and at the end, the peak, the host's.
+
+    ``host_less`` bytes of the host budget are left free.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.live = [_undominated(unit) for unit in problem.units]
+        self.live = [_undominated(unit, problem.host_budget is not None) for unit in problem.units]
         sizes = [len(picks) for picks in self.live]
         self.first = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         self.kept = self.first[-1]
         self.peak = self.kept + len(problem.units) + 1
-        self.columns = self.peak + 2  # the last one is the constant 1 that carries the base step time
+        self.host, self.host_less = self.peak + 1, 0
+        self.columns = self.peak + 3  # the last one is the constant 1 that carries the base step time
         coefficients = [abs(v) for u in problem.units for o in u.options for v in (o.kept, o.forward, o.backward)]
         self.scale = LARGEST / max([1, *coefficients])
+        self.host_scale = LARGEST / max([1, *(o.host for u in problem.units for o in u.options)])
         self.tolerance = math.ceil(1e-6 / self.scale)  # bytes by which HiGHS may overstep a row, at the least
         self.points = strongest(problem.points)
         self.structure = self._structure()
@@ -109,6 +128,9 @@ class _Model:
             rows.add([(column, 1.0) for column, _ in self.options(i)], 1.0, 1.0)
             chain = [(column, o.kept * self.scale) for column, o in self.options(i) if o.kept]
             rows.add([(self.kept + i, 1.0), (self.kept + i + 1, -1.0), *chain], 0.0, 0.0)
+        everything = [pair for i in range(len(self.problem.units)) for pair in self.options(i)]
+        hosted = [(column, o.host * self.host_scale) for column, o in everything if o.host]
+        rows.add([(self.host, -1.0), *hosted], 0.0, 0.0)
         reference = max([0, *(p.base for p in self.points)])
         for p in self.points:
             own = [] if p.own is None else self.options(p.own)
@@ -183,6 +205,8 @@ class _Model:
         low[: self.kept], high[: self.kept] = 0.0, 1.0
         low[self.kept] = high[self.kept] = 0.0
         high[self.peak] = ceiling
+        if self.problem.host_budget is not None:
+            high[self.host] = max(0, self.problem.host_budget - self.host_less) * self.host_scale
         if math.isfinite(ceiling):
             low[self.peak] = ceiling  # the peak is free to be the budget itself: one column less to branch around
         low[-1] = high[-1] = 1.0
@@ -210,10 +234,10 @@ class _Model:
         return [live[int(np.argmax(x[self.first[i] : self.first[i + 1]]))] for i, live in enumerate(self.live)]
 
 
-def _undominated(unit: UnitOptions) -> list[int]:
-    """Indices of a unit's options that no other beats in seconds and all bytes alike."""
+def _undominated(unit: UnitOptions, host: bool) -> list[int]:
+    """Indices of a unit's options that no other beats in seconds and all bytes alike, with ``host`` those there too."""
     alive: list[int] = []
-    costs = [(o.seconds, o.kept, o.forward, o.backward) for o in unit.options]
+    costs = [(o.seconds, o.kept, o.forward, o.backward, o.host if host else 0) for o in unit.options]
     for j in sorted(range(len(costs)), key=lambda j: costs[j]):
         if not any(all(a <= b for a, b in zip(costs[k], costs[j], strict=True)) for k in alive):
             alive.append(j)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autockpt.schema.choices import Choice
-from autockpt.schema.problem import Assignment, Point, Problem, UnitOptions, option_of, peak_of, seconds_of
+from autockpt.schema.problem import Assignment, Point, Problem, UnitOptions, host_of, option_of, peak_of, seconds_of
 from autockpt.solvers.exact import exact
 from autockpt.solvers.ledger import Ledger
 
@@ -29,13 +29,17 @@ class Ruling(NamedTuple):
 
     ``point_bytes``, where it can say, holds the bytes at each of the problem's points, in their order (None: unseen).
     ``seconds`` is the predicted step time; where given, it decides between plans that fit. Leave it None where the
-    problem's own seconds should, as when a tuner has set its prices.
+    problem's own seconds should, as when a tuner has set its prices. ``host_bytes`` are those on the host, held against
+    the problem's ``host_budget`` where it has one.
     """
 
     peak_bytes: int
     seconds: float | None = None
     point_bytes: Sequence[int | None] | None = None
+    host_bytes: int = 0
 
+
+_UNSAID = (0, None, None, 0)
 
 Referee = Callable[[Plan], "Ruling | tuple[int, float | None] | int"]  # a bare int is the peak in bytes
 
@@ -109,7 +113,9 @@ class _Court:
                 return None
             self.calls += 1
             said = self.referee(plan)
-            self.remembered[key] = Ruling(said) if isinstance(said, int) else Ruling._make((*said, None)[:3])
+            self.remembered[key] = (
+                Ruling(said) if isinstance(said, int) else Ruling._make((*said, *_UNSAID[len(said) :]))
+            )
         return self.remembered[key]
 
 
@@ -118,6 +124,7 @@ class _Refinement:
         self.problem, self.court, self.solve, self.offsets = problem, court, solve, offsets
         self.best: dict[str, Choice] | None = None
         self.leanest: dict[str, Choice] | None = None
+        self.host_offset = 0  # bytes that the host needs beyond what the problem's own numbers say
         self.error = 0  # bytes by which the corrected model missed the last peak
         self.gap = 0.0
         self.method = ""
@@ -140,7 +147,7 @@ class _Refinement:
         """Solve under corrected bytes until the solver has nothing better to propose; False where calls ran out."""
         seen: set[tuple[Choice, ...]] = set()
         for _ in range(ROUNDS_PER_CALL * self.court.limit):
-            proposal = self.solve(shifted(self.problem, self.offsets))
+            proposal = self.solve(self._corrected())
             self.method, self.gap = proposal.method, proposal.gap
             if self.best is not None and not self._promises_more(proposal):
                 return True
@@ -157,7 +164,23 @@ class _Refinement:
                 self.offsets = observed
             else:  # the stronger of the two corrections puts every plan refused so far out of reach
                 self.offsets = [max(a, b) for a, b in zip(self.offsets, observed, strict=True)]
+            if not self._fits_host(ruling):
+                self.host_offset = max(self.host_offset, self._host_excess(proposal.choices, ruling))
         return False
+
+    def _corrected(self) -> Problem:
+        """The problem with what the referee's rulings taught about its bytes."""
+        problem = shifted(self.problem, self.offsets)
+        if problem.host_budget is None or not self.host_offset:
+            return problem
+        return problem.model_copy(update={"host_budget": max(0, problem.host_budget - self.host_offset)})
+
+    def _fits_host(self, ruling: Ruling) -> bool:
+        return self.problem.host_budget is None or ruling.host_bytes <= self.problem.host_budget
+
+    def _host_excess(self, plan: Plan, ruling: Ruling) -> int:
+        """Bytes that the host's pools round up by, which the problem's own numbers do not know."""
+        return ruling.host_bytes - host_of(self.problem, plan)
 
     def _ask(self, plan: Plan) -> Ruling | None:
         ruling = self.court.ask(plan)
@@ -171,13 +194,18 @@ class _Refinement:
 
     def _note(self, plan: Plan, ruling: Ruling) -> bool:
         """Remember a refereed plan; True where it fits."""
-        if self.leanest is None or ruling.peak_bytes < self._ruling(self.leanest).peak_bytes:
+        fits_host = self._fits_host(ruling)
+        if self.leanest is None or self._is_leaner(ruling, self._ruling(self.leanest)):
             self.leanest = dict(plan)
-        if ruling.peak_bytes > self.problem.budget:
+        if ruling.peak_bytes > self.problem.budget or not fits_host:
             return False
         if self.best is None or self._seconds(plan) < self._seconds(self.best) - self._worthwhile():
             self.best = dict(plan)
         return True
+
+    def _is_leaner(self, ruling: Ruling, other: Ruling) -> bool:
+        """Whether it needs less, among plans within the host budget first of all."""
+        return (not self._fits_host(ruling), ruling.peak_bytes) < (not self._fits_host(other), other.peak_bytes)
 
     def _improve_by_one_change(self) -> bool | None:
         """Try single changes to cheaper options; True at the first that passes, None where calls ran out."""
@@ -204,10 +232,14 @@ class _Refinement:
         picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
         ledger = Ledger(shifted(self.problem, self.offsets), picks)
         ceiling = self.problem.budget + min(self.error, int(SLACK_SHARE * abs(self.problem.budget)))
+        host = self._ruling(self.best).host_bytes
+        host_room = None if self.problem.host_budget is None else self.problem.host_budget - host
         kinds: dict[tuple[object, int, int], list[tuple[int, int, float]]] = {}
         for i, unit in enumerate(self.problem.units):
             for j, option in enumerate(unit.options):
                 gain = unit.options[picks[i]].seconds - option.seconds
+                if host_room is not None and option.host - unit.options[picks[i]].host > host_room:
+                    continue
                 if gain > self._worthwhile() and (peak := ledger.peak_after(i, j)) <= ceiling:
                     kinds.setdefault((unit.options, picks[i], j), []).append((peak, i, gain))
         tried = [

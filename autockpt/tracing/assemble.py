@@ -61,7 +61,10 @@ def summarize(recorder: Recorder, workload: Workload, places: list[Place], sourc
         places=places,
         ops=[(*op[:5], [tuple(output) for output in op[5]], op[6]) for op in ops],
         storages=kinds.storages(places),
-        copies=[(c.direction, c.nbytes, c.issued, c.awaited, places[c.module][1]) for c in recorder.copies],
+        copies=[
+            (c.direction, c.nbytes, c.issued, c.awaited, places[c.module][1], c.tier, c.released)
+            for c in recorder.copies
+        ],
         notes=list(recorder.notes),
     )
 
@@ -100,7 +103,7 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
         )
     fields = ("id", "bytes", "birth", "death", "kind", "unit")
     storages = tuple(_bare(Storage, **dict(zip(fields, values, strict=True))) for values in raw.storages)
-    fields = ("direction", "bytes", "issued", "awaited", "unit")
+    fields = ("direction", "bytes", "issued", "awaited", "unit", "tier", "released")
     copies = tuple(_bare(Copy, **dict(zip(fields, values, strict=True))) for values in raw.copies)
     return Graph.model_construct(
         source=raw.source,
@@ -134,6 +137,8 @@ class _Kinds:
                     self.kind[output.storage] = "other" if copies_weight else "optimizer"
                     if copies_weight:
                         weights.add(output.storage)
+        for sid in self._weights:
+            self.kind[sid] = "weight"
         for sid in recorder.gradients:
             if log.birth[sid] >= 0:
                 self.kind[sid] = "gradient"

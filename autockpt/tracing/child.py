@@ -46,13 +46,14 @@ def serve(connection: Connection, note: Note, source: Source, threads: int, prep
 
 
 def main(socket: int, note: int, log: int) -> None:
-    """Entry of a child that was started afresh: the first message is a pickled (source, threads, spec, device)."""
+    """Entry of a child that was started afresh: the first message is a pickled (source, threads, spec, device,
+    capability)."""
     for stream in (1, 2):
         os.dup2(log, stream)
     connection = Connection(socket)
     with contextlib.suppress(EOFError, OSError):
-        source, threads, spec, device = pickle.loads(connection.recv_bytes())
-        serve(connection, Note(note), source, threads, lambda run: run.build(spec, device))
+        source, threads, spec, device, capability = pickle.loads(connection.recv_bytes())
+        serve(connection, Note(note), source, threads, lambda run: run.build(spec, device, capability))
     os._exit(0)
 
 

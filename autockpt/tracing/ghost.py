@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autockpt.errors import GhostError
+from autockpt.tracing.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels
 from autockpt.tracing.layouts import Layout
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
@@ -52,6 +53,7 @@ class GhostMode(Recorder):
         self._shapes = Shapes()
         self._on_op = on_op
         self.building = False
+        self.capability: Capability | None = None  # of the NVIDIA GPU whose kernels the step is to take
         self.refused: str | None = None
 
     @contextmanager
@@ -68,7 +70,8 @@ class GhostMode(Recorder):
 
         Tensor.tolist = tolist  # type: ignore[method-assign]
         try:
-            with super().recording():
+            kernels = nullcontext() if self.capability is None else cuda_kernels(self.capability)
+            with super().recording(), kernels:
                 yield self
         finally:
             Tensor.tolist = plain  # type: ignore[method-assign]
@@ -107,6 +110,8 @@ class GhostMode(Recorder):
             kwargs = {**kwargs, "pin_memory": False}
         if operator.view or operator.layout_only:
             return func(*args, **kwargs)
+        if operator.base in CUDA_ONLY:
+            return self._pretend(call, func, args, kwargs, tensors)
         if not self._reads_ghost(tensors) and self._makes_small(call, func, args, kwargs, tensors):
             return func(*args, **kwargs)
         return self._pretend(call, func, args, kwargs, tensors)

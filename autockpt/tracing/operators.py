@@ -21,6 +21,11 @@ _ROUTING = frozenset(
     ("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "median", "mode", "multinomial")
 )
 
+# The backward of a selection: into the zeros that were just made, unless a dispatch mode is looking.
+_SCATTERS = frozenset(
+    ("aten.scatter.src", "aten.scatter_add.default", "aten.index_add.default", "aten.index_put.default")
+)
+
 
 class Operator:
     """Facts about one overload.
@@ -62,7 +67,7 @@ class Operator:
         self.view = not writes and (any(a is not None for a in aliased) or self.base in _HIDDEN_VIEWS)
         self.detaches = self.base == "detach"
         self.adds = self.name == "aten.add.Tensor"
-        self.replaced = self.adds or self.name == "aten.scatter.src"
+        self.replaced = self.adds or self.name in _SCATTERS
         self.multiplies = self.base in ("mm", "bmm", "addmm", "baddbmm")
         self.routing = self.base in _ROUTING
         self.flops = _flop_formula(func)

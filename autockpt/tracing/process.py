@@ -24,6 +24,7 @@ from autockpt.errors import AutockptError, GhostError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.child import ALIVE, DONE, FAILED, READY, serve
+from autockpt.tracing.cuda_kernels import Capability
 from autockpt.tracing.note import Note
 from autockpt.tracing.run import Run
 
@@ -89,7 +90,9 @@ class GhostProcess:
         return cls(start)
 
     @classmethod
-    def spawn(cls, source: Source, spec: WorkloadSpec, device: torch.device) -> GhostProcess:
+    def spawn(
+        cls, source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None
+    ) -> GhostProcess:
         """A fresh Python process, without accelerators, that builds the workload of ``spec``."""
 
         def start(theirs: Connection, note: Note, log: IO[bytes]) -> int:
@@ -103,7 +106,7 @@ class GhostProcess:
             process.returncode = 0  # reaped by _end, not by subprocess
             return process.pid
 
-        return cls(start, pickle.dumps((source, torch.get_num_threads(), spec, device)))
+        return cls(start, pickle.dumps((source, torch.get_num_threads(), spec, device, capability)))
 
     def ask(self, verb: str, **arguments: Any) -> Any:
         """The result of a GhostRun's method. Raises what the method raised, or GhostError where the child died."""

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.schema.graph import Tier
 from autockpt.tracing.accumulation import EngineAdds, FusedAdds
+from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
 from autockpt.tracing.keys import call_key, keyword_key
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
 from autockpt.tracing.operators import Operator, Operators, flat_tensors
@@ -24,6 +26,9 @@ _current_node = torch._C._current_autograd_node
 _IN_PLACE = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
 }
 
 
@@ -49,11 +54,13 @@ class OpRecord(NamedTuple):
 class CopyRecord:
     """Bytes moved off or onto the device; indices of ops as in the schema's Copy."""
 
-    __slots__ = ("awaited", "direction", "issued", "module", "nbytes")
+    __slots__ = ("awaited", "direction", "issued", "module", "nbytes", "released", "tier")
 
-    def __init__(self, direction: str, nbytes: int, issued: int, module: int) -> None:
+    def __init__(self, direction: str, nbytes: int, issued: int, module: int, tier: Tier) -> None:
         self.direction, self.nbytes, self.issued, self.module = direction, nbytes, issued, module
+        self.tier: Tier = tier
         self.awaited: int | None = None
+        self.released: int | None = None
 
 
 class Call:
@@ -83,7 +90,8 @@ class Recorder(TorchDispatchMode):
         return False
 
     on_cpu = True  # whether the step runs, or would run, on the CPU
-    threads = 1  # of such a step
+    on_cuda = False  # likewise
+    threads = 1  # of a step on the CPU
     ops: list[OpRecord]  # in order
     copies: list[CopyRecord]
     gradients: set[int]  # storages of parameters' gradients
@@ -162,10 +170,12 @@ class Recorder(TorchDispatchMode):
         """Watch a tensor that no op has made: born before the op that runs next, if it has not been seen before."""
         self.placed.setdefault(self.log.watch(tensor.untyped_storage(), self.log.clock), self.location.module)
 
-    def copy_issued(self, direction: str, nbytes: int, back_from: CopyRecord | None = None) -> CopyRecord:
+    def copy_issued(
+        self, direction: str, nbytes: int, back_from: CopyRecord | None = None, tier: Tier = "cpu"
+    ) -> CopyRecord:
         """Note that a copy starts now; pass the answer to ``copy_awaited``. What comes back belongs where it was."""
         module = self.location.module if back_from is None else back_from.module
-        copy = CopyRecord(direction, nbytes, self.log.clock, module)
+        copy = CopyRecord(direction, nbytes, self.log.clock, module, tier)
         self.copies.append(copy)
         return copy
 
@@ -173,6 +183,10 @@ class Recorder(TorchDispatchMode):
         """Note that the op which runs next waits for the end of a copy."""
         if copy.awaited is None:
             copy.awaited = self.log.clock
+
+    def copy_released(self, copy: CopyRecord) -> None:
+        """Note that what a copy took out is not needed any more from the op on which runs next."""
+        copy.released = self.log.clock
 
     # The mode itself.
 
@@ -231,6 +245,8 @@ class Recorder(TorchDispatchMode):
             call = self._calls[key] = Call(func, self.operators[func], signature(func, args, kwargs))
             if self.on_cpu:
                 call.workspace = workspace_bytes(call.operator, args, kwargs, self.threads)
+            elif self.on_cuda:
+                call.workspace = cuda_workspace_bytes(call.operator, args, kwargs)
         return call
 
     def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -14,9 +14,10 @@ from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
-from autockpt.schema.graph import Unit
+from autockpt.schema.graph import Tier, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import RawGraph, Source, summarize
+from autockpt.tracing.cuda_kernels import AMPERE, Capability
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghostify import ghost_copy, ghost_in_place, imitate_device, untouched
 from autockpt.tracing.location import optimizer_steps
@@ -46,8 +47,11 @@ class Run:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
-        """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises."""
+    def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
+        """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises.
+
+        ``capability``: compute capability of the NVIDIA GPU whose kernels the step takes.
+        """
         raise NotImplementedError
 
     def take(self, workload: Workload) -> None:
@@ -78,10 +82,11 @@ class Run:
         if all(isinstance(choice, Save) for choice in choices.values()):
             yield
             return
-        with attach(self.workload.model, choices, transport=self._transport()):
+        with attach(self.workload.model, choices, transport=self._transport):
             yield
 
-    def _transport(self) -> Transport:
+    def _transport(self, device: torch.device, tier: Tier) -> Transport:
+        """The way off the device that steps run on, or would."""
         raise NotImplementedError
 
     def _explained(self, error: BaseException) -> AutockptError:
@@ -129,18 +134,19 @@ class GhostRun(Run):
         self._guard: Callable[[], AbstractContextManager[None]] = nullcontext
         super().__init__(self._mode)
 
-    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
+    def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         # The weights' values decide nothing: trained ones are not loaded.
         self._mode.building = True
         try:
             with self._mode:
-                workload = build(spec.model_copy(update={"weights": False}), "cpu")
+                workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
         except AutockptError as error:
             if self._mode.refused is None:
                 raise
             raise GhostError(f"the workload cannot be built of ghosts: {error.message}", remedy=error.remedy) from None
         self._mode.building = False
-        self._imitate(device)
+        self._imitate(device, capability)
+        workload.settings |= {"optimizer": spec.optimizer} if spec.optimizer == "adamw8bit" else {}
         imitate_device(workload, device)
         ghost_in_place(workload, self._mode)
         self._start(workload)
@@ -165,11 +171,14 @@ class GhostRun(Run):
         self._check_memory()
         return raw
 
-    def _imitate(self, device: torch.device) -> None:
+    def _imitate(self, device: torch.device, capability: Capability | None = None) -> None:
         self._mode.on_cpu = device.type == "cpu"
+        self._mode.on_cuda = device.type == "cuda"
+        if self._mode.on_cuda:
+            self._mode.capability = capability or _capability(device)
 
-    def _transport(self) -> Transport:
-        return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu)
+    def _transport(self, device: torch.device, tier: Tier) -> Transport:
+        return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu, tier=tier)
 
     def _explained(self, error: BaseException) -> AutockptError:
         if isinstance(error, AutockptError):
@@ -197,19 +206,33 @@ class RecordedRun(Run):
         self._device = device
         super().__init__(RealRecorder(device))
 
-    def build(self, spec: WorkloadSpec, device: torch.device) -> None:
+    def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         _check_fits(spec)
-        self.take(build(spec, self._device))
+        self.take(build(_traced(spec), self._device))
 
     def take(self, workload: Workload) -> None:
         self._recorder.log.adopt(workload.tensors())
         self._start(workload)
 
-    def _transport(self) -> Transport:
-        return NotingTransport(transport_for(self._device), self._recorder)
+    def _transport(self, device: torch.device, tier: Tier) -> Transport:
+        return NotingTransport(transport_for(self._device, tier), self._recorder, tier)
 
     def _explained(self, error: BaseException) -> AutockptError:
         return explain(error, f"the training step ({self._recorder.last_op})")
+
+
+def _traced(spec: WorkloadSpec) -> WorkloadSpec:
+    """The step that is traced: what only simulated hardware can follow is counted by rules afterwards."""
+    optimizer = "adamw" if spec.optimizer == "adamw8bit" else spec.optimizer
+    plain = dict.fromkeys(("ddp", "shard")) | dict.fromkeys(("master_weights", "keep_gradients"), False)
+    return spec.model_copy(update={**plain, "optimizer": optimizer})
+
+
+def _capability(device: torch.device) -> Capability:
+    """Of the GPU at hand, where this process uses it; else of the one that most kernels are made for."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.get_device_capability(device)
+    return AMPERE
 
 
 def _check_fits(spec: WorkloadSpec) -> None:
@@ -219,7 +242,9 @@ def _check_fits(spec: WorkloadSpec) -> None:
     mode.building = True
     try:
         with mode:
-            needed = _STATES_PER_WEIGHT * build(spec.model_copy(update={"weights": False}), "cpu").resident_bytes()
+            needed = (
+                _STATES_PER_WEIGHT * build(_traced(spec).model_copy(update={"weights": False}), "cpu").resident_bytes()
+            )
     except Exception:  # whatever it is, the real attempt will say it better
         return
     if free is not None and needed > _MOST_OF_MEMORY * free:

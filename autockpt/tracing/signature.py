@@ -46,7 +46,13 @@ _ATTENTION = re.compile(
     r"|fused_attention_overrideable)(_backward)?\."
 )
 ATTENTION = "attention"
-_SAME_AS = {"aten.add_.Tensor": "aten.add.Tensor", "aten.scatter_.src": "aten.scatter.src"}
+_SAME_AS = {
+    "aten.add_.Tensor": "aten.add.Tensor",
+    "aten.scatter_.src": "aten.scatter.src",
+    "aten.scatter_add_.default": "aten.scatter_add.default",
+    "aten.index_add_.default": "aten.index_add.default",
+    "aten.index_put_.default": "aten.index_put.default",
+}
 
 
 @dataclass(frozen=True)

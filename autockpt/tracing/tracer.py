@@ -14,6 +14,7 @@ from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source, to_graph
+from autockpt.tracing.cuda_kernels import Capability
 from autockpt.tracing.process import GhostProcess, NotForkable
 from autockpt.tracing.run import GhostRun, RecordedRun
 from autockpt.workload import Workload
@@ -52,15 +53,26 @@ class Tracer:
         self.notes: tuple[str, ...] = tuple(backend.notes)
 
     @classmethod
-    def from_spec(cls, spec: WorkloadSpec, *, device: torch.device | str = "cpu", fallback: bool = True) -> Tracer:
+    def from_spec(
+        cls,
+        spec: WorkloadSpec,
+        *,
+        device: torch.device | str = "cpu",
+        capability: Capability | None = None,
+        fallback: bool = True,
+    ) -> Tracer:
         """Build the workload of ``spec`` out of ghosts, as it would run on ``device``; no weights, no memory.
+
+        For ``device="cuda"`` the step takes CUDA's kernels (attention, dropout, `foreach` optimizers) as a GPU of
+        compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. What only
+        simulated hardware can follow (``shard``, …) is left to ``profiling.as_seen_by``.
 
         With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process. Raises
         WorkloadError or UsageError where the spec cannot be built or its step fails, GhostError where it cannot be
         ghost-run and there is no fallback.
         """
         target = torch.device(device)
-        return _ghost_or_recorded(lambda source: _start(source, spec, target), fallback)
+        return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback)
 
     @classmethod
     def from_workload(cls, workload: Workload, *, fallback: bool = True) -> Tracer:
@@ -114,13 +126,13 @@ def record(workload: Workload, choices: Mapping[str, Choice] | None = None) -> G
     return to_graph(raw, run.units)
 
 
-def _start(source: Source, spec: WorkloadSpec, device: torch.device) -> GhostProcess:
+def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None) -> GhostProcess:
     try:
-        return GhostProcess.fork(source, lambda run: run.build(spec, device))
+        return GhostProcess.fork(source, lambda run: run.build(spec, device, capability))
     except NotForkable:
         pass
     try:
-        return GhostProcess.spawn(source, spec, device)
+        return GhostProcess.spawn(source, spec, device, capability)
     except NotForkable as error:
         raise TracingError(
             f"the tracer's process could not be started: {error}", remedy="Check the limits on processes and memory."

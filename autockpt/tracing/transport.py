@@ -6,19 +6,21 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.devices.base import Parcel, Transport
+from autockpt.schema.graph import Tier
 from autockpt.tracing.recorder import CopyRecord, Recorder
 
 
 class NotingTransport:
     """A Transport around a device's own that notes every copy; what it runs to make one is not recorded as ops."""
 
-    def __init__(self, inner: Transport, recorder: Recorder) -> None:
+    def __init__(self, inner: Transport, recorder: Recorder, tier: Tier = "cpu") -> None:
         self._inner = inner
         self._recorder = recorder
+        self._tier: Tier = tier
         self.copy_queues = inner.copy_queues
 
     def send(self, source: torch.Tensor) -> NotingParcel:
-        copy = self._recorder.copy_issued("out", source.numel() * source.element_size())
+        copy = self._recorder.copy_issued("out", source.numel() * source.element_size(), tier=self._tier)
         with _disable_current_modes():
             parcel = self._inner.send(source)
         return NotingParcel(parcel, self._recorder, copy, self.copy_queues)
@@ -65,4 +67,7 @@ class NotingParcel:
 
     def _note_back(self) -> None:
         if self._settled and self._back is None:
-            self._back = self._recorder.copy_issued("in", self.nbytes, self._out)
+            self._back = self._recorder.copy_issued("in", self.nbytes, self._out, self._out.tier)
+
+    def __del__(self) -> None:
+        self._recorder.copy_released(self._out)

@@ -96,6 +96,12 @@ def _roll(argument: _Argument, threads: int) -> int:
     return _bytes(x) if len(argument("shifts")) > 1 else 0
 
 
+def _scatter_add(argument: _Argument, threads: int) -> int:
+    """16-bit types are added up in a fp32 copy of the result."""
+    x = argument("self")
+    return 4 * x.numel() if x.dtype in (torch.bfloat16, torch.float16) else 0
+
+
 _RULES: dict[str, Callable[[_Argument, int], int]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -105,6 +111,8 @@ _RULES: dict[str, Callable[[_Argument, int], int]] = {
     "embedding_dense_backward": _contiguous_copies("grad_output"),
     "_safe_softmax": _safe_softmax,
     "roll": _roll,
+    "scatter_add": _scatter_add,
+    "scatter_add_": _scatter_add,
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
-from autockpt.schema import Choice, Problem, SearchSpace, from_label, option_of, peak_of
+from autockpt.schema import Choice, Problem, SearchSpace, from_label, host_of, option_of, peak_of
 from autockpt.solvers import Ruling, refine
 from autockpt.tuning.study import Parameters
 
@@ -54,34 +55,65 @@ def from_knobs(
     free = int(budget * float(parameters.get("margin", 0.0)))
     problem = make_problem(prices, free)
     refined = refine(problem, referee, max_calls=calls, remembered=remembered)
-    return Candidate(dict(refined.choices), refined.ruling.peak_bytes <= problem.budget + free)
+    fits_host = problem.host_budget is None or refined.ruling.host_bytes <= problem.host_budget
+    return Candidate(dict(refined.choices), fits_host and refined.ruling.peak_bytes <= problem.budget + free)
 
 
 def from_layers(
     parameters: Mapping[str, float | int | str], budget: int, problem: Problem, referee: Referee
 ) -> Candidate:
-    """One choice per unit as sampled, repaired to the budget: cheapest bytes first, until the ghost run fits."""
+    """One choice per unit as sampled, repaired to the budgets: cheapest bytes first, until the ghost run fits."""
     choices = {name: from_label(str(text)) for name, text in parameters.items()}
-    target = budget
+    target, host = budget, problem.host_budget
     for _ in range(REPAIRS):
-        choices = _repaired(problem, choices, target)
-        excess = referee(choices).peak_bytes - budget
-        if excess <= 0:
+        if host is not None:
+            choices = _repaired_host(problem, choices, host)
+        choices = _repaired(problem, choices, target, host)
+        ruling = referee(choices)
+        excess = ruling.peak_bytes - budget
+        over_host = 0 if problem.host_budget is None else ruling.host_bytes - problem.host_budget
+        if excess <= 0 and over_host <= 0:
             return Candidate(choices, True)
-        target = min(target, peak_of(problem, choices)) - excess
+        if excess > 0:
+            target = min(target, peak_of(problem, choices)) - excess
+        if host is not None and over_host > 0:
+            host = min(host, host_of(problem, choices)) - over_host
     return Candidate(choices, False)
 
 
-def _repaired(problem: Problem, choices: dict[str, Choice], target: int) -> dict[str, Choice]:
-    """Change single units, fewest extra seconds per byte of peak first, until the linear bound is within ``target``."""
+def _repaired_host(problem: Problem, choices: dict[str, Choice], most: int) -> dict[str, Choice]:
+    """Change single units to what moves less to the host, fewest extra seconds per byte first, until ``most`` holds."""
+    choices = dict(choices)
+    while host_of(problem, choices) > most:
+        best: tuple[float, str, Choice] | None = None
+        for unit in problem.units:
+            current = option_of(unit, choices[unit.name])
+            for option in unit.options:
+                if option.host < current.host:
+                    rate = (option.seconds - current.seconds) / (current.host - option.host)
+                    best = min(best or (rate, unit.name, option.choice), (rate, unit.name, option.choice), key=_rate)
+        if best is None:
+            return choices
+        choices[best[1]] = best[2]
+    return choices
+
+
+def _rate(change: tuple[float, str, Choice]) -> float:
+    return change[0]
+
+
+def _repaired(problem: Problem, choices: dict[str, Choice], target: int, host: int | None) -> dict[str, Choice]:
+    """Change single units, fewest extra seconds per byte of peak first, until the linear bound is within ``target``;
+    with at most ``host`` bytes on the host."""
     choices = dict(choices)
     peak = peak_of(problem, choices)
     while peak > target:
+        room = math.inf if host is None else host - host_of(problem, choices)
         best: tuple[float, int, str, Choice] | None = None
         for unit in problem.units:
             current = option_of(unit, choices[unit.name])
             for option in unit.options:
-                if option.kept >= current.kept:
+                if option.kept >= current.kept or option.host - current.host > max(room, 0):
                     continue
                 lower = peak_of(problem, choices | {unit.name: option.choice})
                 if lower < peak:

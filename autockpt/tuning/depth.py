@@ -55,7 +55,7 @@ def twin_uniform(
 def transplanted(small: Profiled, base: Graph, traces: Callable[[Mapping[str, Choice]], Graph]) -> Profiled:
     """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin."""
     times = small.profile.op_times
-    predictor = Predictor(Remembering(traces), times)
+    predictor = Predictor(Remembering(traces), times, small.host_budget)
     predictor.learn({}, base)
     by_kind = {menu.kind: menu for menu in small.profile.menus}
     twins = _matching(small.base, base) or {}

@@ -53,10 +53,13 @@ def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
 
 def infeasible(profiled: Profiled, size: int, smallest: int) -> InfeasibleError:
     """The error for a budget of ``size`` bytes that nothing fits, with what the leanest plan's bytes go to."""
+    host = profiled.host_budget
+    within = f" with at most {format_bytes(host)} of host memory" if host is not None else ""
+    wider = " or --host-budget" if host is not None else ""
     return InfeasibleError(
-        f"nothing fits {format_bytes(size)}: "
+        f"nothing fits {format_bytes(size)}{within}: "
         f"the leanest plan needs {format_bytes(smallest)}\n{profiled.needs(smallest)}",
-        remedy="Raise the budget, or use a smaller --batch-size (with --accumulate to keep its effect), a shorter "
-        "--seq-len, --lora, or --optimizer sgd.",
+        remedy=f"Raise the budget{wider}, or use a smaller --batch-size (with --accumulate to keep its effect), a "
+        "shorter --seq-len, --lora, or --optimizer sgd.",
         smallest_peak=smallest,
     )

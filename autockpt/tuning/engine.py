@@ -157,6 +157,10 @@ class Engine:
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
         return self.profiled.predictor.predict(choices)
 
+    def _over_host(self, choices: Mapping[str, Choice]) -> int:
+        """Bytes by which a plan's ghost run is over the host budget: such plans are never measured."""
+        return self.profiled.predictor.over_host(choices)
+
     def _candidate(self, parameters: Parameters) -> Candidate:
         if self.space.encoding == "layers":
             return from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.rule)
@@ -179,7 +183,7 @@ class Engine:
             return [neutral(self.space, margin) for margin in self.space.margins]
         solved = (self._solved({"margin": m}).choices for m in self.space.margins)
         plans = [*self.known.values(), *self.seeds.values(), *solved]
-        labels = [{name: label(choice) for name, choice in plan.items()} for plan in plans]
+        labels: list[Parameters] = [{name: label(choice) for name, choice in plan.items()} for plan in plans]
         return [point for point in labels if all(point[n] in menu for n, menu in self._menus().items())]
 
     def _menus(self) -> dict[str, list[str]]:
@@ -194,7 +198,8 @@ class Engine:
 
     def _resolve_budget(self) -> None:
         """Turn the budget into bytes by this job's own peaks, measured where they could be."""
-        peaks = {name: peak_of_trial(t) for name, c in self.known.items() if (t := self.book.find(c)) is not None}
+        known = {name: c for name, c in self.known.items() if not self._over_host(c)}
+        peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.book.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
         leanest = min(self.smallest_peak + unseen_bytes(self.book.scored), *peaks.values())
         size = self.asked.resolve(peaks[NONE], leanest, self.room)
@@ -263,7 +268,10 @@ class Engine:
         """Score a plan where its ghost run says that this can be worth it; write it down."""
         predicted = self._predict(choices)
         score = Score("predicted_over", message=f"simulated {format_bytes(predicted.peak_bytes)}")
-        if predicted.peak_bytes <= self.room and (fits or not enforce):
+        if self._over_host(choices):
+            on_host = f"{score.message}, {format_bytes(predicted.host_bytes)} on the host"
+            score = Score("predicted_over", message=on_host)
+        elif predicted.peak_bytes <= self.room and (fits or not enforce):
             score = self.scorer.score(choices, predicted, self.budget.bytes if enforce else None)
         trial = self.book.put(
             Trial(

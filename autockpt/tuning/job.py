@@ -26,7 +26,8 @@ class Limits:
 class Job:
     """One question: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
 
-    ``fixed`` are choices that every plan has besides those for blocks; ``seeds`` are plans to try early, by name.
+    ``fixed`` are choices that every plan has besides those for blocks, ``seeds`` plans to try early, by name;
+    ``host_budget`` bounds what offloading may claim on the host, in bytes.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Job:
     space: SearchSpace
     limits: Limits
     notes: tuple[str, ...] = field(default=())
+    host_budget: int | None = None
     fixed: Mapping[str, Choice] = field(default_factory=dict)
     seeds: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
 

@@ -17,6 +17,7 @@ from autockpt.schema import (
     Unit,
     Verdict,
     WorkloadSpec,
+    format_bytes,
     plan_hash,
 )
 from autockpt.schema.known import OURS
@@ -27,21 +28,27 @@ _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget
 
 
 def scored_rows(
-    known: Mapping[str, Mapping[str, Choice]], trials: Sequence[Trial], best: Trial | None
+    known: Mapping[str, Mapping[str, Choice]],
+    trials: Sequence[Trial],
+    best: Trial | None,
+    host_budget: int | None = None,
 ) -> tuple[Comparison, ...]:
     """The well-known plans that were tried, then ours."""
     by_hash = {t.plan_hash: t for t in trials}
-    rows = [_row(name, by_hash[h]) for name, c in known.items() if (h := plan_hash(c)) in by_hash]
-    return (*rows, _row(OURS, best)) if best is not None else tuple(rows)
+    rows = [_row(name, by_hash[h], host_budget) for name, c in known.items() if (h := plan_hash(c)) in by_hash]
+    return (*rows, _row(OURS, best, host_budget)) if best is not None else tuple(rows)
 
 
-def simulated_rows(predictions: Mapping[str, Prediction], *, seconds: bool) -> tuple[Comparison, ...]:
+def simulated_rows(
+    predictions: Mapping[str, Prediction], *, seconds: bool, host_budget: int | None = None
+) -> tuple[Comparison, ...]:
     """Rows of a dry run. Without ``seconds`` only bytes are shown: nothing was ever timed here."""
     return tuple(
         Comparison(
             name=name,
             verdict="not_measured",
             predicted=p if seconds else p.model_copy(update={"step_seconds": None}),
+            note=_over_host(p, host_budget),
         )
         for name, p in predictions.items()
     )
@@ -57,6 +64,7 @@ def make_plan(
     source: PlanStatus,
     rows: Sequence[Comparison],
     notes: Sequence[str] = (),
+    host_budget: int | None = None,
 ) -> Plan:
     """The plan with its provenance; ``rows`` end with the plan's own."""
     ours = rows[-1]
@@ -71,6 +79,7 @@ def make_plan(
         settings=plain(job.settings),
         environment=environment,
         budget=budget,
+        host_budget_bytes=host_budget,
         predicted=ours.predicted,
         measured=ours.measured,
         baselines=tuple(rows[:-1]),
@@ -83,11 +92,20 @@ def plain(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool | N
     return {k: v if isinstance(v, str | int | float | bool | None) else str(v) for k, v in settings.items()}
 
 
-def _row(name: str, trial: Trial) -> Comparison:
+def _over_host(predicted: Prediction | None, host_budget: int | None) -> str:
+    """The remark on a plan that needs more of the host than it may."""
+    if predicted is None or host_budget is None or predicted.host_bytes <= host_budget:
+        return ""
+    needs, has = format_bytes(predicted.host_bytes), format_bytes(host_budget)
+    return f"not measured: it needs {needs} of host memory, the host budget is {has}"
+
+
+def _row(name: str, trial: Trial, host_budget: int | None) -> Comparison:
     return Comparison(
         name=name,
         verdict=_VERDICTS.get(trial.state, "not_measured"),
         predicted=trial.predicted,
         measured=trial.measured,
         plan_hash=trial.plan_hash,
+        note=_over_host(trial.predicted, host_budget),
     )

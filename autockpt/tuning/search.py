@@ -22,6 +22,8 @@ from autockpt.profiling import (
     measure_op_times,
     nominal_op_times,
     used_by_others,
+    wants_disk,
+    within_host,
 )
 from autockpt.schema import (
     Budget,
@@ -37,17 +39,18 @@ from autockpt.schema import (
     Unit,
     load_space,
     parse_budget,
+    parse_size,
 )
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
-from autockpt.tuning.inexact import FixedMeasurer, Settled, nominal, settle, units_of
+from autockpt.tuning.inexact import FixedMeasurer, Settled, nominal, settle, units_of, way_out
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.remedies import Bench, explained
 from autockpt.tuning.scoring import Confirm, RealSteps
 from autockpt.tuning.simulated import simulate_search
 from autockpt.tuning.stages import find_plan, foresee_plan, job_of, kept, uniform_plans
-from autockpt.workload import fingerprint, from_live
+from autockpt.workload import fingerprint, from_live, refuse_simulated
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
@@ -61,12 +64,14 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     _refuse_unwritable(request)
     if request.hardware is not None:
         return simulate_search(request, request.hardware, clock)
+    refuse_simulated(request.workload)
     device = get_device(request.device)
     with ExitStack() as stack:
         # The worker imports and builds while the ghost runs go on here.
         worker = None
         if not request.dry_run:
-            worker = stack.enter_context(WorkerMeasurer(request.workload, request.device))
+            worker = WorkerMeasurer(request.workload, request.device, host_budget=request.host_budget)
+            stack.enter_context(worker)
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
             uniform, space, refused = uniform_plans(tracer, request.space)
@@ -74,7 +79,8 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         here = environment_of(device, {**process_environment(request.device), **os.environ})
         if request.allow_inexact:
             with clock.stage("weigh chunked_loss"):
-                settled = settle(tracer, uniform, request.budget, space, nominal(here), device.used_by_others())
+                others = device.used_by_others()
+                settled = settle(tracer, uniform, request.budget, space, nominal(here), others, request.host_budget)
         stack.enter_context(_naming_ways_out(request, tracer, uniform, device, here, clock))
         job = job_of(request, tracer, settled, space, refused)
         units = units_of(tracer.units, tracer.head, settled.fixed)
@@ -83,7 +89,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         else:
             with clock.stage("build"):
                 environment = worker.environment
-            more = {"fixed": sorted(settled.fixed)} if settled.fixed else {}
+            more = {"fixed": settled.described} if settled.fixed else {}
             question = request.question(environment, model_fingerprint=fingerprint(tracer.units), **more)
             run = RunDirectory.enter(
                 request.out,
@@ -120,6 +126,8 @@ def search(
     autocast: Any = None,
     full_step: Callable[[], Any] | None = None,
     snapshot: tuple[Any, ...] = (),
+    host_budget: str | int | None = None,
+    allow_inexact: bool = False,
     space: str | SearchSpace = "knobs",
     trials: int = 30,
     timeout: float | None = None,
@@ -132,6 +140,9 @@ def search(
     ``step(model, batch)`` returns the loss (default: ``model(**batch).loss``); backward, scaler, clipping and
     ``optimizer`` are run by autockpt. ``budget`` is text such as "24GB", "60%", "60%act" or "auto". Weights, buffers,
     optimizer, scaler, gradients and random state are the caller's again afterwards, bit for bit, after Ctrl-C too.
+    ``host_budget`` (text such as "8GB", or bytes) bounds what offloading may claim of host memory, in the search and
+    wherever the plan is applied. With ``allow_inexact`` output head and loss may run over chunks of tokens, where that
+    pays: gradients are then equal up to rounding.
     ``out`` is a folder for the run's directory; None keeps nothing on disk. Returns the best measured plan.
 
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
@@ -151,31 +162,53 @@ def search(
     )
     chosen = load_space(space) if isinstance(space, str) else space
     parsed = parse_budget(budget)
+    host = _host_budget(host_budget)
     limits = _limits(trials, timeout, seed)
     clock = Clock(listener or Silence())
     with ExitStack() as stack:
-        measurer = stack.enter_context(LocalMeasurer(workload))
+        measurer = stack.enter_context(LocalMeasurer(workload, host_budget=host))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_workload(workload))
             uniform, chosen, refused = uniform_plans(tracer, chosen)
+        settled = Settled({}, tracer, uniform, parsed)
+        environment = measurer.environment
+        if allow_inexact:
+            with clock.stage("weigh chunked_loss"):
+                others = used_by_others(measurer)
+                settled = settle(tracer, uniform, parsed, chosen, nominal(environment), others, host)
+        else:
+            way = "allow_inexact=True"
+            stack.enter_context(_naming_the_way_out(tracer, uniform, environment.device.overhead_bytes, way))
+        said = (*([settled.note] if settled.note else []), *workload.notes, *uniform["save"][1].notes, *refused)
         job = Job(
             name=type(model).__name__,
             spec=None,
             settings=dict(workload.settings),
-            notes=(*workload.notes, *uniform["save"][1].notes, *refused),
-            budget=parsed,
+            notes=said,
+            budget=settled.budget,
             space=chosen,
             limits=limits,
+            host_budget=host,
+            fixed=settled.fixed,
         )
         run = None
         if out is not None:
-            run = _directory_of_live(job, measurer, tracer, Path(out))
+            run = _directory_of_live(job, measurer, tracer, Path(out), parsed.text, settled)
             stack.enter_context(run.lock())
-        settled = Settled({}, tracer, uniform, parsed)
-        outcome = _searched(job, tracer.units, settled, measurer, run, run.storage if run else "sqlite://", clock)
+        units = units_of(tracer.units, tracer.head, settled.fixed)
+        outcome = _searched(job, units, settled, measurer, run, run.storage if run else "sqlite://", clock)
     if outcome.plan is None:
         raise KeyboardInterrupt
     return outcome.plan
+
+
+def _host_budget(given: str | int | None) -> int | None:
+    """Bytes. Raises UsageError for what is no size."""
+    if given is None or isinstance(given, str):
+        return None if given is None else parse_size(given)
+    if isinstance(given, bool) or given <= 0:
+        raise UsageError(f"a host budget of {given!r} bytes allows nothing", remedy='Write it as "8GB" or "8GiB".')
+    return given
 
 
 def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
@@ -187,19 +220,23 @@ def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
     return Limits(trials, timeout, seed)
 
 
-def _directory_of_live(job: Job, measurer: Measurer, tracer: Tracer, out: Path) -> RunDirectory:
+def _directory_of_live(
+    job: Job, measurer: Measurer, tracer: Tracer, out: Path, budget: str, settled: Settled
+) -> RunDirectory:
     """The run's directory of a live model: its question is the structure and everything else that was said."""
     environment = measurer.environment
     question = {
         "model": job.name,
         "model_fingerprint": fingerprint(tracer.units),
         "settings": plain(job.settings),
-        "budget": job.budget.text,
+        "budget": budget,
         "space": job.space.model_dump(mode="json", exclude={"description"}),
         "device": environment.device.model_dump(mode="json", exclude={"overhead_bytes"}),
         "seed": job.limits.seed,
+        **({"host_budget": job.host_budget} if job.host_budget is not None else {}),
+        **({"fixed": settled.described} if settled.fixed else {}),
     }
-    return RunDirectory.enter(out, question, model=job.name, device=environment.device.kind, budget=job.budget.text)
+    return RunDirectory.enter(out, question, model=job.name, device=environment.device.kind, budget=budget)
 
 
 @contextmanager
@@ -210,10 +247,24 @@ def _naming_ways_out(
     try:
         yield
     except InfeasibleError as error:
+        if request.budget.kind not in ("bytes", "auto"):
+            overhead = environment.device.overhead_bytes
+            raise error if request.allow_inexact else way_out(error, tracer, uniform, overhead) from None
         room = environment.device.capacity_bytes - device.used_by_others()
         budget = min(request.budget.size or room, room)
         bench = Bench(budget, device.torch_device, nominal(environment), tuple(uniform), seconds=False)
         raise explained(error, request, tracer.settings, uniform, bench, clock) from None
+
+
+@contextmanager
+def _naming_the_way_out(
+    tracer: Tracer, uniform: Uniform, overhead: int, way: str = "--allow-inexact"
+) -> Iterator[None]:
+    """A budget that nothing fits is said to be within reach of the ``way`` to inexact choices where that is so."""
+    try:
+        yield
+    except InfeasibleError as error:
+        raise way_out(error, tracer, uniform, overhead, way) from None
 
 
 def _profiled(job: Job, settled: Settled, measurer: Measurer, clock: Clock) -> Profiled:
@@ -224,14 +275,14 @@ def _profiled(job: Job, settled: Settled, measurer: Measurer, clock: Clock) -> P
     room = device.capacity_bytes - device.overhead_bytes - others
     try:
         with clock.part("measured steps"):
-            times = measure_op_times(measurer, uniform, job.workload_key, room=room)
+            times = measure_op_times(measurer, uniform, job.workload_key, room=room, host_budget=job.host_budget)
     except DeviceOutOfMemory as error:
         raise InfeasibleError(
             f"the leanest plan does not run on this device: {error.message}",
             remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
             smallest_peak=leanest(uniform)[1].peak_bytes,
         ) from None
-    return build_profile(settled.traces, times, uniform, used_by_others=others)
+    return build_profile(settled.traces, times, uniform, used_by_others=others, host_budget=job.host_budget)
 
 
 def _searched(
@@ -256,8 +307,9 @@ def _dry_run(job: Job, units: Sequence[Unit], settled: Settled, clock: Clock, de
     """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
     device = get_device(device_name)
     environment = environment_of(device, {**process_environment(device_name), **os.environ})
-    _, graph = leanest(settled.uniform)
-    times = cached_op_times(environment, graph, job.workload_key)
+    _, graph = leanest(within_host(settled.uniform, environment.device, job.host_budget))
+    disk = wants_disk(settled.uniform, environment.device, job.host_budget)
+    times = cached_op_times(environment, graph, job.workload_key, disk=disk)
     if times is None:
         note = (
             "no op times of this workload are known on this device: choices were ranked by nominal rates, "
@@ -266,7 +318,10 @@ def _dry_run(job: Job, units: Sequence[Unit], settled: Settled, clock: Clock, de
         job = replace(job, notes=(*job.notes, note))
     with clock.stage("solve"):
         times_used = times or nominal_op_times(environment, graph)
-        profiled = build_profile(settled.traces, times_used, settled.uniform, used_by_others=device.used_by_others())
+        others = device.used_by_others()
+        profiled = build_profile(
+            settled.traces, times_used, settled.uniform, used_by_others=others, host_budget=job.host_budget
+        )
     return foresee_plan(job, units, profiled, clock, seconds=times is not None)
 
 
@@ -278,7 +333,9 @@ def _confirmation(job: Job, measurer: Measurer) -> Confirm | None:
 
     def confirm(choices: Mapping[str, Choice], budget_bytes: int, steps: int) -> Measurement:
         measurer.rest()  # two processes on one device would take each other's memory
-        with WorkerMeasurer(spec, measurer.device_name, budget_bytes=budget_bytes) as fresh:
+        with WorkerMeasurer(
+            spec, measurer.device_name, budget_bytes=budget_bytes, host_budget=job.host_budget
+        ) as fresh:
             return fresh.measure({**choices, **job.fixed}, steps=steps)
 
     return confirm

@@ -41,16 +41,24 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
         settled = Settled({}, tracer, traced.uniform, budget)
         if request.allow_inexact:
             with clock.stage("weigh chunked_loss"):
-                settled = settle(tracer, traced.uniform, budget, traced.space, lambda r: modelled(hardware, r), 0)
+                settled = settle(
+                    tracer,
+                    traced.uniform,
+                    budget,
+                    traced.space,
+                    lambda r: modelled(hardware, r),
+                    0,
+                    request.host_budget,
+                )
         job = job_of(request, tracer, settled, traced.space, (*traced.notes, *capped))
         job = replace(job, settings={**job.settings, "device": f"{hardware.name}, simulated"})
         units = units_of(tracer.units, tracer.head, settled.fixed)
         with clock.stage("profile"):
-            profiled = _profiled(traced, settled, hardware)
+            profiled = _profiled(traced, settled, hardware, request.host_budget)
         environment = profiled.profile.op_times.environment
         if request.dry_run:
             return kept(request, foresee_plan(job, units, profiled, clock, seconds=True))
-        more = {"fixed": sorted(settled.fixed)} if settled.fixed else {}
+        more = {"fixed": settled.described} if settled.fixed else {}
         question = request.question(environment, model_fingerprint=fingerprint(tracer.units), **more)
         run = RunDirectory.enter(
             request.out,
@@ -88,12 +96,15 @@ def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: 
     return _Traced(tracer, *uniform_plans(tracer, request.space))
 
 
-def _profiled(traced: _Traced, settled: Settled, hardware: Hardware) -> Profiled:
+def _profiled(traced: _Traced, settled: Settled, hardware: Hardware, host_budget: int | None) -> Profiled:
     if traced.twin is None:
-        return build_profile(settled.traces, modelled(hardware, settled.uniform), settled.uniform)
+        times = modelled(hardware, settled.uniform)
+        return build_profile(settled.traces, times, settled.uniform, host_budget=host_budget)
     twin, uniform = traced.twin
     times = modelled(hardware, {**uniform, "whole": traced.uniform[SAVE.kind]})
-    return transplanted(build_profile(twin, times, uniform), traced.uniform[SAVE.kind][1], traced.tracer.trace)
+    return transplanted(
+        build_profile(twin, times, uniform, host_budget=host_budget), traced.uniform[SAVE.kind][1], traced.tracer.trace
+    )
 
 
 @contextmanager

@@ -65,6 +65,7 @@ def job_of(request: SearchRequest, tracer: Tracer, settled: Settled, space: Sear
         budget=settled.budget,
         space=space,
         limits=Limits(request.trials, request.timeout, request.seed),
+        host_budget=request.host_budget,
         fixed=settled.fixed,
         seeds=seeds,
     )
@@ -127,7 +128,7 @@ def find_plan(
         referee_calls=referee_calls,
     )
     found = engine.run()
-    rows = scored_rows(engine.known, found.trials, found.best)
+    rows = scored_rows(engine.known, found.trials, found.best, job.host_budget)
     plan = None
     if found.best is not None:
         notes = (*job.notes, *found.notes) if scorer.source == "simulated" else found.notes
@@ -140,6 +141,7 @@ def find_plan(
             source=scorer.source,
             rows=rows,
             notes=notes,
+            host_budget=job.host_budget,
         )
         if run is not None:
             run.write_plan(plan)
@@ -172,10 +174,18 @@ def foresee_plan(job: Job, units: Sequence[Unit], profiled: Profiled, clock: Clo
     with clock.stage("solve"):
         foreseen = foresee(profiled, job.budget, job.space)
     environment = profiled.profile.op_times.environment
-    rows = simulated_rows(foreseen.predictions, seconds=seconds)
+    rows = simulated_rows(foreseen.predictions, seconds=seconds, host_budget=job.host_budget)
     return SearchOutcome(
         plan=make_plan(
-            job, foreseen.choices, units, environment, foreseen.budget, source="simulated", rows=rows, notes=job.notes
+            job,
+            foreseen.choices,
+            units,
+            environment,
+            foreseen.budget,
+            source="simulated",
+            rows=rows,
+            notes=job.notes,
+            host_budget=job.host_budget,
         ),
         source="simulated",
         budget=foreseen.budget,

@@ -1,7 +1,7 @@
 """What is being planned for: model sources, batches, units, and the whole training cycle."""
 
 from autockpt.schema.names import strip_prefixes
-from autockpt.workload.build import build, make_optimizer
+from autockpt.workload.build import build, make_optimizer, refuse_simulated
 from autockpt.workload.core import Mark, Step, Workload
 from autockpt.workload.failures import explain, is_out_of_memory
 from autockpt.workload.live import from_live, move
@@ -27,6 +27,7 @@ __all__ = [
     "module_of",
     "move",
     "nested_tensors",
+    "refuse_simulated",
     "storage_bytes",
     "strip_prefixes",
 ]

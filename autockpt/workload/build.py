@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +44,17 @@ def build(spec: WorkloadSpec, device: torch.device | str = "cpu") -> Workload:
         return _from_factory(spec, device) if is_factory(spec.model) else _from_config(spec, device)
 
 
+def refuse_simulated(spec: WorkloadSpec) -> None:
+    """Raise UsageError for a spec that no real step can follow: more than one GPU, states that are counted by rule."""
+    for option, value in spec.simulated_only().items():
+        raise UsageError(
+            f"{option} {value}".strip() + " can only be planned for on simulated hardware, not measured",
+            remedy="Add --hardware with the name of a device, or leave the option out.",
+        )
+
+
 def _check(spec: WorkloadSpec) -> None:
+    refuse_simulated(spec)
     if spec.scaler and spec.dtype == "fp16":
         raise UsageError(
             "a gradient scaler cannot unscale gradients that are fp16 themselves",
@@ -203,5 +214,22 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
             "no parameter of the model requires gradients, so there is nothing to optimize",
             remedy="Check the function that made it.",
         )
-    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+    if name == "adamw8bit":
+        return _eight_bit(trainable)
+    kind = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "sgd": torch.optim.SGD}[name]
     return kind(trainable)
+
+
+def _eight_bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW8bit, which runs on CUDA alone."""
+    remedy = "Use --hardware with the name of a device to plan without one, or another --optimizer."
+    if parameters[0].device.type != "cuda":
+        raise UsageError("the optimizer adamw8bit runs on CUDA only", remedy=remedy)
+    try:
+        bitsandbytes: Any = importlib.import_module("bitsandbytes")
+    except ImportError:
+        raise UsageError(
+            "the optimizer adamw8bit is bitsandbytes', which is not installed",
+            remedy=f"pip install bitsandbytes. {remedy}",
+        ) from None
+    return bitsandbytes.optim.AdamW8bit(parameters)

@@ -144,6 +144,8 @@ def test_default_models_exist() -> None:
         (("--budget", "24GB", "--space", "knob"), "knobs"),
         (("--budget", "24GB", "--choices", "recompte"), "recompute"),
         (("--budget", "24GB", "--choices", "save"), "nothing to choose"),
+        (("--budget", "24GB", "--host-budget", "8"), "8GB"),
+        (("--budget", "24GB", "--host-budget", "60%"), "memory size"),
         (("--budget", "24GB", "--timeout", "soon"), "duration"),
         (("--budget", "24GB", "--model", "x", "--dtype", "fp8"), "--dtype fp8"),
         (("--hardware", "rtx4909"), "Did you mean rtx4090?"),
@@ -174,3 +176,8 @@ def test_interrupted_with_and_without_a_plan(autockpt, replace) -> None:
     for has_plan in (True, False):
         result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
         assert result.code == 130 and "Interrupted" in result.out and ("ours" in result.out) == has_plan
+
+
+def test_the_host_budget_is_a_size(autockpt, asked: list[SearchRequest]) -> None:
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--host-budget", "8GB")
+    assert result.code == 0 and asked[0].host_budget == 8 * 10**9

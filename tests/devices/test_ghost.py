@@ -19,12 +19,16 @@ class Log:
         self.events.append(("allocate", nbytes))
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def copy_issued(self, direction: str, nbytes: int, back_from: Any = None) -> str:
+    def copy_issued(self, direction: str, nbytes: int, back_from: Any = None, tier: str = "cpu") -> str:
+        self.tier = tier
         self.events.append((direction, nbytes))
         return direction
 
     def copy_awaited(self, copy: Any) -> None:
         self.events.append(("await", copy))
+
+    def copy_released(self, copy: Any) -> None:
+        self.events.append(("released", copy))
 
 
 @pytest.fixture(params=[False, True], ids=["inline", "queues"])
@@ -84,3 +88,14 @@ def test_settling_lets_go_of_the_source() -> None:
     assert alive() is not None
     parcel.settle()
     assert alive() is None
+
+
+def test_the_log_hears_of_the_tier_and_of_the_end(queues: bool) -> None:
+    log = Log()
+    parcel = GhostTransport(log, copy_queues=queues, tier="disk").send(torch.empty(8, dtype=torch.uint8))
+    parcel.settle()
+    parcel.get()
+    assert log.tier == "disk"
+    assert ("released", "out") not in log.events
+    del parcel
+    assert log.events[-1] == ("released", "out")

@@ -11,21 +11,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from autockpt.devices import hostpool, transport
+from autockpt.devices import disk, hostpool, scratch, transport
 from autockpt.devices.base import Parcel, Transport
 from autockpt.devices.hostpool import Pool
 from autockpt.devices.transport import CpuTransport, transport_for
 from autockpt.errors import MeasurementError
-from tests.policies.deferred import DeferredTransport
+from tests.policies.deferred import DeferredDisk, DeferredTransport
 
 
 def some_bytes(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=["mapped file", "copy queues"])
-def way(request, tmp_path):
+@pytest.fixture(params=["mapped file", "copy queues", "disk"])
+def way(request, tmp_path, monkeypatch):
+    if request.param == "disk":
+        monkeypatch.setattr(disk, "PART_BYTES", 8192)  # so that storages have several parts
+        return DeferredDisk(tmp_path)
     return CpuTransport(tmp_path) if request.param == "mapped file" else DeferredTransport()
+
+
+def space_of(way):
+    """The pool of what lies below the device."""
+    return way.space if isinstance(way, DeferredDisk) else way.pool
 
 
 def test_protocols(way):
@@ -88,18 +96,18 @@ def test_host_memory_is_used_again(way):
             assert torch.equal(parcel.get(), some_bytes(size, i))
 
     step([70_000, 3, 70_000, 129])
-    held = way.pool.held_bytes
+    held = space_of(way).held_bytes
     assert held
     for _ in range(5):
         step([129, 70_000, 70_000, 3])
-    assert way.pool.held_bytes == held
+    assert space_of(way).held_bytes == held
 
 
 def test_a_parcel_that_nobody_fetches_gives_its_memory_back(way):
     way.send(some_bytes(1000))
     gc.collect()
-    way.pool._sort_returned()
-    assert all(area.pieces == 0 for area in way.pool._areas)
+    space_of(way)._sort_returned()
+    assert all(area.pieces == 0 for area in space_of(way)._areas)
 
 
 def test_sizes_of_other_steps_are_given_up(monkeypatch):
@@ -109,13 +117,14 @@ def test_sizes_of_other_steps_are_given_up(monkeypatch):
         made.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    pool = Pool(allocate, lambda nbytes, held: 1000)
-    for length in range(100, 1100, 100):
+    unit = 8192
+    pool = Pool(allocate, lambda nbytes, held: unit)
+    for length in range(unit, 11 * unit, unit):
         pieces = [pool.take(length) for _ in range(10)]
         for piece in pieces:
             pool.give(piece)
-    assert pool.held_bytes <= 11_000
-    assert sum(made) > 40_000
+    assert pool.held_bytes <= 110 * unit
+    assert sum(made) > 400 * unit
 
 
 def test_pieces_are_of_the_exact_size_and_apart():
@@ -167,7 +176,7 @@ def test_a_full_disk_is_noticed_without_fallocate(tmp_path, monkeypatch):
     way = CpuTransport(tmp_path)
     assert torch.equal(way.send(some_bytes(1000)).get(), some_bytes(1000))
     with pytest.raises(OSError, match="No space left"):
-        transport._reserve(0, 1 << 60, str(tmp_path))
+        scratch.reserve(0, 1 << 60, str(tmp_path))
 
 
 def test_a_directory_that_is_not_there_is_a_clear_error(tmp_path):

@@ -474,3 +474,19 @@ def test_ghost_run_is_exact(settings, tmp_path):
     assert ops_of(graph) == same_names(real.ops)
     assert graph.peak_bytes == pytest.approx(real.peak_bytes, rel=1e-4)
     assert graph.peak_bytes < plain.peak_bytes - 2 * 96 * 8192 * 4
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_head_is_plain_and_says_so_once():
+    torch.compiler.reset()
+    model, name = small_llama()(), "lm_head"
+    ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
+    wanted = model(input_ids=ids, labels=ids, use_cache=False).loss
+    with attach(model, {name: CHUNK}), warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        model.lm_head.compile(backend="eager", fullgraph=True)
+        for _ in range(2):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            assert torch.equal(loss, wanted)
+    said = [str(w.message) for w in heard if "chunked_loss" in str(w.message)]
+    assert len(said) == 1 and "torch.compile" in said[0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt.devices import disk
+from autockpt.devices.hostpool import AREA_BYTES
 from autockpt.devices.transport import CpuTransport
+from autockpt.errors import HostBudgetExceeded, MeasurementError
 from autockpt.policies import InPlaceError
 from autockpt.policies.saved import SMALL_BYTES, Group, SavedStorage
 from autockpt.runtime import attach
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
-from tests.policies.deferred import DeferredTransport
-from tests.policies.zoo import assert_equal, bytes_alive_after
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Offload, RecomputeOffload
+from tests.policies.deferred import DeferredDisk, DeferredTransport
+from tests.policies.zoo import CASES, assert_equal, bytes_alive_after, plain, train
 
 N = SMALL_BYTES // 4  # this many fp32 numbers are just large enough to be moved
 
@@ -298,18 +304,19 @@ class Log(DeferredTransport):
         super().__init__()
         self.now, self.lines = "", []
         inner = self.queues
-        wait, copy_in = inner.wait, inner.copy_in
+        wait, copy = inner.wait, inner.copy
 
         def waited(event):
             if not event.done:
                 self.lines.append(f"{self.now}: wait")
             wait(event)
 
-        def fetched(source, after):
-            self.lines.append(f"{self.now}: fetch")
-            return copy_in(source, after)
+        def fetched(direction, target, source, after):
+            if direction == "in":
+                self.lines.append(f"{self.now}: fetch")
+            return copy(direction, target, source, after)
 
-        inner.wait, inner.copy_in = waited, fetched
+        inner.wait, inner.copy = waited, fetched
 
 
 def test_when_copies_are_waited_for_and_started():
@@ -461,3 +468,84 @@ def test_forwards_are_not_neighbours_of_one_another():
         assert transport.queues.fetched == 2 * 4 * N  # nothing of the first forward
         first.sum().backward()
         assert transport.queues.fetched == 4 * 4 * N
+
+
+# --- tiers and the host budget
+
+DISK = Offload(tier="disk")
+BOTH_TIERS = (DISK, RecomputeOffload(tier="disk"), OFFLOAD, RecomputeOffload())
+
+
+def ways(folder: Any) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """An accelerator's ways, by tier."""
+    made = {"cpu": DeferredTransport(), "disk": DeferredDisk(folder)}
+    return made, lambda device, tier: made[tier]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "cnn"])
+def test_gradients_are_bit_equal_with_both_tiers_in_one_model(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "PART_BYTES", 8192)
+    case = CASES[name]
+    model = case.make()
+    choices = {unit: BOTH_TIERS[i % 4] for i, unit in enumerate(case.units(model))}
+    made, give = ways(tmp_path)
+    with attach(model, choices, transport=give):
+        assert_equal(train(model, case), plain(case))
+    assert all(transport.queues.sent == transport.queues.fetched > 0 for transport in made.values())
+    assert all(transport.pieces_in_use() == 0 for transport in made.values())
+
+
+def test_each_unit_goes_to_its_tier(tmp_path):
+    model = Model(lambda unit, x: x * unit.weight)
+    made, give = ways(tmp_path)
+    with attach(model, {"units.0": DISK, "units.1": OFFLOAD, "units.2": DISK}, transport=give) as session:
+        run(model, steps=1)
+    assert (made["cpu"].queues.sent, made["disk"].queues.sent) == (4 * N, 2 * 4 * N)
+    assert session.attached["units.0"].endswith("to a file on disk") and "disk" not in session.attached["units.1"]
+
+
+def test_on_the_cpu_both_tiers_are_one_file():
+    wanted, model = run(Model(lambda unit, x: (x * unit.weight).sin())), Model(lambda unit, x: (x * unit.weight).sin())
+    with attach(model, {"units.0": DISK, "units.1": OFFLOAD}) as session:
+        assert_equal(run(model), wanted)
+    assert session.host_bytes == AREA_BYTES
+
+
+def test_a_write_that_fails_is_an_error_of_the_step_and_no_gradient(tmp_path, monkeypatch):
+    model = Model(lambda unit, x: (x * unit.weight).sin())
+    _, give = ways(tmp_path)
+
+    def full(fd, data, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with (
+        attach(model, dict.fromkeys(model.offloaded(), DISK), transport=give),
+        pytest.raises(MeasurementError, match="No space left"),
+    ):
+        run(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_host_budget_is_a_bound_of_the_step():
+    body = lambda unit, x: (x * unit.weight).sin()  # noqa: E731
+    wanted = run(Model(body))
+    model = Model(body)
+    needed = 2 * 3 * 4 * N  # two storages of each unit
+    with attach(model, model.offloaded(), host_budget=needed) as session:
+        assert_equal(run(model), wanted)
+        assert session.host_bytes == needed
+    with attach(model, model.offloaded(), host_budget=needed - 4096), pytest.raises(HostBudgetExceeded):
+        run(model)
+    with attach(model, {"units.0": OFFLOAD}, host_budget=needed):  # nothing of the failed step is left
+        model.zero_grad()
+        assert_equal(run(model), wanted)
+
+
+def test_a_copied_model_offloads_within_a_budget_of_its_own():
+    model = Model(lambda unit, x: (x * unit.weight).sin())
+    wanted = run(Model(lambda unit, x: (x * unit.weight).sin()))
+    with attach(model, model.offloaded(), host_budget=2 * 3 * 4 * N):
+        twin = copy.deepcopy(model)
+        assert_equal(run(model), wanted)
+        assert_equal(run(twin), wanted)

@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.errors import ConflictError
 from autockpt.policies import InPlaceError, recomputing
+from autockpt.policies.attachment import place
+from autockpt.policies.recompute import run_recomputed
+from autockpt.policies.replay import ReplayState
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
 from tests.policies.zoo import assert_equal
@@ -309,3 +312,150 @@ def test_the_choice_of_attention_kernels_is_that_of_the_forward():
     before = torch.backends.cuda.flash_sdp_enabled()
     assert_as_plain(lambda: Model(body, call))
     assert torch.backends.cuda.flash_sdp_enabled() == before
+
+
+# --- what backward gets is what it would have got, or an error
+
+
+def test_a_tensor_that_the_unit_changes_after_saving_it_is_an_error_as_without_a_plan():
+    def body(unit, x):
+        y = unit.linear(x).sigmoid()
+        z = y * unit.linear.weight.sum()
+        y.add_(1)
+        return z.sin() + y
+
+    plain, model = Model(body), Model(body)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain(torch.randn(4, 8)).sum().backward()
+    with attach(model, CHOICES), pytest.raises(InPlaceError, match=r"units\.1 saved"):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+def test_what_one_backward_left_over_is_not_used_after_a_weight_was_changed():
+    def body(unit, x):
+        return unit.linear(unit.linear(x.detach())) + x.sin()
+
+    model = Model(body)
+    with attach(model, CHOICES):
+        x = torch.randn(4, 8).requires_grad_()
+        loss = model.units[0](x).sum()
+        torch.autograd.grad(loss, [x], retain_graph=True)  # makes again what the linear layers saved, does not use it
+        with torch.no_grad():
+            model.units[0].linear.weight.mul_(2)
+        with pytest.raises(InPlaceError):
+            torch.autograd.grad(loss, [model.units[0].linear.bias])
+
+
+def test_each_backward_over_a_kept_graph_runs_it_again():
+    model = Model(lambda unit, x: unit.linear(x).sigmoid())
+    wanted, calls = run(Model(lambda unit, x: unit.linear(x).sigmoid()), steps=1), []
+    with attach(model, CHOICES):
+        torch.manual_seed(1)
+        x = torch.randn(4, 8).requires_grad_()
+        loss = model(x).pow(2).sum()
+        for _ in range(3):
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+            calls.append(model.units[0].calls)
+    assert calls == [2, 3, 4]
+    assert torch.equal(model.units[0].linear.weight.grad, wanted["0 units.0.linear.weight"])
+
+
+class Twofold(torch.autograd.Function):
+    """Reads its saved tensor twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.sin())
+        return x * x.sin().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
+        assert torch.equal(first, second)
+        return gradients[0] * first
+
+
+def test_functions_that_read_what_they_saved_twice():
+    assert_as_plain(lambda: Model(lambda unit, x: Twofold.apply(unit.linear(x)).sigmoid()))
+
+
+def test_gradients_taken_inside_the_unit():
+    def body(unit, x):
+        with torch.enable_grad():
+            y = unit.linear(x).sigmoid()
+            (force,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return torch.dropout(y + force, 0.3, True)
+
+    assert_as_plain(lambda: Model(body))
+
+
+def test_an_exception_in_backward_leaves_a_graph_that_can_be_used_again():
+    model, wanted = Model(lambda unit, x: unit.linear(x).sigmoid()), run(Model(lambda u, x: u.linear(x).sigmoid()), 1)
+    with attach(model, CHOICES):
+        torch.manual_seed(1)
+        loss = model(torch.randn(4, 8).requires_grad_()).pow(2).sum()
+        handle = model.units[0].linear.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        assert recomputing() is None
+        model.zero_grad()
+        loss.backward()
+    assert torch.equal(model.units[0].linear.weight.grad, wanted["0 units.0.linear.weight"])
+
+
+def test_a_unit_inside_another_one():
+    class Outer(nn.Module):
+        def __init__(self, inner: Model) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(torch.dropout(x.sin(), 0.2, True)).cos()
+
+    def body(unit, x):
+        return torch.dropout(unit.linear(x).sigmoid(), 0.3, True)
+
+    wanted, model = run(Outer(Model(body))), Outer(Model(body))
+    with attach(model.inner, CHOICES):  # no plan has units inside others, so the outer one is attached by hand
+        place(model, run_recomputed, ReplayState("outer"))
+        assert_equal(run(model), wanted)
+
+
+def test_the_input_is_kept_in_the_way_of_what_is_around():
+    """Saved-tensor hooks of the user's own, as ``save_on_cpu`` sets them, get it like any other saved tensor."""
+    packed: list[torch.Size] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    class Hooked(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return super().forward(x)
+
+    def body(unit, x):
+        return unit.linear(x).sigmoid()
+
+    wanted, model = run(Hooked(body)), Hooked(body)
+    packed.clear()
+    with attach(model, CHOICES):
+        assert_equal(run(model), wanted)
+    assert packed == [torch.Size([4, 8])] * 4  # two units, two steps, nothing but the inputs
+
+
+def test_a_graph_break_inside_a_compiled_unit():
+    def body(unit, x):
+        y = unit.linear(x).sigmoid()
+        torch._dynamo.graph_break()
+        return torch.sin(y) * y
+
+    torch._dynamo.reset()
+    wanted, model = run(Model(body)), Model(body)
+    with attach(model, CHOICES):
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        got = run(compiled)
+    assert_equal({name.replace("_orig_mod.", ""): value for name, value in got.items()}, wanted)
+    torch._dynamo.reset()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.devices import transport_for
 from autockpt.errors import ConflictError
 from autockpt.policies import POLICIES, InPlaceError
 from autockpt.runtime import RunCounter, attach
@@ -427,7 +426,7 @@ def test_products_that_run_again_lie_within_what_the_policy_says(name: str, leve
     model = case.make()
     plan = case.choices(model, way)
     counter = RunCounter(model, plan)
-    with attach(model, plan, transport=counter.transport(transport_for("cpu"))), counter.counting():
+    with attach(model, plan, transport=counter.transports()), counter.counting():
         case.step(model, case.batch(), **({"use_cache": False} if case.takes_cache else {})).backward()
     for unit in counter.result().values():
         least, most = POLICIES["segment"].reruns(way, unit.forward)

@@ -115,3 +115,19 @@ def test_notes_stand_beside_the_name_or_below_the_table() -> None:
 def test_plain_output_has_no_escapes_and_paths_are_quoted() -> None:
     assert "\x1b" not in printed(outcome())
     assert loading_lines('odd "name".yaml')[1] == 'handle = autockpt.apply(model, "odd \\"name\\".yaml")'
+
+
+def test_host_memory_is_a_column_only_where_something_is_offloaded() -> None:
+    plain = outcome()
+    assert " host" not in printed(plain, width=160)
+    rows = tuple(
+        r.model_copy(update={"predicted": r.predicted.model_copy(update={"host_bytes": 3 * MIB}), "measured": None})
+        if r.name == "offload all" and r.predicted
+        else r
+        for r in plain.rows
+    )
+    assert plain.plan is not None
+    plan = plain.plan.model_copy(update={"host_budget_bytes": 5 * MIB})
+    text = printed(plain.model_copy(update={"rows": rows, "plan": plan}), width=160)
+    assert " host" in text and "3.00 MiB" in cells(text, "offload all")
+    assert "Host budget: 5.00 MiB" in text

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +16,7 @@ from autockpt.policies import POLICIES
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
 from tests.policies.zoo import CASES
+from tests.runtime.processes import in_two_processes, needs_gloo
 
 LLAMA = CASES["llama"]
 NAMES = [f"model.layers.{i}" for i in range(3)]
@@ -111,10 +107,7 @@ def differences(way: str, wanted: Run, recomputed: Run, got: Run) -> Iterator[st
         yield "keys"
 
 
-def one_process(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def all_plans(rank: int) -> list[str]:
     wrong = []
     for way in WAYS:
         wanted, recomputed = train(rank, way), train(rank, way, own=True)
@@ -124,15 +117,10 @@ def one_process(rank: int, port: int, folder: str) -> None:
                     continue  # the order is asked for where all choices are side by side
                 got = train(rank, way, choices, order)
                 wrong += [f"{way}, {what}, attached {order}: {d}" for d in differences(way, wanted, recomputed, got)]
-    Path(folder, f"{rank}.txt").write_text("\n".join(wrong))
-    dist.destroy_process_group()
+    return wrong
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+@needs_gloo
 def test_ddp_and_fsdp2(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn(one_process, (port, str(tmp_path)), nprocs=2)
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["", ""]
+    assert in_two_processes(all_plans, tmp_path) == []

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from autockpt.errors import ConflictError
 from autockpt.policies.lazylogits import LazyLogits
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss
+from tests.runtime.processes import in_two_processes, needs_gloo
 from tests.runtime.test_distributed import LLAMA, WAYS, shard
 
 
@@ -73,19 +68,7 @@ def chunked(rank: int) -> list[str]:
     return [*wrong, "a head that is sharded by itself is not refused"]
 
 
-def one_process(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    Path(folder, f"{rank}.txt").write_text("\n".join(chunked(rank)))
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+@needs_gloo
 def test_ddp_and_fsdp2(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn(one_process, (port, str(tmp_path)), nprocs=2)
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["", ""]
+    assert in_two_processes(chunked, tmp_path) == []

@@ -3,19 +3,21 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.devices import transport_for
 from autockpt.policies import POLICIES
 from autockpt.runtime import RunCounter, attach
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, choice_kinds, parse_choice
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Selective, choice_kinds, parse_choice
+from autockpt.verification import judge_runs
 from tests.policies.zoo import CASES, Case
 
 
 def count(case: Case, choices: dict[str, Choice], attached: dict[str, Choice] | None = None):
     model = case.make()
     counter = RunCounter(model, choices)
-    with attach(model, choices if attached is None else attached, transport=counter.transport(transport_for("cpu"))):
+    with attach(model, choices if attached is None else attached, transport=counter.transports()):
         extra = {"use_cache": False} if case.takes_cache else {}
         with counter.counting():
             case.step(model, case.batch(), **extra).backward()
@@ -35,6 +37,8 @@ def test_every_policy_does_what_it_says(name, kind):
         assert unit.forward > 0
         assert least <= unit.again <= most
         assert (unit.moved_bytes > 0) == ("offload" in kind)
+        assert unit.named_again <= unit.changed
+        assert unit.ops_again > 0 or kind in ("save", "offload")
 
 
 def test_llama_runs_all_but_its_last_product_again():
@@ -70,3 +74,50 @@ def test_sub_units_count_for_themselves():
     assert (runs["model.layers.0"].forward, runs["model.layers.0"].again) == (6, 0)
     assert runs["model.layers.0.mlp"].forward == 3
     assert runs["model.layers.0.mlp"].again >= 2
+
+
+KEPT = Selective(keep=("mlp.up_proj", "self_attn.q_proj"))
+
+
+def test_what_selective_names_is_counted_apart_and_not_made_again():
+    (unit,) = count(CASES["llama"], {"model.layers.1": KEPT}).values()
+    assert (unit.forward, unit.named, unit.named_again, unit.changed) == (9, 2, 0, 0)
+    assert unit.again == 6  # nor the last product of all
+    assert "2 of 2 outputs that are to be kept" in judge_runs({"model.layers.1": KEPT}, {"model.layers.1": unit}).detail
+
+
+@pytest.mark.parametrize("instead", [RECOMPUTE, SAVE, Selective(keep=("mlp.up_proj",))], ids=str)
+def test_a_selective_that_does_not_keep_what_it_names_is_seen(instead):
+    runs = count(CASES["llama"], {"model.layers.1": KEPT}, attached={"model.layers.1": instead})
+    assert judge_runs({"model.layers.1": KEPT}, runs).state == "failed"
+
+
+class Changing(nn.Module):
+    """A model whose layer changes the output of a product in place, so that it cannot be kept."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.second(self.first(x).mul_(2).tanh())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_an_output_that_was_changed_in_place_is_excused():
+    model, choices = Changing(), {"layers.0": Selective(keep=("first",))}
+    counter = RunCounter(model, choices)
+    with attach(model, choices), counter.counting():
+        model(torch.randn(4, 32)).sum().backward()
+    (unit,) = counter.result().values()
+    assert (unit.named, unit.named_again, unit.changed) == (1, 1, 1)
+    assert judge_runs(choices, counter.result()).state == "passed"

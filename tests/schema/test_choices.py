@@ -36,3 +36,12 @@ def test_round_trips(value):
 
 def test_one_letter_each():
     assert len({t.letter for t in CHOICE_TYPES}) == len(CHOICE_TYPES)  # type: ignore[attr-defined]
+
+
+def test_tiers_of_offload() -> None:
+    disk = parse_choice({"kind": "offload", "tier": "disk"})
+    assert str(disk) == "offload (tier disk)" and dump_choice(disk) == {"kind": "offload", "tier": "disk"}
+    assert dump_choice(parse_choice({"kind": "recompute_offload", "tier": "cpu"})) == "recompute_offload"
+    with pytest.raises(PlanError, match="tier") as caught:
+        parse_choice({"kind": "offload", "tier": "tape"})
+    assert "tier" in caught.value.remedy

@@ -235,3 +235,23 @@ def test_times_of_single_steps_stay_out_of_the_plan() -> None:
     plan = full_plan()
     assert plan.measured is not None and plan.measured.times == () and plan.measured.steps == 20
     assert plan.baselines[0].measured is not None and plan.baselines[0].measured.times == ()
+
+
+def test_the_host_budget_and_what_was_claimed_of_it_are_in_the_file(tmp_path: Path) -> None:
+    plan = Plan(
+        choices={"a.*": OFFLOAD},
+        host_budget_bytes=8 * 10**9,
+        predicted=Prediction(peak_bytes=1, host_bytes=64 << 20),
+        measured=Measurement(peak_bytes=1, step_seconds=1.0, host_bytes=32 << 20),
+    )
+    plan.save(tmp_path / "plan.yaml")
+    text = (tmp_path / "plan.yaml").read_text()
+    assert "host_budget_bytes: 8000000000  # 7.45 GiB (8.00 GB)" in text and "host_bytes: 67108864  # 64.0 MiB" in text
+    assert Plan.load(tmp_path / "plan.yaml") == plan
+
+
+def test_a_plan_for_blocks_fits_a_model_whose_parts_are_known_too() -> None:
+    units = [Unit(name=f"a.{i}", cls="Block", kind=0) for i in range(2)]
+    parts = [Unit(name=f"a.{i}.mlp", cls="MLP", kind=1, role="mlp", parent=f"a.{i}") for i in range(2)]
+    plan = Plan.create({"a.0": RECOMPUTE, "a.1": SAVE}, units)
+    assert plan.choices_for([*units, *parts]) == {"a.0": RECOMPUTE, "a.1": SAVE}

@@ -67,3 +67,12 @@ def test_silence_listens_to_everything() -> None:
     listener.stage("trace", 3)
     listener.advance()
     listener.note("x")
+
+
+def test_a_host_budget_is_another_question() -> None:
+    device = DeviceInfo(kind="cpu", name="here", capacity_bytes=1)
+    environment = Environment(device=device, versions={})
+    asked = {"budget": parse_budget("60%"), "workload": WorkloadSpec(model="llama-tiny"), "space": load_space("knobs")}
+    plain, bound = SearchRequest(**asked), SearchRequest(**asked, host_budget=10)
+    assert "host_budget" not in plain.question(environment)  # runs of earlier versions are found again
+    assert bound.question(environment)["host_budget"] == 10

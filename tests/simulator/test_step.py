@@ -148,3 +148,19 @@ def test_queues_never_beat_compute_alone_nor_lose_to_inline_copies(spans):
     inline = simulate(g, SECONDS, bandwidth_out=10.0, bandwidth_in=10.0)
     assert 10.0 - 1e-9 <= queued.step_seconds <= inline.step_seconds + 1e-9
     assert np.isclose(sum(queued.seconds_by_phase.values()), queued.step_seconds)
+
+
+def test_each_tier_has_its_own_bandwidth_and_the_disk_one_queue_for_both_directions():
+    copies = [
+        Copy(direction="out", bytes=20, issued=0, awaited=1, tier="disk"),  # 0..2, awaited at 1: waits 1
+        Copy(direction="out", bytes=20, issued=0, awaited=1),  # 0..1 beside it
+        Copy(direction="in", bytes=10, issued=0, awaited=2, tier="disk"),  # after what is written: 2..4
+        Copy(direction="in", bytes=20, issued=0, awaited=2),  # 0..1
+    ]
+    rates = {"bandwidth_out": 20.0, "bandwidth_in": 20.0, "disk_out": 10.0, "disk_in": 5.0}
+    s = simulate(graph("fff", copies=copies), SECONDS, copy_queues=True, **rates)
+    assert s.copy_seconds == pytest.approx(1.0 + 1.0)
+    inline = simulate(graph("fff", copies=copies), SECONDS, **rates)
+    assert inline.copy_seconds == pytest.approx(2.0 + 1.0 + 2.0 + 1.0)
+    with pytest.raises(ValueError, match="disk_out must be positive"):
+        simulate(graph("fff", copies=copies), SECONDS, bandwidth_out=1.0, bandwidth_in=1.0, disk_in=1.0)

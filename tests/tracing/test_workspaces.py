@@ -74,3 +74,13 @@ def test_other_kernels() -> None:
 def test_most_kernels_need_none() -> None:
     x: Tensor = torch.rand(8, 8)
     assert known(aten.mm.default, x, x) == known(aten.native_layer_norm.default, x, [8], None, None, 1e-5) == 0
+
+
+def test_scatter_add_of_16_bit_types_adds_up_in_fp32() -> None:
+    operator = Operator(torch.ops.aten.scatter_add_.default)
+
+    def of(dtype: torch.dtype) -> int:
+        x = torch.empty(4, 8, dtype=dtype)
+        return workspace_bytes(operator, (x, 1, torch.zeros(4, 2, dtype=torch.long), x[:, :2]), {})
+
+    assert (of(torch.float32), of(torch.bfloat16)) == (0, 4 * 8 * 4)

@@ -38,10 +38,12 @@ class MadeUpDevice:
     def true_peak(self, choices: Mapping[str, Choice]) -> int:
         return self.trace(choices).peak_bytes + self.unseen
 
-    def profiled(self, kinds: tuple[str, ...] = ("save", "recompute", "offload")) -> Profiled:
+    def profiled(
+        self, kinds: tuple[str, ...] = ("save", "recompute", "offload"), host_budget: int | None = None
+    ) -> Profiled:
         times = OpTimes(environment=self.environment, seconds=SECONDS, copy_out_bandwidth=40.0, copy_in_bandwidth=40.0)
         blocks = [u for u in self.trace().units if u.role == "block"]
-        return build_profile(self, times, uniform_graphs(self, blocks, kinds))
+        return build_profile(self, times, uniform_graphs(self, blocks, kinds), host_budget=host_budget)
 
     def measure(
         self, choices: Mapping[str, Choice], *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None

@@ -55,11 +55,12 @@ def search(
     confirm: Any = None,
     simulated: bool = False,
     seeds: Any = None,
+    host_budget: int | None = None,
 ) -> Found:
     storage = run.storage if run else "sqlite://"
     clock = clock or Clock(listener or Silence())
     engine = Engine(
-        profiled=device.profiled(),
+        profiled=device.profiled(host_budget=host_budget),
         scorer=Simulated() if simulated else RealSteps(device, clock, confirm),
         budget=parse_budget(budget),
         space=load_space(space),
@@ -268,3 +269,14 @@ def test_a_plan_from_elsewhere_with_choices_that_have_no_price_here_does_not_sto
     odd = {name: odd[name] if i == 0 else RECOMPUTE for i, name in enumerate(device.names)}
     found = search(device, "60%act", seeds={"measured plan": odd})
     assert any(t.choices == odd for t in found.trials) and found.best is not None
+
+
+@pytest.mark.parametrize("space", ["knobs", "layers"])
+def test_plans_over_the_host_budget_are_never_measured(space: str) -> None:
+    device = MadeUpDevice(4)
+    found = search(device, "60%act", space=space, trials=8, host_budget=100)  # not even a page
+    assert device.measured and all(c.kind != "offload" for plan in device.measured for c in plan.values())
+    offload_all = next(t for t in found.trials if t.name == "offload all")
+    assert not offload_all.feasible and "on the host" in offload_all.message
+    assert found.best is not None and found.best.measured is not None
+    assert found.best.measured.peak_bytes <= found.budget.bytes

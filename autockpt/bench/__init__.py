@@ -1,0 +1,5 @@
+"""Side by side with every other way of saving memory: the same machine, batch and meter, in turns."""
+
+from autockpt.bench.run import run_bench
+
+__all__ = ["run_bench"]

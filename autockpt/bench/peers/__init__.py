@@ -1,0 +1,26 @@
+"""What autockpt is measured against: one file per way of doing it, and the table of them all."""
+
+from autockpt.bench.peers.base import PLAIN, Context, Detach, Peer, Setting
+from autockpt.bench.peers.by_layer import EveryNth, FirstK, Plain, RecomputeAll
+from autockpt.bench.peers.by_op import OpSets
+from autockpt.bench.peers.compiled import MemoryBudget
+from autockpt.bench.peers.ours import Ours
+from autockpt.bench.peers.sac_ilp import SacIlp
+from autockpt.bench.peers.save_on_cpu import SaveOnCpu
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Plain(),
+        RecomputeAll(),
+        EveryNth(),
+        FirstK(),
+        OpSets(),
+        SaveOnCpu(),
+        SacIlp(),
+        MemoryBudget(),
+        Ours(),
+    )
+}
+
+__all__ = ["PEERS", "PLAIN", "Context", "Detach", "Peer", "Setting"]

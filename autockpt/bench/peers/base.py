@@ -1,0 +1,124 @@
+"""What a peer is: one way to train within less memory, with the settings that it offers for a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autockpt.runtime.session import without_kv_cache
+from autockpt.schema import Unit
+from autockpt.schema.bench import Group
+from autockpt.workload import Workload
+from autockpt.workload.names import unwrap
+from autockpt.workload.units import module_of
+
+PLAIN = "save everything"
+Detach = Callable[[], None]
+
+
+class Setting(NamedTuple):
+    """One way to set a peer: ``label`` is for people and unique within the peer, ``data`` is JSON for ``attach``."""
+
+    label: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a peer may know when it makes its settings.
+
+    ``units`` are the model's blocks in order, ``budgets`` the budgets in bytes by their text; ``plain_peak`` is the
+    measured peak of saving everything in bytes, None where that does not fit. ``plans`` are choices that a search
+    found, by budget.
+    """
+
+    workload: Workload
+    units: Sequence[Unit]
+    budgets: Mapping[str, int]
+    plain_peak: int | None
+    plans: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Peer(Protocol):
+    """One way of doing it, the way its own documentation says.
+
+    ``exact``: gradients are those of plain training bit for bit, else within rounding. ``group``: rows are timed
+    together but judged within their group only.
+    """
+
+    name: ClassVar[str]
+    group: ClassVar[Group]
+    exact: ClassVar[bool]
+
+    def missing(self, device_kind: str) -> str:
+        """Why this peer cannot run here (a package, a compiler), in one line; empty where nothing is known."""
+        ...
+
+    def settings(self, context: Context) -> Iterable[Setting]:
+        """Every setting worth a row. May run and time ops; leaves the model as it was."""
+        ...
+
+    def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
+        """Attach a setting to a live model. ``units`` are the names of its blocks. What is returned takes it off."""
+        ...
+
+
+class Always:
+    """The common part of peers that need nothing but PyTorch and are exact."""
+
+    group: ClassVar[Group] = "eager"
+    exact: ClassVar[bool] = True
+
+    def missing(self, device_kind: str) -> str:
+        return ""
+
+
+def replace_forwards(model: nn.Module, wrapped: Mapping[str, Callable[..., Any] | None]) -> Detach:
+    """Put ``function(inner_forward, *args, **kwargs)`` in the place of the named modules' forwards.
+
+    "" is the model itself; None leaves a module alone. The KV cache is off, as it is under a plan of ours: a layer that
+    runs again would add to it twice. What is returned restores all, in reverse.
+    """
+    with ExitStack() as stack:
+        stack.callback(without_kv_cache(model).remove)
+        for name, function in wrapped.items():
+            if function is not None:
+                stack.callback(_replace(unwrap(module_of(model, name)) if name else unwrap(model), function))
+        return stack.pop_all().close
+
+
+def _replace(module: nn.Module, function: Callable[..., Any]) -> Detach:
+    before = module.__dict__.get("forward")
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(inner, *args, **kwargs)
+
+    module.__dict__["forward"] = forward
+
+    def restore() -> None:
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = before
+
+    return restore
+
+
+def recomputed(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own activation checkpointing, as it is recommended: non-reentrant, random state preserved."""
+    return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+
+def recomputed_but(contexts: Callable[[], Any]) -> Callable[..., Any]:
+    """PyTorch's selective activation checkpointing; ``contexts`` makes the pair of modes of one call."""
+
+    def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return run

@@ -1,0 +1,67 @@
+"""Sets of ops whose outputs a recomputed layer keeps, by PyTorch's selective activation checkpointing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from autockpt.bench.peers.base import Always, Context, Detach, Setting, recomputed_but, replace_forwards
+
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
+_ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
+
+KEEP = {
+    "matmuls and attention": {"attention": True, "matmuls": 1},
+    "every second matmul and attention": {"attention": True, "matmuls": 2},
+    "attention": {"attention": True, "matmuls": 0},
+}
+
+
+class OpSets(Always):
+    """Each layer is recomputed but for the outputs of some ops.
+
+    "every second matmul" is torchtitan's selective option (torchtitan/distributed/activation_checkpoint.py): matrix
+    products are counted through a layer's forward, and those with odd numbers are kept.
+    """
+
+    name: ClassVar[str] = "keep ops"
+
+    def settings(self, context: Context) -> Iterable[Setting]:
+        for label, kept in KEEP.items():
+            yield Setting(label, dict(kept))
+
+    def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
+        def contexts() -> Any:
+            return create_selective_checkpoint_contexts(policy(setting["attention"], setting["matmuls"]))
+
+        return replace_forwards(model, dict.fromkeys(units, recomputed_but(contexts)))
+
+
+def policy(attention: bool, matmuls: int) -> Callable[..., CheckpointPolicy]:
+    """A policy for one call of a layer. ``matmuls``: 0 none, n the first of every n."""
+    seen: Counter[bool] = Counter()  # by whether the layer runs again: its second run counts anew
+
+    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kind = kind_of(op)
+        if kind == "matmul" and matmuls:
+            seen[context.is_recompute] += 1
+            kept = (seen[context.is_recompute] - 1) % matmuls == 0
+        else:
+            kept = kind == "attention" and attention
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(decide)
+
+
+def kind_of(op: Any) -> str:
+    """ "matmul", "attention" or "" for an op overload."""
+    name = op.overloadpacket.__name__ if isinstance(op, torch._ops.OpOverload) else str(op)
+    if name in _MATMULS:
+        return "matmul"
+    return "attention" if name.startswith(_ATTENTION) or "flex_attention" in name else ""

@@ -1,0 +1,254 @@
+"""A bench from end to end: rows made ready one by one, timed in turns, judged, and kept on disk all the while."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from autockpt.bench.judging import OURS, lines_of, open_rows, results_of, unknown
+from autockpt.bench.peers import PEERS, PLAIN
+from autockpt.bench.searching import search_for
+from autockpt.bench.store import BenchDirectory
+from autockpt.errors import AutockptError, MeasurementError, UsageError
+from autockpt.measuring import WorkerMeasurer
+from autockpt.report import bench_page, bench_picture
+from autockpt.schema import Listener, ResolvedBudget, Silence, covers
+from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow
+from autockpt.schema.suggest import closest
+
+WORKER = "autockpt.bench.worker"
+_KINDS = ("share", "bytes")
+
+
+def run_bench(request: BenchRequest, listener: Listener | None = None) -> BenchReport:
+    """Measure every peer that was asked for, and plans of ours, side by side. Continues an earlier run of the question.
+
+    Raises UsageError for budgets or peers that cannot be, WorkloadError where plain steps do not run, MeasurementError
+    where the device fails. A peer that cannot run is a row that says so. Ctrl-C: the report so far, ``interrupted``.
+    """
+    _check(request)
+    listener = listener or Silence()
+    with WorkerMeasurer(request.workload, request.device) as worker:
+        listener.stage("build")
+        environment = worker.environment
+        question = request.question(environment)
+        entered = BenchDirectory.enter(
+            request.out,
+            question,
+            model=request.workload.model,
+            device=environment.device.kind,
+            fresh=request.fresh,
+        )
+        with entered as directory:
+            directory.add_command(shlex.join(request.command))
+            bench = _Bench(request, worker, directory, listener)
+            return bench.run()
+
+
+def _check(request: BenchRequest) -> None:
+    if not request.budgets:
+        raise UsageError("no budgets were given", remedy="For example --budgets 30%,45%,60%,85%.")
+    for budget in request.budgets:
+        if budget.kind not in _KINDS:
+            raise UsageError(
+                f"a bench has no budget {budget.text!r}",
+                remedy="Write shares of save-everything's measured peak (60%) or sizes (24GB).",
+            )
+    for name in unknown(request.peers or ()):
+        near = closest(name, PEERS)
+        hint = f"Did you mean {near!r}? " if near else ""
+        raise UsageError(f"there is no peer {name!r}", remedy=f"{hint}The table has: {', '.join(PEERS)}.")
+
+
+class _Bench:
+    """The state of one run; what is lasting is in the directory."""
+
+    def __init__(
+        self, request: BenchRequest, worker: WorkerMeasurer, directory: BenchDirectory, listener: Listener
+    ) -> None:
+        self.request = request
+        self.worker = worker
+        self.directory = directory
+        self.listener = listener
+        self.rows = directory.rows()
+        self.rounds = directory.rounds()
+        self.budgets: list[ResolvedBudget] = []
+        self.wanted = [name for name in PEERS if name == PLAIN or name in (request.peers or PEERS)]
+        self.missing: dict[str, str] = {}
+        self.deadline = float("inf")
+
+    def run(self) -> BenchReport:
+        interrupted = False
+        try:
+            self._make_rows()
+            self._report(interrupted=False)  # what is known is on disk before the long part begins
+            if self.request.timeout is not None:
+                self.deadline = time.monotonic() + self.request.timeout
+            self._all_rounds()
+            self._deciding_rounds()
+        except KeyboardInterrupt:
+            interrupted = True
+        except AutockptError:
+            self._report(interrupted=True)  # what was measured until then
+            raise
+        return self._report(interrupted)
+
+    # --- rows
+
+    def _make_rows(self) -> None:
+        self.missing = self._call("facts", peers=self.wanted)["missing"]
+        self.listener.stage("plain training")
+        self._add(PLAIN, "", {"recompute": []})
+        plain = self.rows[PLAIN]
+        if plain.state == "failed":
+            raise MeasurementError(f"plain training failed: {plain.message}", remedy="Nothing can be compared with it.")
+        self._resolve(plain)
+        for name in self.wanted:
+            if self.missing[name]:
+                self._put(BenchRow(key=name, peer=name, group=PEERS[name].group, state="missing"), self.missing[name])
+            elif name == OURS:
+                self._ours()
+            elif name != PLAIN:
+                self._peer(name)
+
+    def _resolve(self, plain: BenchRow) -> None:
+        kind = self.worker.environment.device.kind
+        for budget in self.request.budgets:
+            if budget.kind == "share" and plain.peak_bytes is None:
+                raise UsageError(
+                    f"saving everything does not fit, so a budget of {budget.text} of its peak is unknown",
+                    remedy="Give sizes, as in --budgets 40GB,60GB.",
+                )
+            size = budget.resolve(plain.peak_bytes or 0, 0, 0)
+            self.budgets.append(ResolvedBudget(asked=budget.text, bytes=size, covers=covers(kind)))
+
+    def _peer(self, name: str) -> None:
+        self.listener.stage(name)
+        found = self.directory.settings(name)
+        if found is None:
+            answer = self._call(
+                "settings",
+                peer=name,
+                budgets={b.asked: b.bytes for b in self.budgets},
+                plain_peak=self.rows[PLAIN].peak_bytes,
+            )
+            if "failed" in answer:
+                row = BenchRow(key=name, peer=name, group=PEERS[name].group, state="failed")
+                self._put(row, answer["failed"])
+                return
+            found = answer["settings"]
+            self.directory.add_settings(name, found)
+        for label, setting in found:
+            self._add(name, label, setting)
+
+    def _ours(self) -> None:
+        """Our plan at every budget, each found by a search with a worker of its own."""
+        for budget in self.budgets:
+            key = f"{OURS} {budget.asked}"
+            if key in self.rows and self.rows[key].state == "measured":
+                continue
+            self.listener.stage(f"search at {budget.asked}")
+            self.worker.rest()  # two models would share the device
+            row = BenchRow(key=key, peer=OURS, state="failed", budget=budget.asked)
+            try:
+                choices, cost = search_for(self.request, budget, self.directory.path / "searches", self.listener)
+            except AutockptError as error:
+                self._put(row, " ".join(error.message.split()))
+                continue
+            self._first_steps(row.model_copy(update={"setting": {"choices": choices}, "search": cost}))
+
+    def _add(self, name: str, label: str, setting: dict[str, Any]) -> None:
+        key = f"{name} {label}".strip()
+        known = self.rows.get(key)
+        if known is None or known.state != "measured" or known.setting != setting:
+            row = BenchRow(key=key, peer=name, group=PEERS[name].group, setting=setting, state="failed")
+            self._first_steps(row)
+
+    def _first_steps(self, row: BenchRow) -> None:
+        """Measure a row's peak, compare its gradients, and keep what came of it."""
+        if (known := self.rows.get(row.key)) is not None and known.setting != row.setting:
+            self.rounds = [{k: v for k, v in seconds.items() if k != row.key} for seconds in self.rounds]
+        self.listener.stage(f"first steps: {row.key}")
+        try:
+            answer = self._call("prepare", peer=row.peer, setting=row.setting)
+        except MeasurementError as error:  # it took the worker with it; the next call starts another
+            answer = {"state": "failed", "message": " ".join(error.message.split())[:300]}
+        self._put(row.model_copy(update=answer), answer.get("message", ""))
+
+    def _put(self, row: BenchRow, message: str) -> None:
+        row = row.model_copy(update={"message": message})
+        if self.rows.get(row.key) != row:
+            self.rows[row.key] = row
+            self.directory.add_row(row)
+        if message:
+            self.listener.note(f"{row.key}: {message}")
+
+    # --- rounds
+
+    def _all_rounds(self) -> None:
+        """Every row in turns, until each has as many rounds as were asked for."""
+        self.listener.stage("all in turns", self.request.rounds)
+        while time.monotonic() < self.deadline:
+            have = {key: sum(key in seconds for seconds in self.rounds) for key in self._measured()}
+            if min(have.values(), default=self.request.rounds) >= self.request.rounds:
+                return
+            self._round(list(have))
+            self.listener.advance()
+
+    def _deciding_rounds(self) -> None:
+        """Rows that decide who is ahead, until their ratios are known well enough or rounds run out."""
+        self.listener.stage("until decided")
+        while time.monotonic() < self.deadline:
+            keys = open_rows(self._results(), self.request.most_rounds)
+            if not keys:
+                return
+            self._round(keys)
+            self.listener.advance()
+
+    def _measured(self) -> list[str]:
+        """Rows to be timed: of peers that were asked for now, in the table's order."""
+        return [k for k, row in self.rows.items() if row.state == "measured" and row.peer in self.wanted]
+
+    def _round(self, keys: Sequence[str]) -> None:
+        wired = {key: {"peer": self.rows[key].peer, "setting": self.rows[key].setting} for key in keys}
+        answer = self._call("take_turns", rows=wired)
+        for key, message in answer["failed"].items():
+            self._put(self.rows[key].model_copy(update={"state": "failed"}), message)
+        if answer["seconds"]:
+            self.rounds.append(answer["seconds"])
+            self.directory.add_round(answer["seconds"])
+
+    def _call(self, function: str, **payload: Any) -> dict[str, Any]:
+        return self.worker.call(f"{WORKER}:{function}", payload)
+
+    # --- what came of it
+
+    def _results(self) -> list[Any]:
+        rows = [row for row in self.rows.values() if row.peer in self.wanted]
+        return results_of(rows, self.rounds, self.budgets, self.request.within)
+
+    def _report(self, interrupted: bool) -> BenchReport:
+        rows = [row for row in self.rows.values() if row.peer in self.wanted]
+        order = list(PEERS)
+        rows.sort(key=lambda row: order.index(row.peer))
+        plain = self.rows.get(PLAIN)
+        report = BenchReport(
+            model=self.request.workload.model,
+            settings={k: v for k, v in self.worker.settings.items() if isinstance(v, (str, int, float, bool))},
+            environment=self.worker.environment,
+            command=shlex.join(self.request.command),
+            plain_peak_bytes=plain.peak_bytes if plain else None,
+            lines=tuple(lines_of(rows, self.rounds)),
+            budgets=tuple(results_of(rows, self.rounds, self.budgets, self.request.within)),
+            within=self.request.within,
+            most_rounds=self.request.most_rounds,
+            interrupted=interrupted,
+            directory=self.directory.path,
+            notes=(*self.request.notes, *self.worker.notes),
+        )
+        self.directory.write_report(report)
+        self.directory.write("table.md", bench_page(report))
+        self.directory.write("picture.svg", bench_picture(report))
+        return report

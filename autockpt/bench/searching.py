@@ -1,0 +1,55 @@
+"""Our plan at a budget: an ordinary search, with what it cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autockpt.errors import InfeasibleError
+from autockpt.schema import Listener, ResolvedBudget, SearchOutcome, SearchRequest, dump_choice, parse_budget
+from autockpt.schema.bench import BenchRequest, SearchCost
+from autockpt.tuning import run_search
+
+MEASURED = "measured steps"
+
+
+def search_for(
+    request: BenchRequest, budget: ResolvedBudget, out: Path, listener: Listener
+) -> tuple[dict[str, Any], SearchCost]:
+    """The choices of the plan that a search finds within so many bytes, as JSON, and what finding it took.
+
+    Raises InfeasibleError where nothing fits, KeyboardInterrupt where the search was interrupted.
+    """
+    outcome = run_search(
+        SearchRequest(
+            budget=parse_budget(_in_bytes(budget.bytes)),
+            workload=request.workload,
+            space=request.space,
+            device=request.device,
+            trials=request.trials,
+            seed=request.seed,
+            out=out,
+            fresh=request.fresh,
+            command=request.command,
+        ),
+        listener,
+    )
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    if outcome.plan is None:
+        raise InfeasibleError(f"the search found no plan within {budget.asked}")
+    choices = {name: dump_choice(choice) for name, choice in outcome.plan.expand_planned().items()}
+    return choices, _cost(outcome)
+
+
+def _in_bytes(size: int) -> str:
+    """A budget's text for so many bytes: the finest unit that a budget can be written in, rounded down."""
+    return f"{size // 1000}KB"
+
+
+def _cost(outcome: SearchOutcome) -> SearchCost:
+    return SearchCost(
+        trials=outcome.measured_trials,
+        seconds=sum(stage.seconds for stage in outcome.stages if not stage.part),
+        measured_seconds=sum(stage.seconds for stage in outcome.stages if stage.part and stage.name == MEASURED),
+    )

@@ -1,0 +1,205 @@
+"""What a bench does beside the model, called by reference: peers' settings, a row's first steps, rounds in turns."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from autockpt.bench.peers import PEERS, Context, Detach
+from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
+from autockpt.measuring import StepRunner
+from autockpt.runtime import without_kv_cache
+from autockpt.runtime.gradients import judge
+from autockpt.runtime.observation import Observation, deterministic_algorithms, observe
+from autockpt.schema import Unit
+from autockpt.workload import discover_units
+from autockpt.workload.failures import summary
+
+# two observations of plain training by what was asked of them; None: plain training does not fit
+_references: weakref.WeakKeyDictionary[StepRunner, dict[bool, _Reference | None]] = weakref.WeakKeyDictionary()
+_Reference = tuple[Observation, Observation, bool]
+
+
+def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Why each peer of ``payload["peers"]`` cannot run here, empty where nothing is known; names of the blocks.
+
+    Raises UsageError for a workload that runs its own loop: what its gradients are cannot be told from outside.
+    """
+    if runner.workload.full_step is not None:
+        raise UsageError(
+            "the factory returned a full_step, and gradients inside it cannot be compared with plain training's",
+            remedy="Let it return (model, batch, step), where step(model, batch) gives the loss.",
+        )
+    missing = {name: PEERS[name].missing(runner.device.kind) for name in payload["peers"]}
+    return {"missing": missing, "blocks": [unit.name for unit in _blocks(runner)]}
+
+
+def settings(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of one peer, or why there are none: ``{"settings": [[label, data], …]}`` or ``{"failed": …}``."""
+    context = Context(
+        workload=runner.workload,
+        units=_blocks(runner),
+        budgets=payload["budgets"],
+        plain_peak=payload["plain_peak"],
+        plans=payload.get("plans", {}),
+    )
+    try:
+        found = []
+        for setting in PEERS[payload["peer"]].settings(context):
+            found.append([setting.label, setting.data])
+            runner.beat("setting")
+        return {"settings": found}
+    except Exception as error:  # another project's code, run as it is
+        return {"failed": _reason(error)}
+    finally:
+        runner.workload.release_gradients()
+
+
+def prepare(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's first steps: peak, and gradients against plain training's.
+
+    ``state`` is "measured" only where the gradients are what the peer promises.
+    """
+    began = time.monotonic()
+    try:
+        measured = runner.measure(_attached(runner, payload), steps=1, warmup=1)
+        seconds = time.monotonic() - began
+        equal, words = _gradients(runner, payload)
+    except DeviceOutOfMemory as error:
+        return {"state": "out_of_memory", "message": _one_line(error)}
+    except Exception as error:  # another project's code, run as it is
+        return {"state": "failed", "message": _reason(error)}
+    if not equal:
+        return {"state": "failed", "message": f"wrong gradients: {words}", "peak_bytes": measured.peak_bytes}
+    return {
+        "state": "measured",
+        "peak_bytes": measured.peak_bytes,
+        "gradients": words,
+        "first_seconds": seconds,
+    }
+
+
+def take_turns(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """One round: seconds by key of ``payload["rows"]``, measured in turns.
+
+    A row that fails now is named in ``failed`` with the reason, and the others' round is lost with it.
+    """
+    rows: dict[str, Callable[[nn.Module], Detach]] = {}
+    failed: dict[str, str] = {}
+    for key, row in payload["rows"].items():
+        rows[key] = _noting(key, _attached(runner, row), failed)
+    try:
+        times = runner.compare(rows, rounds=1)
+    except Exception as error:
+        if not failed:
+            raise
+        key = list(failed)[-1]
+        return {"seconds": {}, "failed": {key: _reason(error)}}
+    return {"seconds": {key: values[0] for key, values in times.items()}, "failed": {}}
+
+
+def _noting(key: str, attach: Callable[[nn.Module], Detach], running: dict[str, str]) -> Callable[[nn.Module], Detach]:
+    """``attach`` with a note of which row is running, for the case that it fails."""
+
+    def run(model: nn.Module) -> Detach:
+        running.pop(key, None)
+        running[key] = ""
+        return attach(model)
+
+    return run
+
+
+def _attached(runner: StepRunner, payload: Mapping[str, Any]) -> Callable[[nn.Module], Detach]:
+    peer, setting = PEERS[payload["peer"]], payload["setting"]
+    return partial(_attach, peer, [unit.name for unit in _blocks(runner)], setting)
+
+
+def _attach(peer: Any, units: list[str], setting: Mapping[str, Any], model: nn.Module) -> Detach:
+    return peer.attach(model, units, setting)
+
+
+def _blocks(runner: StepRunner) -> list[Unit]:
+    return [unit for unit in discover_units(runner.workload.model) if unit.role == "block"]
+
+
+def _gradients(runner: StepRunner, payload: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether two steps are those of plain training, and what the comparison says."""
+    peer = PEERS[payload["peer"]]
+    reference = _reference(runner, sketched=not peer.exact)
+    if reference is None:
+        return True, "not compared: plain training does not fit"
+    first, second, deterministic = reference
+    if not peer.exact and _draws(first):
+        return True, "not compared: the model draws random numbers, which compiled code draws its own way"
+    compiled = peer.group == "compiled"
+    observed = _observe(runner, _attached(runner, payload), deterministic, not peer.exact, typed=not compiled)
+    if compiled:
+        observed = observed.model_copy(update={"coarsest": first.coarsest})
+    check = judge(first, second, observed, deterministic)
+    return check.equal, "bit-equal" if check.equal and peer.exact and check.repeatable else check.describe()
+
+
+def _draws(observed: Observation) -> bool:
+    """Whether steps draw random numbers (dropout): the state then moves on from step to step."""
+    name = "random state after backward"
+    return observed.digests[f"step 1: {name}"] != observed.digests[f"step 2: {name}"]
+
+
+def _reference(runner: StepRunner, *, sketched: bool) -> _Reference | None:
+    known = _references.setdefault(runner, {})
+    if sketched not in known:
+        known[sketched] = _observe_plain(runner, sketched)
+    return known[sketched]
+
+
+def _observe_plain(runner: StepRunner, sketched: bool) -> _Reference | None:
+    def plain(model: nn.Module) -> Detach:
+        return without_kv_cache(model).remove
+
+    try:
+        for deterministic in (False, True):
+            first, second = (_observe(runner, plain, deterministic, sketched) for _ in range(2))
+            if deterministic or not first.differences(second):
+                return first, second, deterministic
+    except DeviceOutOfMemory:
+        return None
+    raise AssertionError("not reached")
+
+
+def _observe(
+    runner: StepRunner,
+    attach: Callable[[nn.Module], Detach],
+    deterministic: bool,
+    sketched: bool,
+    *,
+    typed: bool = True,
+) -> Observation:
+    """Two accumulating steps with something attached."""
+    workload = runner.workload
+
+    def forward_backward(between: Callable[[], None]) -> Tensor:
+        return workload.forward_backward(lambda phase: between() if phase == "backward" else None)
+
+    with runner.under(attach), deterministic_algorithms() if deterministic else nullcontext():
+        runner.seed()
+        observed = observe(workload.model, forward_backward, sketched=sketched, typed=typed)
+    runner.beat("observed")
+    return observed
+
+
+def _reason(error: Exception) -> str:
+    """Why something failed, in one line. A device that is lost is no row's failure: that error is passed on."""
+    if "CUDA error" in str(error):
+        raise error
+    return _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    said = error.message if isinstance(error, AutockptError) else summary(error)
+    return " ".join(said.split())[:300]

@@ -1,0 +1,125 @@
+"""``autockpt bench``: side by side with every other way of saving memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autockpt.cli import screen
+from autockpt.cli.guard import INTERRUPTED, guarded
+from autockpt.cli.options import duration, takes_workload, workload_spec
+from autockpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from autockpt.schema import Budget, SearchSpace
+
+
+@guarded
+@takes_workload
+def bench(
+    workload: dict[str, Any],
+    *,
+    budgets: Annotated[
+        str,
+        typer.Option(
+            "--budgets", metavar="A,B", help="Shares of save-everything's measured peak, or sizes, as in 45%,24GB."
+        ),
+    ] = "30%,45%,60%,85%",
+    peers: Annotated[
+        str | None,
+        typer.Option("--peers", metavar="A,B", help="Only these, as in 'first-k,autockpt'. Default: all there are."),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, metavar="N", help="Time every method this often, in turns.")
+    ] = 9,
+    most_rounds: Annotated[
+        int,
+        typer.Option("--most-rounds", min=1, metavar="N", help="Time what decides who is ahead at most this often."),
+    ] = 60,
+    timeout: Annotated[
+        str | None, typer.Option("--timeout", metavar="TIME", help="Begin no round after so long: 90s, 10m, 1h.")
+    ] = None,
+    trials: Annotated[
+        int, typer.Option("--trials", "-n", min=1, metavar="N", help="Plans measured by each search of ours, at most.")
+    ] = 20,
+    choices: Annotated[
+        str | None,
+        typer.Option("--choices", metavar="A,B", help="What plans of ours may use. Default: all; on a CPU no offload."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="For weights, batch and sampler.")] = 0,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder that gets the bench's directory.")
+    ] = Path("results"),
+    fresh: Annotated[
+        bool, typer.Option("--fresh/--resume", help="Set an earlier bench of this question aside, or continue it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Measure plans of ours beside every other way of saving memory.
+
+    Same machine, batch and meter, in turns: rules per layer, op-level sets, PyTorch's SAC ILP (pip install
+    'autockpt[bench]'), torch.compile's memory budget, a plan of ours per budget. Gradients are compared with plain
+    training's first. A method that cannot run is a row that says so. Writes a table, a picture and JSON.
+    """
+    from autockpt.bench import run_bench
+    from autockpt.report import listener, print_bench
+    from autockpt.schema.bench import BenchRequest
+
+    limit = duration(timeout)
+    space, notes = _space(choices, device)
+    request = BenchRequest(
+        workload=workload_spec(workload, seed=seed),
+        budgets=_budgets(budgets),
+        space=space,
+        peers=None if peers is None else tuple(filter(None, map(str.strip, peers.split(",")))),
+        device=device,
+        rounds=rounds,
+        most_rounds=max(rounds, most_rounds),
+        timeout=limit,
+        trials=trials,
+        seed=seed,
+        out=out,
+        fresh=fresh,
+        command=("autockpt", *sys.argv[1:]),
+        notes=notes,
+    )
+    with listener(screen.progress()) as watcher:
+        report = run_bench(request, watcher)
+    if as_json:
+        screen.print_json(report.model_dump_json(indent=2))
+    else:
+        print_bench(report, screen.results())
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _budgets(text: str) -> tuple[Budget, ...]:
+    from autockpt.schema import parse_budget
+
+    found = tuple(parse_budget(part.strip()) for part in text.split(",") if part.strip())
+    if len({budget.text for budget in found}) < len(found):
+        raise UsageError(f"--budgets {text} names a budget twice", remedy="Name each once.")
+    return found
+
+
+def _space(choices: str | None, device: str | None) -> tuple[SearchSpace, tuple[str, ...]]:
+    """What our searches may use. On a CPU offload would win by not being counted, so it has to be asked for."""
+    from autockpt.devices import get_device
+    from autockpt.schema import load_space
+
+    space = load_space("knobs")
+    if choices is not None:
+        return space.restricted(tuple(c.strip() for c in choices.split(",") if c.strip())), ()
+    if get_device(device).kind != "cpu":
+        return space, ()
+    note = (
+        "plans of ours do without offload here: on a CPU it goes to memory-mapped files, which a peak does not count "
+        "(--choices allows it)"
+    )
+    return space.restricted(tuple(c for c in space.choices if "offload" not in c)), (note,)

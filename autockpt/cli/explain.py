@@ -1,0 +1,141 @@
+"""``autockpt explain``: where the bytes of a step go, and why a plan does what it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autockpt.cli import screen
+from autockpt.cli.guard import guarded
+from autockpt.cli.options import takes_workload, workload_spec
+from autockpt.errors import InfeasibleError, UsageError
+
+if TYPE_CHECKING:
+    from autockpt.explain import Question
+    from autockpt.schema import Plan
+    from autockpt.schema.hardware import Hardware
+
+
+@guarded
+@takes_workload
+def explain(
+    plan: Annotated[
+        Path | None, typer.Argument(help="A plan file, or a run's directory. Without: the workload of --model.")
+    ] = None,
+    workload: dict[str, Any] = {},  # noqa: B006  filled in by takes_workload
+    *,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget", metavar="SIZE", help="Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", metavar="NAME", help="Model this device instead: rtx4090, h100, or a YAML file."),
+    ] = None,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="Put the rules of thumb to the test on this model instead.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --rules: take real steps on the device as well.")
+    ] = False,
+    limits: Annotated[
+        bool, typer.Option("--limits/--no-limits", help="Look for the largest batch and sequence under the budget.")
+    ] = True,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, metavar="N", help="For weights and batch. Default: 0.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show where a step's bytes go, when they are the most, and what giving some up would cost.
+
+    Explains a plan; or what fits a budget; or, with neither, plain training. Nothing is run: bytes come from ghost
+    runs, seconds from op times where any are known. Options that are not given are those that the plan was made with.
+    Exits with 3 where nothing fits the budget, after explaining the leanest plan.
+    """
+    from autockpt.schema import parse_budget
+
+    if measure and not rules:
+        raise UsageError("--measure belongs to --rules", remedy="Add --rules; `autockpt verify` measures a plan.")
+    if rules and (plan is not None or budget is not None):
+        raise UsageError(
+            "--rules looks at the model alone", remedy="Leave the plan and --budget out, and name the --model."
+        )
+    if hardware is not None and (device is not None or measure):
+        other = "--device" if device is not None else "--measure"
+        raise UsageError(
+            f"--hardware models a device that is not at hand; {other} needs one", remedy="Give one of them."
+        )
+    asked = parse_budget(budget) if budget is not None else None
+    loaded = _load(plan) if plan is not None else None
+    spec = workload_spec(workload, base=loaded.workload if loaded else None, seed=seed)
+    from autockpt.explain import Question
+
+    question = Question(
+        spec=spec,
+        plan=loaded,
+        plan_path=plan,
+        budget=asked,
+        device=device,
+        hardware=_hardware(hardware),
+        limits=limits,
+    )
+    if rules:
+        _print_rules(question, measure, as_json)
+    else:
+        _print(question, as_json)
+
+
+def _hardware(name: str | None) -> Hardware | None:
+    if name is None:
+        return None
+    from search_spaces.hardware import load_hardware
+
+    return load_hardware(name)
+
+
+def _load(path: Path) -> Plan:
+    from autockpt.schema import Plan
+
+    if not path.is_dir():
+        return Plan.load(path)
+    from autockpt.history.rundir import RunDirectory
+
+    found = RunDirectory.open(path).plan()
+    if found is None:
+        raise UsageError(f"the run {path} has no plan yet", remedy="Let its search finish, or name a plan file.")
+    return found
+
+
+def _print(question: Question, as_json: bool) -> None:
+    from autockpt.explain import explain as explained
+    from autockpt.report import listener
+    from autockpt.report.explain_view import print_explanation
+
+    with listener(screen.progress()) as watcher:
+        said = explained(question, watcher)
+    if as_json:
+        screen.print_json(said.model_dump_json(indent=2))
+    else:
+        print_explanation(said, screen.results())
+    if said.smallest_peak > (said.budget.bytes if said.budget else said.smallest_peak):
+        raise typer.Exit(InfeasibleError.exit_code)
+
+
+def _print_rules(question: Question, measure: bool, as_json: bool) -> None:
+    from autockpt.explain import rules
+    from autockpt.report import listener
+    from autockpt.report.rules_view import print_rules
+
+    with listener(screen.progress()) as watcher:
+        said = rules(question, watcher, measure=measure)
+    if as_json:
+        screen.print_json(said.model_dump_json(indent=2))
+    else:
+        print_rules(said, screen.results())

@@ -1,0 +1,135 @@
+"""From a plan, a budget or a plain workload to the whole Explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autockpt.explain.fronts import fronts
+from autockpt.explain.holdings import Ledger
+from autockpt.explain.limits import workload_limits
+from autockpt.explain.moment import curve, moment, peak_op, telling_op
+from autockpt.explain.subject import Question, Subject, open_subject
+from autockpt.explain.why import Answers, budget_steps, why
+from autockpt.schema import Budget, Choice, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
+from autockpt.schema.explanation import Explanation, Largest
+
+
+def explain(question: Question, listener: Listener | None = None) -> Explanation:
+    """Where a step's bytes go under a plan, and what other plans would cost; no step is measured.
+
+    Raises UsageError or WorkloadError for a model that cannot be built or has no blocks, PlanError for a plan that does
+    not fit it. A budget that nothing fits is no error: the leanest plan is explained, and ``fits`` is false.
+    """
+    listener = listener or Silence()
+    with open_subject(question, listener) as subject:
+        listener.stage("solving")
+        answers = Answers(subject.profiled, subject.kinds)
+        budget = _resolved(question, answers)
+        chosen = _chosen(subject, answers, budget)
+        graph = subject.traces.trace(chosen.choices)
+        ledger = Ledger(graph, subject.head, answers.overhead)
+        at, telling = peak_op(graph), telling_op(ledger)
+        device = subject.profiled.predictor.device
+        measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
+        reasons = why(answers, chosen.blocks, budget.bytes if budget else None)
+        asked = question.budget or (Budget(text=budget.asked, kind="bytes", size=budget.bytes) if budget else None)
+        steps = budget_steps(answers, asked, budget.bytes if budget else None)
+        limits = _limits(subject, answers, budget, listener)
+        return Explanation(
+            model=question.spec.model,
+            settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
+            device=device.name,
+            plan=chosen.said,
+            status=chosen.status,
+            choices=chosen.choices,
+            source=graph.source,
+            basis=subject.times.basis,
+            basis_note=subject.times.note,
+            budget=budget,
+            peak_bytes=graph.peak_bytes + answers.overhead,
+            save_all_peak=answers.save_all.peak_bytes,
+            smallest_peak=answers.lean.peak_bytes,
+            measured_peak=measured.peak_bytes if measured else None,
+            measured_seconds=measured.step_seconds if measured else None,
+            holdings=ledger.holdings(at),
+            units=ledger.by_unit(telling),
+            ops=ledger.by_kind(telling),
+            curve=curve(ledger),
+            moment=moment(ledger, telling),
+            fronts=fronts(subject.profiled.profile.menus, subject.profiled.blocks, chosen.choices),
+            why=reasons,
+            budgets=steps,
+            limits=limits,
+            notes=(*subject.notes, *chosen.notes, *_of_device(device.overhead_bytes, device.kind)),
+        )
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The plan that is explained. ``blocks`` are its choices without those that every plan here has."""
+
+    choices: dict[str, Choice]
+    blocks: dict[str, Choice]
+    said: str
+    status: PlanStatus
+    notes: tuple[str, ...] = ()
+
+
+def _chosen(subject: Subject, answers: Answers, budget: ResolvedBudget | None) -> _Chosen:
+    question = subject.question
+    if question.plan is not None and subject.choices is not None:
+        same = question.plan.workload is None or question.plan.workload == question.spec
+        status = question.plan.status if same else "unmeasured"
+        blocks = {n: c for n, c in subject.choices.items() if n not in subject.fixed}
+        notes = () if same else ("the workload is not the one that the plan was made for: its promise does not count",)
+        return _Chosen(dict(subject.choices), blocks, str(question.plan_path or "a plan"), status, notes)
+    if budget is None:
+        said = "plain training: every layer saves everything"
+        return _Chosen(answers.save_all.choices, answers.save_all.choices, said, "simulated")
+    found = answers.at(budget.bytes)
+    if found is not None:
+        return _Chosen(found.choices, found.choices, f"the solver's plan for {budget.asked}", "simulated")
+    needs = subject.profiled.needs(answers.lean.peak_bytes)
+    smallest = format_bytes(answers.lean.peak_bytes)
+    note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
+    return _Chosen(answers.lean.choices, answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
+
+
+def _resolved(question: Question, answers: Answers) -> ResolvedBudget | None:
+    """The budget in bytes: the one asked for, else the plan's own."""
+    device = answers.profiled.predictor.device
+    if question.budget is None:
+        return question.plan.budget if question.plan is not None else None
+    capacity = device.capacity_bytes - answers.profiled.used_by_others
+    size = question.budget.resolve(answers.save_all.peak_bytes, answers.lean.peak_bytes, capacity)
+    return ResolvedBudget(asked=question.budget.text, bytes=size, covers=covers(device.kind))
+
+
+def _limits(
+    subject: Subject, answers: Answers, budget: ResolvedBudget | None, listener: Listener
+) -> tuple[Largest, ...]:
+    """The largest sizes under the budget, where there is one and they are wanted."""
+    if budget is None or not subject.question.limits or subject.base.source != "ghost":
+        return ()
+    listener.stage("trying other sizes")
+    plans: Mapping[str, Mapping[str, Choice]] = {
+        "save everything": dict(subject.fixed),
+        "leanest": {**answers.lean.choices, **subject.fixed},
+    }
+    return workload_limits(
+        subject.question.spec,
+        plans,
+        subject.tracer.settings,
+        budget.bytes,
+        subject.torch_device,
+        answers.overhead,
+    )
+
+
+def _of_device(overhead: int, kind: str) -> tuple[str, ...]:
+    if kind != "cuda":
+        return ()
+    return (
+        "bytes are those that tensors hold, and the context: what the caching allocator reserves beyond them is not in",
+    )

@@ -1,0 +1,68 @@
+"""What seconds rest on, best first: ops timed on the device, a roofline of a named device, common rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from autockpt.errors import RunDirectoryError
+from autockpt.history.rundir import RunDirectory
+from autockpt.profiling import Uniform, cached_op_times, nominal_op_times
+from autockpt.profiling.roofline import roofline_times
+from autockpt.schema import Environment, Graph, OpTimes
+from autockpt.schema.explanation import Basis
+from autockpt.schema.hardware import Hardware
+
+COVERED = 0.9  # share of the op signatures that timed ones must cover; the rest is estimated from similar ones
+
+
+@dataclass(frozen=True)
+class Times:
+    """Op times with what they rest on, and that in words."""
+
+    times: OpTimes
+    basis: Basis
+    note: str
+
+
+def of_device(environment: Environment, uniform: Uniform, workload_key: str, plan: Path | None = None) -> Times:
+    """Op times of the device at hand, from the plan's run directory or the cache; else rates of common hardware."""
+    graphs = [graph for _, graph in uniform.values()]
+    if (found := _of_run(plan, graphs)) is not None:
+        return Times(found, "measured", f"op times were measured on {found.environment.device.name}, in the plan's run")
+    lean = (uniform.get("recompute") or uniform["save"])[1]
+    if (cached := cached_op_times(environment, lean, workload_key)) is not None:
+        return Times(cached, "measured", f"op times were measured on {environment.device.name} by an earlier search")
+    nominal = [nominal_op_times(environment, graph) for graph in graphs]
+    merged = {text: seconds for times in nominal for text, seconds in times.seconds.items()}
+    return Times(
+        nominal[0].model_copy(update={"seconds": merged}),
+        "nominal",
+        "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
+        "little about this device (a search measures its op times; --hardware NAME models a device that is described)",
+    )
+
+
+def of_hardware(hardware: Hardware, uniform: Uniform) -> Times:
+    """Op times of a device that is described, not at hand."""
+    times = roofline_times(hardware, [graph for _, graph in uniform.values()])
+    return Times(times, "modelled", f"seconds are modelled by a roofline of {hardware.name}, nothing was timed")
+
+
+def _of_run(plan: Path | None, graphs: Sequence[Graph]) -> OpTimes | None:
+    """Op times of the run directory that a plan lies in, where they cover the graphs."""
+    if plan is None:
+        return None
+    folder = plan if plan.is_dir() else plan.resolve().parent
+    with suppress(RunDirectoryError, OSError):
+        profile = RunDirectory.open(folder).profile()
+        if profile is not None and all(_covers(profile.op_times, graph) for graph in graphs):
+            return profile.op_times
+    return None
+
+
+def _covers(times: OpTimes, graph: Graph) -> bool:
+    known = sum(text in times.seconds for text in graph.signatures)
+    return known >= COVERED * len(graph.signatures)

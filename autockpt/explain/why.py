@@ -1,0 +1,152 @@
+"""Why this plan: its neighbours in bytes, what the bytes between them cost, and what other budgets buy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autockpt.profiling import Profiled
+from autockpt.schema import Budget, Choice, Problem, format_binary, plan_hash
+from autockpt.schema.explanation import BudgetStep, Reach, Why
+from autockpt.schema.known import NONE, known_plans
+from autockpt.solvers import Ruling, exact, refine
+from autockpt.solvers.refine import shifted
+
+CALLS = 4  # ghost runs that one question may take
+TABLE_CALLS = 2  # and one line of the table of budgets
+HALVINGS = 24
+BEYOND = (0.0, 0.01, 0.05)  # shares of what is left that the model's next threshold may be too low by
+SHARES = (100, 80, 60, 40, 20, 0)  # per cent of the activation range
+WORTH = 1e-4  # share of the step time below which two plans are as fast as one another
+
+
+class Answers:
+    """Plans for any budget, by the solver and ghost runs; what one question taught helps the next."""
+
+    def __init__(self, profiled: Profiled, kinds: tuple[str, ...]) -> None:
+        self.profiled = profiled
+        self.overhead = profiled.predictor.device.overhead_bytes
+        self._remembered: dict[tuple[Choice, ...], Ruling] = {}
+        self._offsets: tuple[int, ...] | None = None
+        known = known_plans([u.name for u in profiled.blocks], kinds)
+        self.save_all = self.reach(known[NONE])
+        self.lean = self._leanest(known)
+
+    def reach(self, choices: Mapping[str, Choice]) -> Reach:
+        """What a plan comes to."""
+        said = self.profiled.predictor.predict(choices)
+        seconds, base = said.step_seconds or 0.0, self.profiled.profile.save_all_seconds
+        return Reach(
+            peak_bytes=said.peak_bytes,
+            step_seconds=seconds,
+            overhead=seconds / base - 1 if base > 0 else None,
+            choices=dict(choices),
+        )
+
+    def at(self, budget_bytes: int, calls: int = CALLS) -> Reach | None:
+        """The fastest plan within a budget; None where nothing fits."""
+        if self.save_all.peak_bytes <= budget_bytes and not self._gains():
+            return self.save_all
+        problem = self.profiled.problem(budget_bytes - self.overhead)
+        found = refine(problem, self.profiled.rule, max_calls=calls, offsets=self._offsets, remembered=self._remembered)
+        self._offsets = found.offsets
+        if found.feasible:
+            return self.reach(found.choices)
+        return self.lean if self.lean.peak_bytes <= budget_bytes else None
+
+    def _gains(self) -> bool:
+        """Whether any choice is faster than saving, by the op times: noise may say so."""
+        return any(option.seconds < 0 for unit in self.profiled.problem(0).units for option in unit.options)
+
+    def _leanest(self, known: Mapping[str, Mapping[str, Choice]]) -> Reach:
+        found = refine(self.profiled.problem(0), self.profiled.rule, max_calls=CALLS, remembered=self._remembered)
+        plans = [self.reach(choices) for choices in (found.choices, *known.values())]
+        return min(plans, key=lambda r: (r.peak_bytes, r.step_seconds))
+
+    def next_threshold(self, above: int, seconds: float) -> int | None:
+        """The smallest budget above ``above`` bytes for which the corrected model promises less than ``seconds``.
+
+        ``seconds`` are those of the model, over saving everything.
+        """
+        low, high = above, self.save_all.peak_bytes
+        worthwhile = WORTH * abs(self.profiled.profile.save_all_seconds)
+
+        def promises(budget: int) -> bool:
+            answer = exact(self._model(budget))
+            return answer.feasible and answer.seconds < seconds - worthwhile
+
+        if high <= low or not promises(high):
+            return None
+        for _ in range(HALVINGS):
+            middle = (low + high) // 2
+            low, high = (low, middle) if promises(middle) else (middle, high)
+        return high
+
+    def model_seconds(self, budget_bytes: int) -> float | None:
+        """Seconds over saving everything that the corrected model promises for a budget; None where nothing fits."""
+        answer = exact(self._model(budget_bytes))
+        return answer.seconds if answer.feasible else None
+
+    def _model(self, budget_bytes: int) -> Problem:
+        problem = self.profiled.problem(budget_bytes - self.overhead)
+        return shifted(problem, self._offsets) if self._offsets is not None else problem
+
+
+def why(answers: Answers, choices: Mapping[str, Choice], budget_bytes: int | None) -> Why:
+    """A plan among its neighbours. ``choices`` need not be the solver's, nor within the budget."""
+    chosen = answers.reach(choices)
+    room = chosen.peak_bytes if budget_bytes is None else max(budget_bytes, chosen.peak_bytes)
+    best = answers.at(room)
+    margin = WORTH * chosen.step_seconds
+    better = best if best is not None and best.step_seconds < chosen.step_seconds - margin else None
+    return Why(chosen=chosen, best=better, leaner=_leaner(answers, chosen), faster=_faster(answers, chosen, room))
+
+
+def _leaner(answers: Answers, chosen: Reach) -> Reach | None:
+    """The fastest plan that needs less than this one."""
+    if chosen.peak_bytes <= answers.lean.peak_bytes:
+        return None
+    found = answers.at(chosen.peak_bytes - 1)
+    return found if found is not None and found.peak_bytes < chosen.peak_bytes else None
+
+
+def _faster(answers: Answers, chosen: Reach, room: int) -> Reach | None:
+    """The leanest plan that is faster than this one and does not fit where it does."""
+    here = answers.model_seconds(room)
+    if here is None:
+        return None
+    threshold = answers.next_threshold(room, here)
+    if threshold is None:
+        return None
+    margin = WORTH * chosen.step_seconds
+    for share in BEYOND:
+        found = answers.at(threshold + int(share * max(0, answers.save_all.peak_bytes - threshold)))
+        if found is None or found.peak_bytes <= chosen.peak_bytes:
+            continue
+        if found.step_seconds < chosen.step_seconds - margin:
+            return found
+    return None
+
+
+def budget_steps(answers: Answers, budget: Budget | None, budget_bytes: int | None) -> tuple[BudgetStep, ...]:
+    """What budgets between saving everything and the leanest plan buy, and the one asked for, most bytes first."""
+    high, low = answers.save_all.peak_bytes, answers.lean.peak_bytes
+    asked = {low + (high - low) * share // 100: f"{share}%act" for share in SHARES}
+    if budget_bytes is not None and budget is not None:
+        asked = {size: label for size, label in asked.items() if size != budget_bytes} | {budget_bytes: budget.text}
+    steps = []
+    for size in sorted(asked, reverse=True):
+        found = answers.lean if size == low else answers.at(size, TABLE_CALLS)
+        steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=found, ours=size == budget_bytes))
+    return _distinct(steps)
+
+
+def _distinct(steps: list[BudgetStep]) -> tuple[BudgetStep, ...]:
+    """Without budgets that buy the very plan of a smaller one, except the one that was asked for."""
+    kept: list[BudgetStep] = []
+    seen: set[str] = set()
+    for step in reversed(steps):
+        key = plan_hash(step.reach.choices) if step.reach else format_binary(step.budget_bytes)
+        if step.ours or key not in seen:
+            kept.append(step)
+        seen.add(key)
+    return tuple(reversed(kept))

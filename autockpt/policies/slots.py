@@ -1,0 +1,121 @@
+"""What stands in an autograd graph for tensors that are made again: empty slots, and what fills them.
+
+A slot knows the form of its tensor and whose run fills it. Between its making and its use the value is watched: hooks
+on saved tensors switch off autograd's own check for changes in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from autockpt.errors import ConflictError
+from autockpt.policies.base import InPlaceError
+
+
+class Enough(Exception):
+    """All slots are filled. Like torch's own no BaseException: modules run hooks at exceptions of this kind only."""
+
+
+class Maker(Protocol):
+    """What runs again to fill slots."""
+
+    @property
+    def unit(self) -> str: ...
+
+    def refill(self) -> None:
+        """Fill every slot that waits for this one."""
+        ...
+
+
+class Slot:
+    """Stands in an autograd graph for a saved tensor. ``value`` is there between its making and its use."""
+
+    __slots__ = ("__weakref__", "form", "maker", "value", "version")
+
+    def __init__(self, maker: Maker, tensor: torch.Tensor) -> None:
+        self.maker = maker
+        self.form = (tensor.size(), tensor.dtype, tensor.device)
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing of use is in it. What was left by an earlier backward may have been changed since."""
+        return self.value is None or self.value._version != self.version
+
+    def fill(self, value: torch.Tensor) -> None:
+        self.value, self.version = value, value._version
+
+
+def unpack(slot: Slot) -> torch.Tensor:
+    """The hook for autograd's unpacking. A value that was used up, as in a second backward, is made once more.
+
+    Raises InPlaceError where the unit changes in place what backward needs, as autograd itself would.
+    """
+    if slot.waits:
+        slot.maker.refill()
+    value, slot.value = slot.value, None
+    if value is None:
+        raise differs(slot.maker.unit, "did not save a tensor again that it saved in forward")
+    if value._version != slot.version:
+        raise InPlaceError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(value.size())} that {slot.maker.unit} saved is at version {value._version}, expected "
+            f"{slot.version}",
+            remedy="Replace the in-place operation inside this unit by an out-of-place one.",
+        )
+    return value
+
+
+class Filler:
+    """Puts what a second run saves into the slots of the first, or only looks whether it would fit.
+
+    ``seen`` counts what was saved. With ``stops`` the run ends, by Enough, as soon as that is all.
+    """
+
+    __slots__ = ("_fills", "_slots", "_stops", "_unit", "seen")
+
+    def __init__(self, unit: str, slots: list[weakref.ref[Slot]], *, fills: bool, stops: bool) -> None:
+        self._unit, self._slots, self._fills, self._stops = unit, slots, fills, stops
+        self.seen = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The hook for autograd's packing in a second run."""
+        slots, seen = self._slots, self.seen
+        if seen >= len(slots):
+            raise differs(self._unit, f"saved {len(slots)} tensors in forward and more when it ran again")
+        # a graph that holds its own output by way of Python is never freed
+        value = tensor.detach() if tensor.requires_grad else tensor
+        slot = slots[seen]()
+        self.seen = seen + 1
+        if slot is not None:
+            form = (value.size(), value.dtype, value.device)
+            if slot.form != form:
+                was, now = (f"{tuple(size)} {dtype} on {device}" for size, dtype, device in (slot.form, form))
+                raise differs(self._unit, f"saved a tensor {was} in forward and {now} when it ran again")
+            if self._fills and slot.waits:
+                slot.fill(value)
+        if self._stops and self.seen == len(slots):
+            raise Enough
+        return value
+
+    def check(self) -> None:
+        """The run has ended. Raises ConflictError where it saved less than the first."""
+        if self.seen < len(self._slots):
+            raise differs(self._unit, f"saved {len(self._slots)} tensors in forward and {self.seen} when it ran again")
+
+
+def differs(unit: str, what: str) -> ConflictError:
+    """The error for a unit that is not repeatable."""
+    return ConflictError(
+        f"{unit} {what}: it does not do the same twice",
+        remedy="Use `save` or `offload` for it; something that it reads has changed between forward and backward.",
+    )
+
+
+def as_it_is(tensor: Any) -> Any:
+    """The hook for unpacking what is not packed."""
+    return tensor

@@ -1,0 +1,258 @@
+"""A step's memory as a device sees it: what the workload says beyond the trace, then what the allocator makes of it.
+
+    graph = Tracer.from_spec(spec, device="cuda", capability=capability_of(hardware)).trace(choices)
+    peak = device_peak(hardware, as_seen_by(hardware, graph, spec))
+
+``as_seen_by`` only changes storages; ops, copies and units stay as they are. Its rules are those of the libraries:
+bitsandbytes' block-wise 8-bit states, DDP's buckets, FSDP2's all-gathers (``torch/distributed/fsdp/_fully_shard``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autockpt.profiling.sharding import changed, sharded
+from autockpt.schema import DevicePeak, Graph, Hardware, Storage, StorageKind, WorkloadSpec
+from autockpt.simulator import bytes_timeline
+from autockpt.simulator.allocator import MIB, Event, replay
+from autockpt.simulator.estimate import element_bytes
+
+# Compute capability of the hardware that is described in search_spaces/hardware.
+_CAPABILITIES = {
+    "t4": (7, 5),
+    "a100": (8, 0),
+    "rtx3090": (8, 6),
+    "rtx4090": (8, 9),
+    "l40s": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "rtx5090": (12, 0),
+}
+# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8, and 32 MiB from Hopper on.
+_WORKSPACE, _LARGE_WORKSPACE = 2 * 4 * MIB + 8 * (16 << 10), 32 * MIB
+_ROCM_WORKSPACE = 32 * MIB
+_HANDLES = 2  # one in the thread of forward, one in autograd's
+_BUCKET = 25 * MIB  # DistributedDataParallel's bucket_cap_mb
+# bitsandbytes: blocks of 256 values share a scale; states of small tensors stay fp32.
+_BLOCK, _SMALLEST_8BIT = 256, 4096
+_TRANSIENT: StorageKind = "optimizer"
+
+
+def capability_of(hardware: Hardware) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU, by its name, else by whether it knows bf16; None for other devices."""
+    if hardware.kind != "cuda":
+        return None
+    name = hardware.name.lower().replace("-", "").replace("_", "").replace(" ", "")
+    known = next((value for key, value in _CAPABILITIES.items() if key in name), None)
+    return known or ((8, 0) if "bfloat16" in hardware.matrix_flops else (7, 5))
+
+
+def workspace_bytes(hardware: Hardware) -> int:
+    """What the matrix libraries keep of the allocator's memory once they have been used."""
+    if hardware.kind == "rocm":
+        return _HANDLES * _ROCM_WORKSPACE
+    capability = capability_of(hardware)
+    if capability is None:
+        return 0
+    return _HANDLES * (_LARGE_WORKSPACE if capability >= (9, 0) else _WORKSPACE)
+
+
+def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
+    """The graph with the storages that the workload's settings and the device's libraries add, drop or divide.
+
+    Pure: ``graph`` is one cycle as traced for the kind of device. Optimizer states follow ``spec.optimizer`` and
+    ``spec.master_weights``; gradients ``keep_gradients`` and ``ddp``; ``shard`` divides weights, gradients and states
+    and adds what is gathered for the moment.
+    """
+    if spec.optimizer == "adamw8bit":
+        graph = _eight_bit(graph)
+    if spec.master_weights:
+        graph = _with_master_weights(graph)
+    if spec.shard is not None and spec.shard > 1:
+        graph = sharded(graph, spec.shard)
+    if spec.ddp == "buckets":
+        graph = with_resident(graph, "gradient buckets", _buckets(sum(_gradients(graph).values())), "other")
+    if spec.keep_gradients or spec.ddp == "views":
+        graph = _with_kept_gradients(graph)
+    workspace = workspace_bytes(hardware)
+    if workspace:
+        each = [workspace // _HANDLES] * _HANDLES
+        graph = with_resident(graph, "matrix workspaces", each, "other")
+    notes = tuple(_unknown(hardware, graph, spec))
+    return changed(graph, notes=(*graph.notes, *notes)) if notes else graph
+
+
+def _unknown(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Iterator[str]:
+    """What is known to be different on the device and is not modelled, for people."""
+    if hardware.kind not in ("cuda", "rocm"):
+        return
+    if spec.autocast is not None:
+        yield "Autocast on a GPU keeps norms and softmax in fp32; their outputs are counted in 16 bit here."
+    if any(op.target.startswith("aten.convolution") for op in graph.ops):
+        yield "What cuDNN takes for convolutions while they run is not counted."
+
+
+def device_peak(
+    hardware: Hardware,
+    graph: Graph,
+    *,
+    limit: int | None = None,
+    expandable_segments: bool = False,
+    cycles: int = 2,
+) -> DevicePeak:
+    """Peaks of a graph that ``as_seen_by`` returned, over ``cycles`` cycles from the building of the model on.
+
+    ``limit``: bytes that allocator and context may take together (default: all memory of the device). Devices without
+    a caching allocator of CUDA's kind take what the tensors take.
+    """
+    room = (hardware.memory_bytes if limit is None else limit) - hardware.context_bytes
+    workspace = graph.resident.get("matrix workspaces", 0)
+    if hardware.kind not in ("cuda", "rocm"):
+        most = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
+        return _peak(hardware, most, most, workspace, most <= room)
+    peak = replay(events(graph, cycles), expandable_segments=expandable_segments)
+    if peak.reserved <= room:
+        return _peak(hardware, peak.allocated, peak.reserved, workspace)
+    # cached segments are given back before memory runs out
+    limited = replay(events(graph, cycles), limit=max(room, 0), expandable_segments=expandable_segments)
+    if limited.out_of_memory:
+        return _peak(hardware, peak.allocated, peak.reserved, workspace, fits=False)
+    return _peak(hardware, limited.allocated, limited.reserved, workspace)
+
+
+def _peak(hardware: Hardware, allocated: int, reserved: int, workspace: int, fits: bool = True) -> DevicePeak:
+    return DevicePeak(
+        allocated=allocated, reserved=reserved, context=hardware.context_bytes, workspace=workspace, fits=fits
+    )
+
+
+def events(graph: Graph, cycles: int = 2) -> Iterator[Event]:
+    """Requests to the allocator in order: what is resident, then cycle after cycle.
+
+    Optimizer states come in the first cycle's optimizer step, as they do in training: by then segments are divided.
+    """
+    first_step = next((op.index for op in graph.ops if op.phase == "optimizer"), 0)
+    resident = [s for s in graph.storages if s.birth < 0]
+    states = [s for s in resident if s.kind == "optimizer"]
+    for s in resident:
+        if s.kind != "optimizer":
+            yield s.id, s.bytes
+    count = len(graph.ops)
+    born: list[list[Storage]] = [[] for _ in range(count + 1)]
+    dying: list[list[int]] = [[] for _ in range(count + 1)]
+    for s in graph.storages:
+        if s.birth >= 0:
+            born[s.birth].append(s)
+            dying[count if s.death is None else min(s.death + 1, count)].append(s.id)
+    for cycle in range(cycles):
+        for index in range(count + 1):
+            for key in dying[index]:
+                yield key, None
+            if cycle == 0 and index == first_step:
+                for s in states:
+                    yield s.id, s.bytes
+            for s in born[index]:
+                yield s.id, s.bytes
+
+
+def with_resident(graph: Graph, what: str, sizes: list[int], kind: StorageKind) -> Graph:
+    """The graph with more storages that are there when the cycle begins; ``what`` names them in ``resident``."""
+    first = max((s.id for s in graph.storages), default=-1) + 1
+    added = tuple(Storage(id=first + i, bytes=n, birth=-1, death=None, kind=kind) for i, n in enumerate(sizes))
+    total = sum(sizes)
+    resident = dict(graph.resident)
+    resident[what] = resident.get(what, 0) + total
+    return changed(
+        graph,
+        storages=(*graph.storages, *added),
+        resident_bytes=graph.resident_bytes + total,
+        resident=resident,
+    )
+
+
+def _resized(graph: Graph, sizes: dict[int, int], what: str) -> Graph:
+    """The graph with other sizes of some storages (0 drops one); ``what`` names those that are resident."""
+    storages, change = [], 0
+    for s in graph.storages:
+        nbytes = sizes.get(s.id, s.bytes)
+        if s.birth < 0:
+            change += nbytes - s.bytes
+        if nbytes:
+            storages.append(s if nbytes == s.bytes else s.model_copy(update={"bytes": nbytes}))
+    resident = dict(graph.resident)
+    resident[what] = resident.get(what, 0) + change
+    return changed(graph, storages=tuple(storages), resident_bytes=graph.resident_bytes + change, resident=resident)
+
+
+def _gradients(graph: Graph) -> dict[int, int]:
+    """Bytes of each gradient that the optimizer step finds, by storage."""
+    last = max((op.index for op in graph.ops if op.phase in ("forward", "recompute", "backward")), default=-1)
+    return {
+        s.id: s.bytes
+        for s in graph.storages
+        if s.kind == "gradient" and s.birth <= last and (s.death is None or s.death >= last)
+    }
+
+
+def _states(graph: Graph) -> list[Storage]:
+    return [s for s in graph.storages if s.birth < 0 and s.kind == "optimizer"]
+
+
+def _item_bytes(graph: Graph) -> dict[int, int]:
+    """Bytes of an element by storage, for storages that ops have made."""
+    return {out.storage: round(element_bytes(out.dtype)) for op in graph.ops for out in op.outputs}
+
+
+def _transients(graph: Graph) -> list[Storage]:
+    """What the optimizer step makes and drops, other than what it leaves behind."""
+    start = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops))
+    return [s for s in graph.storages if s.birth >= start and s.kind == _TRANSIENT and s.death is not None]
+
+
+def _eight_bit(graph: Graph) -> Graph:
+    """AdamW's states as bitsandbytes keeps them: a byte a value and a scale a block, updated by one kernel."""
+    item = 4 if _is_fp32(graph) else 2
+    sizes = {}
+    for s in _states(graph):
+        values = s.bytes // item
+        if values >= _SMALLEST_8BIT:
+            sizes[s.id] = values + -(-values // _BLOCK) * 4
+        elif s.bytes > 8:  # step counters stay as they are
+            sizes[s.id] = 4 * values
+    sizes |= {s.id: 0 for s in _transients(graph) if s.bytes >= _SMALLEST_8BIT}
+    return _resized(graph, sizes, "optimizer states")
+
+
+def _is_fp32(graph: Graph) -> bool:
+    """Whether most bytes of the gradients are fp32."""
+    item, total = _item_bytes(graph), {2: 0, 4: 0}
+    for sid, nbytes in _gradients(graph).items():
+        size = item.get(sid, 4)
+        total[size] = total.get(size, 0) + nbytes
+    return total[4] >= total[2]
+
+
+def _with_master_weights(graph: Graph) -> Graph:
+    """fp32 states and temporaries instead of 16-bit ones, and a fp32 copy of every trainable weight."""
+    if _is_fp32(graph):
+        return graph
+    states = [s for s in _states(graph) if s.bytes > 4]
+    sizes = {s.id: 2 * s.bytes for s in (*states, *_transients(graph)) if s.bytes > 4}
+    graph = _resized(graph, sizes, "optimizer states")
+    return with_resident(graph, "master weights", [2 * n for n in _gradients(graph).values()], "optimizer")
+
+
+def _with_kept_gradients(graph: Graph) -> Graph:
+    """Gradients that stay from step to step: what backward makes is added to them and dropped."""
+    kept = _gradients(graph)
+    storages = tuple(
+        s.model_copy(update={"death": s.birth}) if s.id in kept and s.birth >= 0 else s for s in graph.storages
+    )
+    graph = changed(graph, storages=storages)
+    return with_resident(graph, "gradients", list(kept.values()), "gradient")
+
+
+def _buckets(nbytes: int) -> list[int]:
+    whole, rest = divmod(nbytes, _BUCKET)
+    return [_BUCKET] * whole + ([rest] if rest else [])

@@ -1,0 +1,144 @@
+"""A bench's numbers in words, the same on a terminal and on paper."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from autockpt.report import words
+from autockpt.schema import format_binary
+from autockpt.schema.bench import BenchLine, BenchReport, BudgetResult, Duel, Ratio
+
+COLUMNS = ("method", "peak", "of plain", "step", "overhead", "95 % interval")
+GROUPS = {"eager": "Eager", "compiled": "Compiled (torch.compile), over compiled with budget 1"}
+NOT_MEASURED = {"out_of_memory": "out of memory", "failed": "failed", "missing": "not here"}
+
+
+def cells(line: BenchLine, plain_peak: int | None) -> tuple[str, ...]:
+    """One line of the table, in the order of COLUMNS."""
+    row = line.row
+    peak = format_binary(row.peak_bytes) if row.peak_bytes is not None else "—"
+    share = words.share(row.peak_bytes / plain_peak) if row.peak_bytes is not None and plain_peak else "—"
+    if row.state != "measured":
+        return (row.key, peak, share, NOT_MEASURED[row.state], "—", "—")
+    if line.step_seconds is None:
+        return (row.key, peak, share, "not timed", "—", "—")
+    noise = f" ±{line.noise * 100:.1f} %" if line.noise is not None and line.noise < words.USELESS_NOISE else ""
+    over = line.overhead
+    if over is None:
+        return (row.key, peak, share, words.seconds(line.step_seconds) + noise, "—", "—")
+    return (row.key, peak, share, words.seconds(line.step_seconds) + noise, _signed(over.value), _reach(over))
+
+
+def _signed(ratio: float) -> str:
+    return words.share(ratio - 1, signed=True)
+
+
+def _reach(over: Ratio) -> str:
+    return "unknown" if over.high is None else f"{_signed(over.low)} … {_signed(over.high)}"
+
+
+def ratio(value: Ratio) -> str:
+    """``0.957 [0.951, 0.964]``."""
+    high = "∞" if value.high is None else f"{value.high:.3f}"
+    return f"{value.value:.3f} [{value.low:.3f}, {high}]"
+
+
+def verdict(result: BudgetResult, lines: dict[str, BenchLine]) -> str:
+    """Who is ahead at a budget, in one or two sentences."""
+    head = f"{result.budget.asked} ({format_binary(result.budget.bytes)}): "
+    said = head + (_ours(result, lines) if result.ours else f"{result.note}.")
+    if result.compiled and (line := lines.get(result.compiled)) and line.step_seconds:
+        said += f" Fastest compiled that fits: {result.compiled}, {words.seconds(line.step_seconds)}."
+    return said
+
+
+def _ours(result: BudgetResult, lines: dict[str, BenchLine]) -> str:
+    assert result.ours is not None
+    ours = lines[result.ours]
+    own = f"autockpt {_signed(ours.overhead.value)}" if ours.overhead else "autockpt"
+    if not result.duels:
+        return f"{own}. {result.note or 'Not timed beside the others yet'}."
+    first = result.duels[0]
+    rival = lines.get(first.rival)
+    theirs = f" at {_signed(rival.overhead.value)}" if rival and rival.overhead else ""
+    counts = Counter(duel.verdict for duel in result.duels)
+    tally = ", ".join(f"{word} than {counts[word]}" for word in ("faster", "slower") if counts[word])
+    undecided = f"{counts['undecided']} undecided" if counts["undecided"] else ""
+    of_all = ", ".join(filter(None, (tally, undecided)))
+    return (
+        f"{own}; fastest other that fits: {first.rival}{theirs}. Step time over its: {ratio(first.ratio)}, "
+        f"{_word(first)}. Of {len(result.duels)} that fit: {of_all}."
+    )
+
+
+def _word(duel: Duel) -> str:
+    stopped = "" if duel.settled else f" (interval still wider than asked for after {duel.ratio.rounds} rounds)"
+    return f"{duel.verdict}{stopped}"
+
+
+def searches(report: BenchReport) -> list[str]:
+    """What finding our plans took, a line per budget."""
+    said = []
+    for line in report.lines:
+        cost = line.row.search
+        if cost is not None:
+            said.append(
+                f"{line.row.key}: {words.counted(cost.trials, 'trial')} in {words.seconds(cost.seconds)}, "
+                f"{words.seconds(cost.measured_seconds)} of them measured steps"
+            )
+    return said
+
+
+def compiling(report: BenchReport) -> list[str]:
+    """How long compiled rows took before they could be timed."""
+    found = [line.row for line in report.lines if line.row.group == "compiled" and line.row.first_seconds]
+    said = ", ".join(f"{row.key} {words.seconds(row.first_seconds or 0)}" for row in found)
+    return [f"first steps, compiling included: {said}"] if said else []
+
+
+def reasons(report: BenchReport) -> list[str]:
+    """Why rows have no number."""
+    return [f"{line.row.key}: {line.row.message}" for line in report.lines if line.row.message]
+
+
+def gradients(report: BenchReport) -> list[str]:
+    """What was said of gradients, and for how many rows."""
+    counts = Counter(_gist(line.row.gradients) for line in report.lines if line.row.gradients)
+    return [f"gradients {what}: {words.counted(n, 'row')}" for what, n in counts.most_common()]
+
+
+def _gist(said: str) -> str:
+    if said.startswith("equal with"):
+        return "equal with plain training's up to rounding"
+    return "bit-equal with plain training's" if said == "bit-equal" else said
+
+
+def machine(report: BenchReport) -> str:
+    """Device, threads, platform and versions."""
+    device = report.environment.device
+    threads = f", {words.counted(device.threads, 'thread')}" if device.threads else ""
+    versions = ", ".join(f"{name} {value}" for name, value in report.environment.versions.items())
+    return f"{device.name}{threads}; {report.environment.platform}; {versions}"
+
+
+def rounds(report: BenchReport) -> str:
+    """How much was measured and how noisy it was."""
+    timed = [line for line in report.lines if line.rounds]
+    if not timed:
+        return "Nothing was timed yet."
+    least, most = min(line.rounds for line in timed), max(line.rounds for line in timed)
+    spread = sorted(line.noise for line in timed if line.noise is not None)
+    half = spread[len(spread) // 2] if spread else 1.0
+    middle = f"{half * 100:.1f} % of it" if half < words.USELESS_NOISE else "unknown"
+    span = words.counted(most, "round") if least == most else f"{least} to {most} rounds"
+    return (
+        f"{words.counted(len(timed), 'row')} timed in {span}, interleaved; half the 95 % interval of a median "
+        f"is {middle} in the middle case. Ratios are of paired rounds (Hodges-Lehmann, signed-rank interval), "
+        f"wanted within ±{report.within * 100:g} %, at most {report.most_rounds} rounds."
+    )
+
+
+def remarks(report: BenchReport) -> list[str]:
+    """All that the tables do not say."""
+    found = (searches(report), compiling(report), gradients(report), reasons(report), report.notes)
+    return [rounds(report), *(remark for part in found for remark in part)]

@@ -1,0 +1,124 @@
+"""Sentences of ``autockpt explain``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autockpt.report import words
+from autockpt.schema import Choice, Selective, format_binary
+from autockpt.schema.explanation import Alive, Basis, Explanation, Largest, Reach
+
+_IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
+LONG = 46  # columns of a choice
+_PLAIN = str.maketrans({"√": "sqrt ", "−": "-", "µ": "u"})
+
+
+def writable(text: str, encoding: str) -> str:
+    """The text, with signs that the output's encoding lacks spelled in ASCII."""
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(_PLAIN)
+    return text
+
+
+def choice_words(choice: Choice) -> str:
+    """A choice with its options; a long list of what it keeps as its length."""
+    text = str(choice)
+    if len(text) <= LONG or not isinstance(choice, Selective):
+        return text
+    return f"{choice.kind} (keeps {words.counted(len(choice.keep), 'output')})"
+
+
+def basis_mark(basis: Basis) -> str:
+    """What stands before seconds that rest on no measurement of this device."""
+    return "" if basis == "measured" else "~"
+
+
+def place_words(a: Alive) -> str:
+    """Where alike storages are: their units, the first of many runs named, and the module within."""
+    runs = a.units.split(", ")
+    units = a.units if len(runs) <= 2 else f"{runs[0]} and {len(runs) - 1} more runs"
+    return ", ".join(p for p in (units, a.place) if p) or "the rest of the model"
+
+
+def shape_words(a: Alive) -> str:
+    """``4×2048×4096 bf16``; nothing where the op is not known."""
+    return f"{'×'.join(map(str, a.shape))} {a.dtype}" if a.dtype else ""
+
+
+def reason_words(said: Explanation) -> list[str]:
+    """Why the plan is what it is: what less and more memory would change."""
+    why = said.why
+    if why is None:
+        return []
+    tilde = basis_mark(said.basis)
+    chosen = why.chosen
+    lines = [f"A step takes {tilde}{words.seconds(chosen.step_seconds)}{_over(chosen, tilde)}."]
+    if why.best is not None:
+        saved = chosen.step_seconds - why.best.step_seconds
+        lines.append(
+            f"By these times another plan within the same bytes is {tilde}{words.seconds(saved)} faster a step "
+            f"({words.share(saved / chosen.step_seconds)}): {difference(chosen.choices, why.best.choices)}."
+        )
+    if why.leaner is not None:
+        lines.append(_step("The next plan below", why.leaner, chosen, why.price_down, tilde))
+    else:
+        lines.append("There is no leaner plan." + (_IN_OPTIMIZER if said.curve.peak_phase == "optimizer" else ""))
+    if why.faster is not None:
+        lines.append(_step("The next faster plan", why.faster, chosen, why.price_up, tilde))
+    return lines
+
+
+def _over(reach: Reach, tilde: str) -> str:
+    if reach.overhead is None:
+        return ""
+    if abs(reach.overhead) < 5e-4:
+        return ", as long as saving everything"
+    side = "over" if reach.overhead > 0 else "under"
+    return f", {tilde}{words.share(abs(reach.overhead))} {side} saving everything"
+
+
+def _step(what: str, other: Reach, chosen: Reach, price: float | None, tilde: str) -> str:
+    bytes_, seconds = other.peak_bytes - chosen.peak_bytes, other.step_seconds - chosen.step_seconds
+    moved = f"{format_binary(abs(bytes_))} {'more' if bytes_ > 0 else 'less'}"
+    time = f"{tilde}{words.seconds(abs(seconds))} {'slower' if seconds >= 0 else 'faster'}"
+    cost = f", {tilde}{words.seconds(price * 2**20)} per MiB" if price is not None else ""
+    return f"{what} needs {moved} and is {time}{cost}: {difference(chosen.choices, other.choices)}."
+
+
+def difference(before: Mapping[str, Choice], after: Mapping[str, Choice]) -> str:
+    """What changes between two plans: ``3 layers from recompute to save``, the most first."""
+    moves: dict[tuple[str, str], int] = {}
+    for name in {**before, **after}:
+        old, new = (choice_words(c[name]) if name in c else "save" for c in (before, after))
+        if old != new:
+            moves[old, new] = moves.get((old, new), 0) + 1
+    ranked = sorted(moves.items(), key=lambda m: (-m[1], m[0]))
+    said = [f"{words.counted(n, 'layer')} from {old} to {new}" for (old, new), n in ranked[:3]]
+    more = sum(n for _, n in ranked[3:])
+    return (", ".join(said) + (f", {more} more" if more else "")) if said else "the same choices"
+
+
+def largest_words(said: Explanation) -> list[str]:
+    """The largest sizes under the budget, one line per dimension."""
+    out = []
+    for dimension in dict.fromkeys(limit.dimension for limit in said.limits):
+        group = [limit for limit in said.limits if limit.dimension == dimension]
+        parts = [f"{_value(limit)} {_how(limit)}" for limit in group]
+        reasons = dict.fromkeys(limit.why for limit in group if limit.open_ended and limit.why)
+        more = f" ({'; '.join(reasons)})" if reasons else ""
+        out.append(
+            f"largest {dimension} within this budget: {', '.join(parts)}; now {group[0].now:,}{more} (simulated)"
+        )
+    return out
+
+
+def _value(limit: Largest) -> str:
+    if limit.value is None:
+        return "none fits"
+    return f"{limit.value:,}{' or more' if limit.open_ended else ''}"
+
+
+def _how(limit: Largest) -> str:
+    return "saving everything" if limit.plan == "save everything" else "with the leanest plan"

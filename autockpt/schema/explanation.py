@@ -1,0 +1,272 @@
+"""What ``autockpt explain`` has to say: where the bytes of a step go, and what giving some up would cost."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from autockpt.schema.base import Data
+from autockpt.schema.choices import Choice
+from autockpt.schema.graph import Phase
+from autockpt.schema.plan import PlanStatus
+from autockpt.schema.sizes import ResolvedBudget
+
+Basis = Literal["measured", "modelled", "nominal"]
+"""What seconds rest on: ops timed on the device; a roofline of a named device; rates of common hardware."""
+FACTOR_TOLERANCE = 0.05
+Dimension = Literal["batch size", "sequence length"]
+
+
+class Holding(Data):
+    """Bytes that serve one purpose: at the peak, and the most of them at any moment of the cycle."""
+
+    name: str
+    peak_bytes: int
+    most_bytes: int
+    comes_and_goes: bool = Field(default=False, description="an activation or transient, whoever made it")
+
+
+class Slice(Data):
+    """A part of the activations and transients that are alive at the peak. Bytes of each of ``count``."""
+
+    name: str
+    bytes: int
+    count: int = 1
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return self.bytes * self.count
+
+
+class Alive(Data):
+    """Storages alive at the peak that are alike: same op, place within the unit, shape and size."""
+
+    kind: str = Field(description="kind of the op that made them: matrix product, norm, …")
+    target: str
+    place: str = Field(description="module, without the unit's own name in front where there is a unit")
+    units: str = Field(description="folded names of the units; empty for the rest of the model")
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    bytes: int = Field(description="of each")
+    count: int = 1
+    purpose: str = Field(description="the Holding that they are part of")
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return self.bytes * self.count
+
+
+class Span(Data):
+    """A run of ops of one phase: [start, stop) in op order."""
+
+    phase: Phase
+    start: int
+    stop: int
+
+
+class Curve(Data):
+    """Device bytes through the cycle, in equal runs of ops: at the op of each run where they are the most.
+
+    ``total`` is ``fixed`` (there when the cycle begins) + ``growing`` (gradients and the optimizer's own) + activations
+    and transients.
+    """
+
+    total: tuple[int, ...]
+    fixed: tuple[int, ...]
+    growing: tuple[int, ...]
+    ops: int
+    spans: tuple[Span, ...]
+    peak_op: int
+    peak_target: str = ""
+    peak_phase: Phase = "forward"
+    peak_module: str = ""
+
+
+class Moment(Data):
+    """An op, and the largest of what comes and goes that is alive then.
+
+    The op of the peak; or where nothing comes and goes at the peak (it lies in the optimizer step), the op at which
+    that is the most.
+    """
+
+    op: int
+    target: str
+    phase: Phase
+    module: str
+    alive: tuple[Alive, ...]
+    other_bytes: int = Field(default=0, description="of smaller ones, not listed")
+    other_count: int = 0
+
+
+class Bargain(Data):
+    """One choice on one kind of unit: bytes kept until its backward against seconds per cycle over saving."""
+
+    choice: Choice
+    kept_bytes: int
+    extra_seconds: float
+    taken: int = Field(default=0, description="units of this kind that the plan gives this choice")
+    dominated: bool = Field(default=False, description="another choice keeps no more and costs no more")
+
+
+class Front(Data):
+    """The choices of one kind of unit that are worth considering, most bytes first; and those that the plan took."""
+
+    units: str = Field(description="folded names")
+    cls: str
+    count: int
+    bargains: tuple[Bargain, ...]
+    left_out: int = Field(default=0, description="dominated choices that are not listed")
+
+
+class Reach(Data):
+    """A plan in numbers: simulated peak, the device's own overhead included, and seconds of a cycle."""
+
+    peak_bytes: int
+    step_seconds: float
+    overhead: float | None = Field(description="share of step time over saving everything; None where that is nothing")
+    choices: dict[str, Choice]
+
+
+class Why(Data):
+    """The plan among its neighbours: the nearest one that needs less, and the nearest one that is faster."""
+
+    chosen: Reach
+    best: Reach | None = Field(default=None, description="the solver's plan for the same bytes, where it is faster")
+    leaner: Reach | None = None
+    faster: Reach | None = None
+
+    @property
+    def price_down(self) -> float | None:
+        """Seconds per byte that the next cheaper byte costs; None where there is none."""
+        return _price(self.leaner, self.chosen)
+
+    @property
+    def price_up(self) -> float | None:
+        """Seconds per byte that the next bytes of budget would save; None where there is nothing to save."""
+        return _price(self.chosen, self.faster)
+
+
+def _price(lean: Reach | None, fat: Reach | None) -> float | None:
+    if lean is None or fat is None or fat.peak_bytes <= lean.peak_bytes:
+        return None
+    return (lean.step_seconds - fat.step_seconds) / (fat.peak_bytes - lean.peak_bytes)
+
+
+class BudgetStep(Data):
+    """What a budget buys. ``reach`` None: nothing fits."""
+
+    budget_bytes: int
+    label: str
+    reach: Reach | None
+    ours: bool = Field(default=False, description="the budget that was asked for")
+
+
+class Largest(Data):
+    """The largest size that fits under the budget by ghost runs. ``value`` None: not even the smallest tried.
+
+    ``open_ended``: larger ones may fit, ``why`` says what stopped the search.
+    """
+
+    dimension: Dimension
+    plan: Literal["save everything", "leanest"]
+    value: int | None
+    peak_bytes: int | None = None
+    now: int
+    open_ended: bool = False
+    why: str = ""
+
+
+class Explanation(Data):
+    """The whole answer. Bytes are simulated by ghost runs; what seconds rest on is ``basis``."""
+
+    model: str
+    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    device: str
+    plan: str = Field(description="what is explained, in words")
+    status: PlanStatus = "unmeasured"
+    choices: dict[str, Choice]
+    source: Literal["ghost", "recorded"] = "ghost"
+    basis: Basis
+    basis_note: str = ""
+    budget: ResolvedBudget | None = None
+    peak_bytes: int
+    save_all_peak: int
+    smallest_peak: int
+    measured_peak: int | None = None
+    measured_seconds: float | None = None
+    holdings: tuple[Holding, ...] = Field(description="peak_bytes add up to the peak")
+    units: tuple[Slice, ...] = Field(description="what comes and goes at the moment, by unit")
+    ops: tuple[Slice, ...] = Field(description="the same by the kind of op that made it")
+    curve: Curve
+    moment: Moment
+    fronts: tuple[Front, ...] = ()
+    why: Why | None = None
+    budgets: tuple[BudgetStep, ...] = ()
+    limits: tuple[Largest, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the explained plan is within the budget that was asked for."""
+        return self.budget is None or self.peak_bytes <= self.budget.bytes
+
+
+class Reading(Data):
+    """What a rule's plan does: shares of bytes saved and of step time added; None where that is not known."""
+
+    peak_saved: float | None = Field(default=None, description="of the save-everything peak")
+    activations_saved: float | None = Field(default=None, description="of what comes and goes at that peak")
+    time_added: float | None = None
+    factor: float | None = Field(default=None, description="FLOPs of a step in forwards, for rules about those")
+
+
+class Rule(Data):
+    """A rule of thumb, whose it is, and what becomes of it on this model. Ranges are (from, to)."""
+
+    name: str
+    source: str
+    says: str
+    memory: tuple[float, float] | None = Field(default=None, description="share of ``of`` that it promises to save")
+    of: Literal["activations", "peak"] = "activations"
+    time: tuple[float, float] | None = None
+    factor: float | None = None
+    predicted: Reading | None = None
+    measured: Reading | None = None
+    note: str = ""
+
+    def misses(self, reading: Reading | None) -> tuple[str, ...] | None:
+        """What of the rule a reading does not keep, in words; empty where it holds.
+
+        It holds with at least that memory saved, at most that time added, and that factor. None where nothing that it
+        promises is known.
+        """
+        if reading is None:
+            return None
+        saved = reading.peak_saved if self.of == "peak" else reading.activations_saved
+        known: list[tuple[str, bool]] = []
+        if self.memory is not None and saved is not None:
+            known.append(("saves less", saved < self.memory[0]))
+        if self.time is not None and reading.time_added is not None:
+            known.append(("takes longer", reading.time_added > self.time[1]))
+        if self.factor is not None and reading.factor is not None:
+            ratio = reading.factor / self.factor
+            known.append(("more work", ratio > 1 + FACTOR_TOLERANCE))
+            known.append(("less work", ratio < 1 - FACTOR_TOLERANCE))
+        return tuple(word for word, missed in known if missed) if known else None
+
+
+class Rules(Data):
+    """Rules of thumb put to the test. ``predicted`` rests on ghost runs and op times, ``measured`` on real steps."""
+
+    model: str
+    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    device: str
+    basis: Basis
+    basis_note: str = ""
+    save_all_peak: int
+    activation_bytes: int
+    rules: tuple[Rule, ...]
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,21 @@
+#!/bin/sh
+# Every workload, one after the other; what was measured before is continued. From the checkout's root, with
+# pip install -c constraints.txt -e '.[bench]' and a C++ compiler. One workload alone: sh results/bench_cpu_202611/run.sh llama
+set -eu
+here=results/bench_cpu_202611
+small=results/foresight_cpu_202611
+export OMP_NUM_THREADS=1
+
+bench() {
+    name=$1
+    shift
+    case " ${wanted:-$name} " in *" $name "*) autockpt bench --device cpu --optimizer none --out $here "$@" ;; esac
+}
+
+wanted="$*"
+bench llama --model $here/llama.json --batch-size 8 --seq-len 256 --packed
+bench gpt2 --model $here/gpt2.json --batch-size 8 --seq-len 256 --packed
+bench bert --model $small/bert.json --batch-size 8 --seq-len 256 --packed
+bench vit --model $small/vit.json --batch-size 16
+bench mixtral --model $small/mixtral.json --batch-size 4 --seq-len 256 --packed
+bench llama_long --model $here/llama_long.json --batch-size 1 --seq-len 2048 --packed

@@ -1,0 +1,168 @@
+"""Every peer in the table keeps the contract: plain training's gradients, and the model as it was afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autockpt.bench import worker
+from autockpt.bench.peers import PEERS, Context
+from autockpt.bench.peers.by_layer import spread
+from autockpt.bench.peers.by_op import policy
+from autockpt.bench.peers.sac_ilp import policy as policy_by_name
+from autockpt.devices import get_device
+from autockpt.measuring import StepRunner
+from autockpt.schema import WorkloadSpec
+from autockpt.workload import build, discover_units
+
+BUDGETS = {"70%": 0.7, "95%": 0.95}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[StepRunner]:
+    spec = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32, optimizer="none")
+    made = StepRunner(build(spec, torch.device("cpu")), get_device("cpu"))
+    yield made
+    made.close()
+
+
+def settings_of(name: str, runner: StepRunner) -> list[Any]:
+    """Settings as a bench would make them; of compiled ones two, with a backend that needs no compiler."""
+    plain = worker.prepare(runner, {"peer": "save everything", "setting": {"recompute": []}})["peak_bytes"]
+    units = [u for u in discover_units(runner.workload.model) if u.role == "block"]
+    plans = {"70%": {u.name: "recompute" for u in units}}
+    budgets = {text: int(plain * share) for text, share in BUDGETS.items()}
+    payload = {"peer": name, "budgets": budgets, "plain_peak": plain, "plans": plans}
+    answer = worker.settings(runner, payload)
+    assert "failed" not in answer, answer
+    if name == "torch.compile":
+        return [[f"{b}", {"budget": b, "backend": "aot_eager_decomp_partition"}] for b in (1.0, 0.2)]
+    return answer["settings"]
+
+
+@pytest.mark.parametrize("name", list(PEERS))
+def test_gradients_are_those_of_plain_training_and_detaching_restores(name: str, runner: StepRunner) -> None:
+    if PEERS[name].missing("cuda"):  # what only a device without a need for it lacks can be tried all the same
+        pytest.skip(PEERS[name].missing("cuda"))
+    model = runner.workload.model
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    found = settings_of(name, runner)
+    assert found
+    assert len({label for label, _ in found}) == len(found), "labels tell settings apart"
+    for label, setting in found:
+        answer = worker.prepare(runner, {"peer": name, "setting": setting})
+        assert answer["state"] == "measured", (label, answer)
+        assert answer["gradients"] == "bit-equal" or not PEERS[name].exact, (label, answer)
+        assert {path: dict(vars(module)) for path, module in model.named_modules()} == before, label
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_leaner_settings_have_a_lower_peak(runner: StepRunner) -> None:
+    def peak(name: str, setting: dict[str, Any]) -> int:
+        return worker.prepare(runner, {"peer": name, "setting": setting})["peak_bytes"]
+
+    plain, all_again = peak("save everything", {"recompute": []}), peak("recompute all", {"recompute": [0, 1, 2, 3]})
+    keeping = peak("keep ops", {"attention": True, "matmuls": 1})
+    every_second = peak("keep ops", {"attention": True, "matmuls": 2})
+    assert all_again < every_second < keeping < plain
+
+
+def _longer(module: nn.Module, arguments: Any, output: Any) -> Any:
+    return output * 1.5
+
+
+def test_wrong_gradients_and_failures_are_no_measurements(runner: StepRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong:
+        exact = True
+        group = "eager"
+
+        def __init__(self, what: str) -> None:
+            self.what = what
+
+        def attach(self, model: nn.Module, units: list[str], setting: dict[str, Any]) -> Any:
+            if self.what == "fails":
+                raise ValueError("no such\nop")
+            handle = model.get_submodule(units[0]).register_forward_hook(_longer)
+            if self.what == "full":
+                handle.remove()
+                raise MemoryError("no memory")
+            return handle.remove
+
+    for what in ("wrong", "fails", "full"):
+        monkeypatch.setitem(PEERS, what, Wrong(what))
+    said = {w: worker.prepare(runner, {"peer": w, "setting": {}}) for w in ("wrong", "fails", "full")}
+    assert said["wrong"]["state"] == "failed" and said["wrong"]["message"].startswith("wrong gradients")
+    assert said["fails"] == {"state": "failed", "message": "ValueError: no such op"}
+    assert said["full"]["state"] == "out_of_memory"
+
+
+def test_a_round_names_the_row_that_failed(runner: StepRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        exact, group = True, "eager"
+
+        def attach(self, *_: Any) -> Any:
+            raise ValueError("gone")
+
+    monkeypatch.setitem(PEERS, "broken", Broken())
+    good = {"peer": "save everything", "setting": {"recompute": []}}
+    answer = worker.take_turns(runner, {"rows": {"a": good, "b": {"peer": "broken", "setting": {}}}})
+    assert answer == {"seconds": {}, "failed": {"b": "ValueError: gone"}}
+    answer = worker.take_turns(runner, {"rows": {"a": good, "c": good}})
+    assert set(answer["seconds"]) == {"a", "c"} and not answer["failed"]
+
+
+def test_spread_keeps_both_ends() -> None:
+    assert spread(range(1, 8)) == [1, 2, 3, 4, 5, 6, 7]
+    many = spread(range(2, 126), 16)
+    assert (many[0], many[-1], len(many)) == (2, 125, 16)
+
+
+def test_every_second_matmul_counts_each_run_anew() -> None:
+    decide = policy(True, 2)
+    mm, tanh = torch.ops.aten.mm.default, torch.ops.aten.tanh.default
+
+    def kept(op: Any, again: bool) -> bool:
+        return decide(SimpleNamespace(is_recompute=again), op).name == "MUST_SAVE"
+
+    assert [kept(mm, False) for _ in range(4)] == [True, False, True, False]
+    assert [kept(mm, True) for _ in range(3)] == [True, False, True]
+    assert not kept(tanh, False)
+    assert kept(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, False)
+
+
+def test_what_the_ilp_keeps_is_told_by_name_and_not_by_position() -> None:
+    decide = policy_by_name({"mm": [0, 1]})
+    mm, mask = torch.ops.aten.mm.default, torch.ops.aten.scalar_tensor.default
+    here = SimpleNamespace(is_recompute=False)
+    said = [decide(here, op).name == "MUST_SAVE" for op in (mask, mm, mask, mask, mm, mm)]
+    assert said == [False, False, False, False, True, False]
+
+
+def test_settings_of_deep_models_stay_few() -> None:
+    units = [SimpleNamespace(name=f"layers.{i}") for i in range(80)]
+    context = Context(workload=None, units=units, budgets={}, plain_peak=1)  # type: ignore[arg-type]
+    for name in ("every-n", "first-k"):
+        assert len(list(PEERS[name].settings(context))) == 16
+
+
+def test_compiled_rows_compile_once_each(runner: StepRunner) -> None:
+    from torch._dynamo.utils import counters
+
+    rows = {
+        str(b): {"peer": "torch.compile", "setting": {"budget": b, "backend": "aot_eager_decomp_partition"}}
+        for b in (0.9, 0.3)
+    }
+    graphs = []
+    for _ in range(3):
+        for row in rows.values():
+            assert worker.prepare(runner, row)["state"] == "measured"
+        assert not worker.take_turns(runner, {"rows": rows})["failed"]
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] == graphs[2], "turns after the first find what the first compiled"
+    peaks = [worker.prepare(runner, row)["peak_bytes"] for row in rows.values()]
+    assert peaks[1] < peaks[0], "each budget has code of its own"

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autockpt.schema import ResolvedBudget, WorkloadSpec
+from tests.report.test_explain_view import MIB, explanation
+
+
+class Asked:
+    """Stands for the package that computes; remembers questions."""
+
+    def __init__(self) -> None:
+        self.questions: list[Any] = []
+        self.answer = explanation()
+
+    def explain(self, question: Any, listener: Any = None) -> Any:
+        self.questions.append(question)
+        return self.answer
+
+
+@pytest.fixture
+def asked(replace) -> Asked:
+    stand_in = Asked()
+    replace("autockpt.explain", explain=stand_in.explain, Question=SimpleNamespace)
+    return stand_in
+
+
+def test_a_budget_is_explained(autockpt, asked: Asked) -> None:
+    result = autockpt("explain", "--model", "llama-tiny", "-b", "2", "--budget", "24GB", "--no-limits", "--seed", "3")
+    assert result.code == 0, result.err
+    assert "Where the bytes go" in result.out and "Why this plan" in result.out
+    (question,) = asked.questions
+    assert question.spec == WorkloadSpec(model="llama-tiny", batch_size=2, seed=3)
+    assert question.budget.text == "24GB" and question.plan is None and question.limits is False
+
+
+def test_json_is_the_whole_answer(autockpt, asked: Asked) -> None:
+    result = autockpt("explain", "--model", "llama-tiny", "--json")
+    assert result.code == 0 and result.json == asked.answer.model_dump(mode="json")
+
+
+def test_a_budget_that_nothing_fits_is_said_with_exit_code_3(autockpt, asked: Asked) -> None:
+    asked.answer = explanation(budget=ResolvedBudget(asked="1MiB", bytes=MIB))
+    result = autockpt("explain", "--model", "llama-tiny", "--budget", "1MiB")
+    assert result.code == 3 and "too much" in result.out and "700 MiB" in result.out
+
+
+def test_a_plan_brings_its_workload(autockpt, asked: Asked, tmp_path: Path) -> None:
+    text = "autockpt: 1\nworkload:\n  model: llama-tiny\n  batch_size: 8\nchoices:\n  model.layers.0-3: recompute\n"
+    (tmp_path / "plan.yaml").write_text(text)
+    assert autockpt("explain", "plan.yaml", "--seq-len", "16").code == 0
+    (question,) = asked.questions
+    assert question.spec == WorkloadSpec(model="llama-tiny", batch_size=8, seq_len=16)
+    assert question.plan is not None and question.plan_path == Path("plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no model was named"),
+        (("nothing.yaml",), "nothing.yaml"),
+        ((".",), ""),
+        (("--model", "llama-tiny", "--budget", "24"), "budget"),
+        (("--model", "llama-tiny", "--measure"), "--rules"),
+        (("--model", "llama-tiny", "--rules", "--budget", "24GB"), "--rules"),
+        (("--model", "llama-tiny", "--hardware", "rtx4090", "--device", "cpu"), "--device"),
+        (("--model", "llama-tiny", "--hardware", "rtx409"), "rtx4090"),
+    ],
+)
+def test_wrong_questions(autockpt, asked: Asked, arguments: tuple[str, ...], said: str) -> None:
+    result = autockpt("explain", *arguments)
+    assert result.code == 2 and said in result.err and not result.out and not asked.questions

@@ -1,0 +1,108 @@
+"""The host budget: held by the pools as a real bound, and foretold on paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autockpt.devices import host_bytes_of
+from autockpt.devices.hostpool import AREA_BYTES, HostUse, Pool, file_area, pinned_area
+from autockpt.devices.transport import CpuTransport, Ways
+from autockpt.errors import HostBudgetExceeded
+from autockpt.schema.graph import Copy
+
+MIB = 1 << 20
+
+
+def test_the_budget_is_shared_and_never_exceeded():
+    use = HostUse(100 * MIB)
+    first, second = Pool(range, pinned_area, use), Pool(range, pinned_area, use)
+    first.take(40 * MIB)
+    second.take(50 * MIB)
+    small = first.take(MIB)  # an area of what is left
+    assert (use.bytes, use.peak) == (100 * MIB, 100 * MIB)
+    with pytest.raises(HostBudgetExceeded, match=r"needs 20\.0 MiB.* over the host budget of 100 MiB") as caught:
+        second.take(20 * MIB)
+    assert "--host-budget" in caught.value.remedy
+    assert use.bytes == 100 * MIB
+    first.give(small)
+    assert first.take(MIB) is small
+
+
+def test_memory_of_other_sizes_makes_room():
+    use = HostUse(30 * MIB)
+    pool = Pool(range, pinned_area, use)
+    pool.give(pool.take(20 * MIB))
+    pool.take(21 * MIB)
+    assert use.bytes == 21 * MIB and use.peak == 21 * MIB
+
+
+def test_offloading_over_the_budget_ends_the_forward_and_nothing_is_wrong(tmp_path):
+    way = CpuTransport(tmp_path, HostUse(2 * MIB))
+    kept = way.send(torch.full((MIB,), 7, dtype=torch.uint8))
+    with pytest.raises(HostBudgetExceeded):
+        way.send(torch.ones(2 * MIB, dtype=torch.uint8))
+    kept.settle()
+    assert bool((kept.get() == 7).all())
+
+
+def test_copies_of_the_ways_have_a_budget_of_their_own():
+    import copy
+    import pickle
+
+    ways = Ways(5 * MIB)
+    ways.use.claim(MIB)
+    for twin in (copy.deepcopy(ways), pickle.loads(pickle.dumps(ways))):
+        assert twin.use.limit == 5 * MIB and twin.use.bytes == 0
+
+
+def out(size: int, issued: int, released: int | None, tier: str = "cpu") -> Copy:
+    return Copy(direction="out", bytes=size, issued=issued, awaited=None, tier=tier, released=released)
+
+
+def test_what_is_foretold_by_hand():
+    two = [out(10 * MIB, 0, 5), out(10 * MIB, 1, 4)]
+    assert host_bytes_of(two, "cuda") == 20 * MIB
+    assert host_bytes_of([out(10 * MIB, 0, 2), out(10 * MIB, 3, 4)], "cuda") == 10 * MIB  # one after the other
+    assert host_bytes_of([out(100, 0, 2)], "cuda") == AREA_BYTES
+    assert host_bytes_of([out(100, 0, 2)], "cuda", limit=3 * MIB) == 3 * MIB
+    assert host_bytes_of(two, "cuda", limit=12 * MIB) == 20 * MIB  # over the limit, and it says by how much
+    assert host_bytes_of([], "cuda") == 0
+    back = Copy(direction="in", bytes=MIB, issued=3, awaited=3)
+    assert host_bytes_of([*two, back], "cuda") == 20 * MIB
+    disk = [copy.model_copy(update={"tier": "disk"}) for copy in two]
+    assert host_bytes_of(disk, "cuda") == 32 * MIB  # two parts
+    assert host_bytes_of(disk, "cpu") == host_bytes_of(two, "cpu") == AREA_BYTES  # one and the same file
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40 * MIB), st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=25),
+    st.sampled_from([pinned_area, file_area]),
+    st.one_of(st.none(), st.integers(1, 400)),
+)
+def test_real_pools_do_what_was_foretold(steps, area, limit_mib):
+    limit = None if limit_mib is None else limit_mib * MIB
+    copies = sorted((out(size, at, at + life) for size, at, life in steps), key=lambda c: c.issued)
+    foretold = host_bytes_of(copies, "cpu" if area is file_area else "cuda", limit)
+    pool = Pool(range, area, use := HostUse(limit))
+    held: list[tuple[int, object]] = []
+
+    def run() -> None:
+        for _ in range(3):
+            for now in range(20):
+                for copy in (c for c in copies if c.issued == now):
+                    held.append((copy.released, pool.take(copy.bytes)))
+                for end, piece in [h for h in held if h[0] == now]:
+                    pool.give(piece)
+                    held.remove((end, piece))
+
+    if limit is not None and foretold > limit:
+        with pytest.raises(HostBudgetExceeded):
+            run()
+    else:
+        run()
+        assert use.peak <= foretold
+    assert limit is None or use.peak <= limit

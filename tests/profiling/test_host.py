@@ -1,0 +1,130 @@
+"""What offloading claims on the host: foretold by ghost runs, held by searches, and true of real steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autockpt.devices.hostpool import AREA_BYTES
+from autockpt.errors import InfeasibleError
+from autockpt.profiling import build_profile, nominal_op_times, uniform_graphs, wants_disk
+from autockpt.runtime import attach
+from autockpt.schema import OFFLOAD, DeviceInfo, Environment, Offload, WorkloadSpec, load_space, parse_budget
+from autockpt.tracing import Tracer
+from autockpt.tuning.dryrun import foresee
+from autockpt.workload import build
+
+SPEC = WorkloadSpec(model="llama-tiny", batch_size=4, seq_len=64, accumulate=2)
+KINDS = ("save", "recompute", "offload", "recompute_offload")
+
+
+def environment(kind: str) -> Environment:
+    info = DeviceInfo(kind=kind, name="made up", capacity_bytes=1 << 40, copy_queues=kind != "cpu")
+    return Environment(device=info, versions={})
+
+
+def profiled(tracer: Tracer, kind: str, host_budget: int | None, kinds: tuple[str, ...] = KINDS):
+    blocks = [unit for unit in tracer.units if unit.role == "block"]
+    uniform = uniform_graphs(tracer, blocks, kinds)
+    times = nominal_op_times(environment(kind), uniform["save"][1])
+    return build_profile(tracer, times, uniform, host_budget=host_budget)
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    with Tracer.from_spec(SPEC, fallback=False) as tracer:
+        yield tracer
+
+
+@pytest.fixture(scope="module")
+def on_gpu():
+    with Tracer.from_spec(SPEC, device="cuda", fallback=False) as tracer:
+        yield tracer
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_real_steps_claim_what_was_foretold(on_cpu: Tracer, limited: bool):
+    blocks = [unit.name for unit in on_cpu.units if unit.role == "block"]
+    choices = dict.fromkeys(blocks, OFFLOAD)
+    limit = None
+    if limited:
+        graph = on_cpu.trace(choices)
+        out = sum(copy.bytes for copy in graph.copies if copy.direction == "out")
+        limit = out // 4096 * 4096
+    predictor = profiled(on_cpu, "cpu", limit).predictor
+    foretold = predictor.predict(choices).host_bytes
+    workload = build(SPEC, "cpu")
+    with attach(workload.model, choices, host_budget=limit) as session:
+        for _ in range(3):
+            workload.cycle(None)
+        assert session.host_bytes == foretold
+    assert foretold == (AREA_BYTES if limit is None else min(limit, AREA_BYTES))
+
+
+def test_both_micro_batches_use_the_same_place(on_gpu: Tracer):
+    """Parcels end with the backward of their micro-batch: at no time are both on the host."""
+    blocks = [unit.name for unit in on_gpu.units if unit.role == "block"]
+    graph = on_gpu.trace({blocks[0]: OFFLOAD})
+    out = [copy for copy in graph.copies if copy.direction == "out"]
+    first = [copy for copy in out if copy.issued < out[len(out) // 2].issued]
+    assert first and all(copy.released is not None for copy in out)
+    assert max(copy.released or 0 for copy in first) <= out[len(out) // 2].issued
+
+
+def host_needed(tracer: Tracer) -> int:
+    graph = tracer.trace(dict.fromkeys((u.name for u in tracer.units if u.role == "block"), OFFLOAD))
+    return sum(copy.bytes for copy in graph.copies if copy.direction == "out") // SPEC.accumulate
+
+
+def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
+    needed = host_needed(on_gpu)
+    free = profiled(on_gpu, "cuda", None)
+    bound = profiled(on_gpu, "cuda", needed // 2)
+    tiers = lambda p: {item.choice for menu in p.profile.menus for item in menu.items}  # noqa: E731
+    assert Offload(tier="disk") not in tiers(free)
+    assert Offload(tier="disk") in tiers(bound)
+    by_choice = {item.choice: item for item in bound.profile.menus[0].items}
+    disk, cpu = by_choice[Offload(tier="disk")], by_choice[OFFLOAD]
+    assert (disk.host_bytes, cpu.host_bytes > 0) == (0, True)
+    assert disk.kept_bytes == cpu.kept_bytes
+    assert disk.copy_seconds > cpu.copy_seconds
+    uniform = {"offload": ({}, on_gpu.trace(dict.fromkeys((u.name for u in bound.blocks), OFFLOAD)))}
+    assert not wants_disk(uniform, environment("cpu").device, needed // 2)  # there it is a file anyway
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_plans_stay_within_both_budgets(on_gpu: Tracer, share: float):
+    limit = int(host_needed(on_gpu) * share)
+    known = profiled(on_gpu, "cuda", limit, ("save", "offload"))
+    space = load_space("knobs").restricted(("save", "offload"))
+    foreseen = foresee(known, parse_budget("20%act"), space)
+    predicted = known.predictor.predict(foreseen.choices)
+    assert predicted.host_bytes <= limit
+    assert predicted.peak_bytes <= foreseen.budget.bytes
+    assert any(choice == Offload(tier="disk") for choice in foreseen.choices.values())
+
+
+def test_a_host_budget_that_makes_a_budget_unreachable_is_named(on_cpu: Tracer):
+    space = load_space("knobs").restricted(("save", "offload"))
+    free = profiled(on_cpu, "cpu", None, ("save", "offload"))
+    lean = free.smallest_peak([])
+    with pytest.raises(InfeasibleError, match="with at most") as caught:
+        foresee(profiled(on_cpu, "cpu", 4096, ("save", "offload")), parse_budget(f"{lean / 1e9:.6f}GB"), space)
+    assert "--host-budget" in caught.value.remedy
+    assert caught.value.smallest_peak is not None and caught.value.smallest_peak > lean
+
+
+def test_disk_copies_take_the_time_of_the_disk(on_gpu: Tracer):
+    blocks = [unit.name for unit in on_gpu.units if unit.role == "block"]
+    predictor = profiled(on_gpu, "cuda", None).predictor
+    cpu = predictor.predict({blocks[0]: OFFLOAD}).step_seconds
+    disk = predictor.predict({blocks[0]: Offload(tier="disk")}).step_seconds
+    assert cpu is not None and disk is not None and disk > cpu
+
+
+def test_the_probe_of_the_disk_measures_both_ways(tmp_path):
+    from autockpt.profiling.op_times import disk_bandwidths
+    from tests.policies.deferred import DeferredDisk
+
+    out, back = disk_bandwidths(DeferredDisk(tmp_path), torch.ones(1 << 20, dtype=torch.uint8))
+    assert out > 0 and back > 0

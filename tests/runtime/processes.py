@@ -1,0 +1,42 @@
+"""Two processes that train together (gloo), for tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+needs_gloo = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
+)
+
+
+def in_two_processes(work: Callable[[int], list[str]], folder: Path) -> list[str]:
+    """Run ``work(rank)``, a function of a module, in both at once; what it found wrong, by rank.
+
+    ``folder`` is an empty directory for what they share. An exception in one of them is raised here.
+    """
+    spawn(_one_process, (work, str(folder)), nprocs=2)
+    files = ((rank, folder / f"{rank}.txt") for rank in (0, 1))
+    return [f"rank {rank}: {line}" for rank, file in files for line in file.read_text().splitlines()]
+
+
+def _one_process(rank: int, work: Callable[[int], list[str]], folder: str) -> None:
+    torch.set_num_threads(1)
+    # they meet by way of a file: a free port may be taken by others before it is used
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    wrong = work(rank)
+    dist.barrier()
+    Path(folder, f"{rank}.txt").write_text("\n".join(wrong))
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is done and written. Threads of gloo and of autograd that meet an interpreter which is shutting down sometimes
+    # abort it ("terminate called without an active exception"), so it does not shut down.
+    os._exit(0)

@@ -1,0 +1,84 @@
+"""Two processes with the older FullyShardedDataParallel: gradients under a plan are bit-equal with plain training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from autockpt.errors import ConflictError
+from autockpt.runtime import attach
+from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
+from tests.policies.zoo import CASES
+from tests.runtime.processes import in_two_processes, needs_gloo
+
+LLAMA = CASES["llama"]
+NAMES = [f"model.layers.{i}" for i in range(3)]
+
+
+def plans() -> dict[str, dict[str, Choice]]:
+    """Every kind of choice on all layers, and segments over all of them."""
+    result = {kind: dict.fromkeys(NAMES, parse_choice(kind)) for kind in sorted(choice_kinds("block"))}
+    for levels in (1, 2):
+        result[f"one segment, {levels} levels"] = dict.fromkeys(NAMES, Segment(size=3, levels=levels))
+    return result
+
+
+def train(rank: int, shard: partial[Any], choices: dict[str, Choice] | None = None, order: str = "") -> list[Tensor]:
+    """The gradients of two steps on this rank."""
+    model = LLAMA.make()
+    if choices and order == "before":
+        attach(model, choices)
+    kinds = {type(model.model.layers[0])}  # type: ignore[reportGeneralTypeIssues]
+    wrapped = shard(model, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=torch.device("cpu"))
+    if choices and order == "after":
+        attach(wrapped, choices)
+    torch.manual_seed(rank)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    for _ in range(2):
+        batch = {k: v.roll(rank, 1) for k, v in LLAMA.batch().items()}
+        wrapped(**batch, use_cache=False).loss.backward()
+        seen += [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def differences(rank: int, shard: partial[Any], freed: bool) -> Iterator[str]:
+    """``freed``: parameters are given back after forward, so a segment of several sharded units cannot run again."""
+    wanted = train(rank, shard)
+    for what, choices in plans().items():
+        for order in ("before", "after"):
+            try:
+                got = train(rank, shard, choices, order)
+            except ConflictError as error:
+                if not ("one segment" in what and freed and "are sharded while it runs again" in str(error)):
+                    yield f"{what}, attached {order}: {error}"
+                continue
+            if "one segment" in what and freed:
+                yield f"{what}, attached {order}: not refused"
+            elif not wanted or len(got) != len(wanted) or not all(map(torch.equal, got, wanted)):
+                yield f"{what}, attached {order}: gradients"
+
+
+def all_plans(rank: int) -> list[str]:
+    wrong = []
+    for original in (False, True):
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            shard = partial(FullyShardedDataParallel, use_orig_params=original, sharding_strategy=strategy)
+            freed = strategy is ShardingStrategy.FULL_SHARD
+            wrong += [f"{strategy}, {original=}, {d}" for d in differences(rank, shard, freed)]
+    return wrong
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_gradients(tmp_path):
+    assert in_two_processes(all_plans, tmp_path) == []

@@ -1,0 +1,105 @@
+"""The shipped hardware descriptions: all there, each figure with its source, and packed into the wheel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from autockpt.errors import UsageError
+from search_spaces.hardware import described_like, list_hardware, load_hardware
+
+ROOT = Path(__file__).parents[2]
+FIGURES = {
+    "memory_bytes",
+    "context_bytes",
+    "vector_flops",
+    "matrix_flops",
+    "bandwidth",
+    "launch_seconds",
+    "link_out",
+    "link_in",
+    *(f"efficiency.{n}" for n in ("matrix", "attention", "attention_backward", "bandwidth", "link")),
+}
+
+
+def test_all_that_was_promised_is_there() -> None:
+    nvidia = {"rtx3090", "rtx4090", "rtx5090", "a100-40", "a100-80", "l40s", "h100", "h200", "b200", "t4"}
+    assert nvidia | {"mi300x", "m4-max", "cpu"} <= set(list_hardware())
+
+
+@pytest.mark.parametrize("name", list_hardware())
+def test_every_figure_has_a_source(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.name == name and hardware.description
+    assert set(hardware.sources) >= FIGURES
+    assert all(hardware.sources.values())
+
+
+def test_dense_rates_as_published() -> None:
+    rates = {name: load_hardware(name).matrix_flops.get("bfloat16", 0) / 1e12 for name in list_hardware()}
+    assert rates["a100-80"] == 312 and rates["h100"] == 989.4 and rates["rtx4090"] == 165.2
+    assert rates["b200"] == 2250 and rates["mi300x"] == 1307.4 and rates["t4"] == 0
+    assert load_hardware("m4-max").unified_memory
+
+
+def test_names_are_forgiving_and_unknown_ones_list_the_nearest_first() -> None:
+    assert load_hardware("RTX 4090").name == "rtx4090"
+    with pytest.raises(UsageError) as caught:
+        load_hardware("rtx4900")
+    said = str(caught.value)
+    assert "Did you mean rtx4090?" in said
+    assert said.index("rtx4090, ") < said.index("mi300x")
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text((ROOT / "search_spaces" / "hardware" / "h100.yaml").read_text())
+    assert load_hardware(path).name == "mine"
+    path.write_text("bandwidth: [")
+    with pytest.raises(UsageError, match=r"mine\.yaml"):
+        load_hardware(str(path))
+    path.write_text("just words")
+    with pytest.raises(UsageError, match="not a hardware description"):
+        load_hardware(path)
+    with pytest.raises(UsageError, match="no file"):
+        load_hardware(tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("driver", "kind", "gib", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "cuda", 79.1, "h100"),
+        ("NVIDIA A100-SXM4-40GB", "cuda", 39.4, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "cuda", 79.2, "a100-80"),
+        ("NVIDIA GeForce RTX 4090", "cuda", 23.6, "rtx4090"),
+        ("Tesla T4", "cuda", 14.6, "t4"),
+        ("AMD Instinct MI300X", "rocm", 191.9, "mi300x"),
+        ("NVIDIA H100 PCIe", "cuda", 47.0, None),
+        ("NVIDIA GeForce GTX 1080", "cuda", 8.0, None),
+    ],
+)
+def test_the_same_card_is_found_by_the_drivers_name(driver: str, kind: str, gib: float, name: str | None) -> None:
+    found = described_like(driver, kind, int(gib * 2**30))
+    assert (found.name if found else None) == name
+
+
+def test_the_wheel_holds_the_descriptions() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "search_spaces.hardware" in setup["packages"]
+    patterns = setup["package-data"]["search_spaces.hardware"]
+    packed = {f.stem for pattern in patterns for f in (ROOT / "search_spaces" / "hardware").glob(pattern)}
+    assert packed == set(list_hardware())
+
+
+def test_loading_needs_no_torch() -> None:
+    code = (
+        "import sys; from search_spaces.hardware import *; [load_hardware(n) for n in list_hardware()]; "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)

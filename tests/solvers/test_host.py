@@ -1,0 +1,96 @@
+"""A second bound: bytes that all units together move to the host."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.problem import Problem, host_of, peak_of, seconds_of
+from autockpt.solvers import Ruling, exact, milp, refine
+from tests.solvers.problems import small_problems, transformer, uniform_problem
+
+
+def with_host(problem: Problem, sizes: list[int], host_budget: int) -> Problem:
+    """The same problem with ``sizes`` as the host bytes of its options, in turns; each unit's first moves nothing."""
+    turn = itertools.cycle(sizes)
+    units = tuple(
+        unit.model_copy(
+            update={
+                "options": tuple(
+                    o.model_copy(update={"host": next(turn) if k else 0}) for k, o in enumerate(unit.options)
+                )
+            }
+        )
+        for unit in problem.units
+    )
+    return problem.model_copy(update={"units": units, "host_budget": host_budget})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(small_problems(), small_problems(chain=False)),
+    st.lists(st.integers(0, 50), min_size=1, max_size=7),
+    st.integers(0, 120),
+)
+def test_agrees_with_brute_force(problem, sizes, host_budget):
+    problem = with_host(problem, sizes, host_budget)
+    plans = [
+        {u.name: o.choice for u, o in zip(problem.units, picked, strict=True)}
+        for picked in itertools.product(*[u.options for u in problem.units])
+    ]
+    within = [plan for plan in plans if host_of(problem, plan) <= host_budget]
+    fitting = [seconds_of(problem, plan) for plan in within if peak_of(problem, plan) <= problem.budget]
+    for solve in (exact, milp):
+        answer = solve(problem, gap=0.0)
+        assert answer.feasible == bool(fitting)
+        assert host_of(problem, answer.choices) <= host_budget
+        if fitting:
+            assert answer.seconds == pytest.approx(min(fitting))
+        else:
+            assert answer.peak == min(peak_of(problem, plan) for plan in within)
+
+
+def test_a_bound_that_does_not_bind_changes_nothing():
+    problem = transformer(24, 6, seed=2, share=0.4, identical=True)
+    assert exact(with_host(problem, [7], 10**6)).choices == exact(problem).choices
+
+
+def test_out_of_time_nothing_goes_to_the_host():
+    problem = with_host(transformer(48, 6, seed=5, share=0.5, identical=False), [11, 13], 40)
+    answer = milp(problem, time_limit=0.0)
+    assert host_of(problem, answer.choices) <= 40
+
+
+@pytest.mark.parametrize("rounding", [0, 3, 12])
+def test_refine_learns_what_the_pools_round_up_by(rounding: int):
+    """The referee counts more on the host than the problem does; plans over the host budget never pass."""
+    plain = uniform_problem(4, 125)
+    dear = tuple(
+        unit.model_copy(
+            update={
+                "options": tuple(
+                    o.model_copy(update={"host": 10 if o.choice == OFFLOAD else 0, "seconds": seconds})
+                    for o, seconds in zip(unit.options, (0.0, 5.0, 1.0), strict=True)
+                )
+            }
+        )
+        for unit in plain.units
+    )
+    problem = plain.model_copy(update={"units": dear, "host_budget": 30})
+
+    def referee(plan):
+        host = host_of(problem, plan)
+        return Ruling(peak_of(problem, plan), None, None, host + rounding if host else 0)
+
+    refined = refine(problem, referee)
+    assert refined.feasible and refined.ruling.host_bytes <= 30
+    allowed = [
+        dict(zip([u.name for u in problem.units], picked, strict=True))
+        for picked in itertools.product((SAVE, RECOMPUTE, OFFLOAD), repeat=4)
+    ]
+    fitting = [p for p in allowed if referee(p).peak_bytes <= 125 and referee(p).host_bytes <= 30]
+    assert seconds_of(problem, refined.choices) == min(seconds_of(problem, p) for p in fitting)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autockpt.schema import RECOMPUTE, Graph, WorkloadSpec
+from autockpt.tracing import Tracer
+from autockpt.tracing.cuda_kernels import AMPERE, attention, attention_kernel, cuda_kernels
+from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
+from autockpt.tracing.operators import Operator
+from tests.tracing.cuda_models import HEADS, LENGTH, WIDTH
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+TURING, ADA, HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (7, 5), (8, 9), (9, 0), (10, 0), (12, 0)
+
+
+def tensors(dtype: torch.dtype, head: int = 64, heads: int = 8, shared: int = 8, length: int = 16):
+    def make(h: int) -> torch.Tensor:
+        return torch.empty(2, h, length, head, dtype=dtype, requires_grad=True)
+
+    return make(heads), make(shared), make(shared)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "call", "capability", "kernel"),
+    [
+        (BF16, {}, {"causal": True}, AMPERE, "flash"),
+        (FP16, {}, {"dropout": 0.1}, AMPERE, "flash"),
+        (BF16, {}, {"mask": True}, AMPERE, "efficient"),
+        (FP32, {}, {"causal": True}, AMPERE, "efficient"),
+        (FP64, {}, {}, AMPERE, "math"),
+        (FP16, {}, {}, TURING, "efficient"),
+        (BF16, {}, {}, TURING, "math"),
+        (BF16, {}, {}, HOPPER, "cudnn"),
+        (BF16, {}, {"mask": True}, BLACKWELL, "cudnn"),
+        (BF16, {}, {}, CONSUMER_BLACKWELL, "flash"),
+        (BF16, {"head": 256}, {}, HOPPER, "flash"),
+        (BF16, {"head": 264}, {}, AMPERE, "efficient"),
+        (BF16, {"head": 200}, {}, ADA, "efficient"),  # flash has no backward for it there
+        (BF16, {"head": 200}, {}, AMPERE, "flash"),
+        (BF16, {"head": 100}, {}, AMPERE, "flash"),  # padded
+        (FP32, {"head": 30}, {}, AMPERE, "math"),
+        (BF16, {"shared": 2}, {"gqa": True}, AMPERE, "flash"),
+        (BF16, {"shared": 2}, {"gqa": True, "mask": True}, AMPERE, "math"),
+        (BF16, {"shared": 2}, {}, AMPERE, "math"),
+    ],
+)
+def test_the_kernel_that_cuda_takes(dtype, given, call, capability, kernel) -> None:
+    q, k, v = tensors(dtype, **given)
+    mask = torch.ones(16, 16, dtype=torch.bool) if call.pop("mask", False) else None
+    assert attention_kernel(q, k, v, mask, capability=capability, **call) == kernel
+
+
+def test_causal_attention_over_a_longer_past_is_not_for_flash() -> None:
+    q, k, v = tensors(BF16)
+    assert attention_kernel(q[:, :, :4], k, v, causal=True) == "efficient"
+
+
+def test_the_math_kernel_computes_attention() -> None:
+    q, k, v = (torch.randn(2, 4, 6, 5, dtype=FP64) for _ in range(3))
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    torch.testing.assert_close(attention(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+
+
+def test_everything_is_put_back() -> None:
+    before = F.scaled_dot_product_attention, F.dropout, F.rms_norm, torch.rms_norm
+    with pytest.raises(RuntimeError), cuda_kernels(AMPERE):
+        assert F.dropout is not before[1]
+        raise RuntimeError
+    assert (F.scaled_dot_product_attention, F.dropout, F.rms_norm, torch.rms_norm) == before
+
+
+def traced(factory: str, device: str, capability: tuple[int, int] | None = None, *, recompute: bool = False) -> Graph:
+    spec = WorkloadSpec(model=f"tests.tracing.cuda_models:{factory}")
+    with Tracer.from_spec(spec, device=device, capability=capability, fallback=False) as tracer:
+        blocks = [u.name for u in tracer.units if u.role == "block"]
+        assert len(blocks) == 3
+        return tracer.trace(dict.fromkeys(blocks, RECOMPUTE) if recompute else None)
+
+
+def count(graph: Graph, target: str) -> int:
+    return sum(op.target.startswith(f"aten.{target}.") for op in graph.ops)
+
+
+@pytest.mark.parametrize(
+    ("factory", "capability", "kernel"),
+    [
+        ("causal_bf16", AMPERE, "_scaled_dot_product_flash_attention"),
+        ("causal_bf16", HOPPER, "_scaled_dot_product_cudnn_attention"),
+        ("causal_fp32", AMPERE, "_scaled_dot_product_efficient_attention"),
+        ("masked_bf16", AMPERE, "_scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_a_step_for_cuda_takes_its_kernels_in_both_directions(factory, capability, kernel) -> None:
+    graph = traced(factory, "cuda", capability)
+    assert count(graph, kernel) == count(graph, f"{kernel}_backward") == 3
+    assert count(graph, "native_layer_norm") == count(graph, "native_layer_norm_backward") == 3  # for rms_norm
+    assert not count(graph, "_scaled_dot_product_flash_attention_for_cpu")
+    assert not count(graph, "_safe_softmax")
+    assert sum(op.flops for op in graph.ops if op.target.startswith(f"aten.{kernel}")) > 0
+
+
+def test_recompute_takes_them_again() -> None:
+    graph = traced("causal_bf16", "cuda", AMPERE, recompute=True)
+    assert count(graph, "_scaled_dot_product_flash_attention") == 6
+    again = [op for op in graph.ops if op.phase == "recompute" and "flash" in op.target]
+    assert len(again) == 3
+
+
+def test_what_attention_saves() -> None:
+    """Score matrices with dropout on the CPU; row sums in fp32 under flash, per 32 rows under the efficient kernel."""
+    scores = 2 * HEADS * LENGTH * LENGTH
+    cpu = [s.bytes for s in traced("causal_fp32", "cpu").storages]
+    assert cpu.count(scores * 4) >= 3
+    flash = traced("causal_bf16", "cuda", AMPERE)
+    attention_op = next(op for op in flash.ops if op.target.startswith("aten._scaled_dot_product_flash_attention."))
+    sizes = {s.id: s.bytes for s in flash.storages}
+    assert scores * 2 not in sizes.values() and scores * 4 not in sizes.values()
+    made = {out.storage for out in attention_op.outputs}
+    saved = [sizes[s] for s in attention_op.saves if s in made]
+    assert sorted(n for n in saved if n > 16) == [2 * HEADS * LENGTH * 4, 2 * LENGTH * WIDTH * 2]
+    efficient = traced("causal_fp32", "cuda", AMPERE)
+    op = next(o for o in efficient.ops if o.target.startswith("aten._scaled_dot_product_efficient_attention."))
+    made_sizes = {s.bytes for s in efficient.storages if s.id in {out.storage for out in op.outputs}}
+    assert 2 * HEADS * 96 * 4 in made_sizes
+
+
+def test_dropout_saves_a_byte_an_element() -> None:
+    graph = traced("causal_fp32", "cuda", AMPERE)
+    sizes = {s.id: s.bytes for s in graph.storages}
+    ops = [op for op in graph.ops if op.target == "aten.native_dropout.default"]
+    assert len(ops) == 3
+    for op in ops:
+        assert [sizes[out.storage] for out in op.outputs][1] == 2 * LENGTH * WIDTH
+
+
+def test_a_mask_is_made_a_bias_in_every_layer() -> None:
+    graph = traced("masked_bf16", "cuda", AMPERE)
+    bias = [s for s in graph.storages if s.bytes == 2 * LENGTH * LENGTH * 2 and s.birth >= 0]
+    assert len(bias) == 3
+    ends = {op.index for op in graph.ops if op.target.startswith("aten._scaled_dot_product_efficient_attention_back")}
+    assert all(any(s.death is not None and end <= s.death for end in ends) for s in bias)
+
+
+def workspace(name: str, *args: object) -> int:
+    operator = Operator(getattr(torch.ops.aten, name).default)
+    return cuda_workspace_bytes(operator, args, {})
+
+
+def test_workspaces_of_attention_backward() -> None:
+    q, k, v = tensors(BF16, head=64, heads=8, shared=2, length=100)
+    rows = 2 * 8 * 128
+    plain = workspace("_scaled_dot_product_flash_attention_backward", q, q, q, q)
+    assert plain == rows * 64 * 4 + rows * 4
+    shared = workspace("_scaled_dot_product_flash_attention_backward", q, q, k, v)
+    assert shared == plain + 2 * (2 * 8 * 100 * 64 * 2)
+    single = torch.empty(2, 8, 100, 64)
+    assert workspace("_scaled_dot_product_efficient_attention_backward", single, single) == 2 * 8 * 128 * 4
+
+
+def test_workspaces_of_embedding_backward() -> None:
+    def of(tokens: int, vocabulary: int) -> int:
+        return workspace(
+            "embedding_dense_backward",
+            torch.empty(tokens, 8),
+            torch.empty(tokens, dtype=torch.long),
+            vocabulary,
+            -1,
+            False,
+        )
+
+    assert of(1000, 50) == 0  # few tokens take another kernel
+    assert of(4000, 50) == 4 * 4000 * 8 + (50 + 400) * 8 * 4
