@@ -34,7 +34,7 @@ def read_window(path: Path, markers: Iterable[str], after: int = 0) -> tuple[str
             encoding = _encoding(file.read(4))
             size = file.seek(0, os.SEEK_END)
             wanted = [marker.encode(encoding) for marker in markers]
-            found = _last(file, size, re.compile(b"|".join(map(re.escape, wanted)), re.IGNORECASE))
+            found = _last(file, size, re.compile(b"|".join(map(re.escape, wanted)), re.IGNORECASE), after)
             start = max(min(after, size), (size if found is None else found) - BEFORE)
             start -= start % 2 if encoding != "utf-8" else 0
             file.seek(start)
@@ -52,11 +52,11 @@ def _encoding(head: bytes) -> str:
     return "utf-16-be" if head.startswith(b"\xfe\xff") else "utf-8"
 
 
-def _last(file: BinaryIO, size: int, pattern: re.Pattern[bytes]) -> int | None:
-    """Offset of the last match, looked for from the end in overlapping chunks."""
+def _last(file: BinaryIO, size: int, pattern: re.Pattern[bytes], floor: int) -> int | None:
+    """Offset of the last match from ``floor`` on, looked for from the end in overlapping chunks."""
     overlap, end = 256, size
-    while end > 0:
-        start = max(0, end - CHUNK)
+    while end > floor:
+        start = max(floor, end - CHUNK)
         file.seek(start)
         chunk = file.read(min(size, end + overlap) - start)
         found = [match.start() for match in pattern.finditer(chunk)]

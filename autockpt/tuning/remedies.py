@@ -12,9 +12,11 @@ from typing import Any, get_args
 import torch
 
 from autockpt.errors import AutockptError, InfeasibleError
-from autockpt.profiling import Predictor, Uniform, uniform_graphs
+from autockpt.profiling import Predictor, Uniform, capability_of, uniform_graphs
+from autockpt.profiling.seen import DeviceTraces
 from autockpt.schema import Choice, Prediction, SearchRequest, WorkloadSpec, format_bytes, plan_hash
 from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema.hardware import Hardware
 from autockpt.schema.remedy import WayOut
 from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer
@@ -24,6 +26,7 @@ from autockpt.tuning.job import Clock
 MOST = 3
 LORA_RANK = 16
 SHORTEST = 128  # tokens
+RANKS = (2, 4, 8, 16, 32, 64)
 LEAN_KINDS = ("recompute_offload", "offload", "recompute")  # tried first: one of them is the leanest nearly always
 
 
@@ -41,7 +44,8 @@ class Change:
 class Bench:
     """What variants are judged by: their budget in bytes, the device they would run on, and its op times.
 
-    ``kinds`` are the choices that are allowed; ``seconds``: whether op times are good for more than ranking.
+    ``kinds`` are the choices that are allowed; ``seconds``: whether op times are good for more than ranking. With
+    ``hardware`` steps take its kernels, bytes are as it sees them, and sharding is tried as well.
     """
 
     budget: int
@@ -49,12 +53,13 @@ class Bench:
     times: Times
     kinds: tuple[str, ...]
     seconds: bool = True
+    hardware: Hardware | None = None
 
 
 def ways_out(
     spec: WorkloadSpec, settings: Mapping[str, Any], base: Uniform, bench: Bench, *, chunked: bool = False
 ) -> tuple[WayOut, ...]:
-    """The cheapest ways to make a job fit, at most three, fewest simulated seconds per token first.
+    """The cheapest ways to make a job fit, at most three, fewest simulated seconds per token first; then sharding.
 
     ``settings`` are the resolved ones of the job, ``base`` the ghost runs of its uniform plans. ``chunked``: its head
     runs in chunks already. Empty where nothing that is tried fits. Variants that cannot be built are left out.
@@ -67,7 +72,10 @@ def ways_out(
             found.append(way)
     if not found and (way := _mildest(_together(spec, settings), bench, standard)) is not None:
         found.append(way)
-    return tuple(sorted(found, key=lambda way: way.relative_cost)[:MOST])
+    cheapest = sorted(found, key=lambda way: way.relative_cost)[:MOST]
+    # not ranked among them: it takes more devices, whose communication is not in its seconds
+    sharded = _mildest(_sharded(spec), bench, standard) if bench.hardware is not None else None
+    return (*cheapest, *([sharded] if sharded is not None else []))
 
 
 def explained(
@@ -152,6 +160,16 @@ def _lean_optimizers(spec: WorkloadSpec) -> Iterator[Change]:
         yield Change(spec.model_copy(update={"optimizer": name}), f"--optimizer {name}", f"{states}; other training")
 
 
+def _sharded(spec: WorkloadSpec) -> Iterator[Change]:
+    for ranks in RANKS:
+        if ranks > (spec.shard or 1):
+            yield Change(
+                spec.model_copy(update={"shard": ranks, "ddp": None}),
+                f"--shard {ranks}",
+                f"weights, gradients and states over {ranks} GPUs, as FSDP2 and ZeRO-3 do; communication not counted",
+            )
+
+
 def _together(spec: WorkloadSpec, settings: Mapping[str, Any]) -> Iterator[Change]:
     """All at once, for jobs that no single change helps: single rows, adapters, then shorter and shorter."""
     smallest = list(_smaller_batches(spec, settings))[-1:]
@@ -178,11 +196,16 @@ def _mildest(changes: Iterator[Change], bench: Bench, standard: float) -> WayOut
 
 def _judged(change: Change, bench: Bench, standard: float) -> WayOut | None:
     """The change with the fastest uniform plan that fits; None where even the leanest does not."""
-    with Tracer.from_spec(change.spec, device=bench.device, fallback=False) as tracer:
+    hardware, capability = bench.hardware, None
+    if hardware is not None:
+        capability = capability_of(hardware)
+    with Tracer.from_spec(change.spec, device=bench.device, fallback=False, capability=capability) as tracer:
         if (change.chunked and tracer.head is None) or _ignored(change.spec, tracer.settings):
             return None
         fixed: dict[str, Choice] = {tracer.head.name: CHUNKED_LOSS} if change.chunked and tracer.head else {}
-        traces = FixedTracer(tracer, fixed)
+        traces: FixedTracer | DeviceTraces = FixedTracer(tracer, fixed)
+        if hardware is not None:
+            traces = DeviceTraces(traces, hardware, change.spec)
         blocks = [unit for unit in tracer.units if unit.role == "block"]
         lean = [kind for kind in LEAN_KINDS if kind in bench.kinds] or list(bench.kinds)
         uniform = dict(uniform_graphs(traces, blocks, lean))
