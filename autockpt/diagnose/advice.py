@@ -37,9 +37,10 @@ def verdict_of(log: LogReading | None, snapshot: SnapshotReading | None) -> str:
             f"{format_binary(snapshot.reserved)} reserved; it tells of no failure."
         )
     free = f", {format_binary(snapshot.free)} were free on the device" if snapshot.free is not None else ""
+    held = f"{format_binary(snapshot.allocated)} in use of {format_binary(snapshot.reserved)} reserved"
     return (
         f"GPU {snapshot.device} ran out of memory {_where(snapshot.place)}: {format_binary(snapshot.tried or 0)} were "
-        f"asked for{free}, with {format_binary(snapshot.allocated)} in use of {format_binary(snapshot.reserved)} reserved."
+        f"asked for{free}, with {held}."
     )
 
 

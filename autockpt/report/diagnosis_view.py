@@ -154,7 +154,7 @@ def _simulated(said: Diagnosis, room: Room, console: Console) -> None:
 
 def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
     _title("Prescription", console)
-    console.print(Text(f"{_room(room)}"))
+    console.print(Text(_room(room)))
     if said.choices:
         console.print()
         console.print(answer_table(answer_rows(said.rows, room.budget), console))
@@ -177,11 +177,11 @@ def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
 
 
 def _room(room: Room) -> str:
-    parts = [f"for {format_binary(room.budget)} of {room.hardware}'s {format_binary(room.capacity)}"]
-    if room.others:
-        parts.append(f"{format_binary(room.others)} are others'")
-    parts.append(f"{format_binary(room.overhead)} go to the context")
-    return f"{', '.join(parts)} ({room.said})"
+    others = f", {format_binary(room.others)} are held by others" if room.others else ""
+    return (
+        f"For {format_binary(room.budget)} of a device with {format_binary(room.capacity)}{others}; the context takes "
+        f"{format_binary(room.overhead)} of it ({room.said})."
+    )
 
 
 def _how_to(said: Diagnosis, console: Console) -> None:
