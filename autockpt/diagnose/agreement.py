@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autockpt.diagnose.places import STAGES
+from autockpt.diagnose.purposes import OPTIMIZER, WEIGHTS
 from autockpt.explain.holdings import LOGITS, Ledger
 from autockpt.profiling import device_peak
 from autockpt.schema import Graph, format_binary
@@ -15,6 +16,7 @@ from autockpt.schema.hardware import Hardware
 _SMALLEST_TOLD = 20 << 20  # bytes; the allocator asks for 2 or 20 MiB whatever smaller tensors need
 _ROUNDED_TO = 2 << 20  # and for multiples of this above 10 MiB
 _TENSORS = 3
+_TOLERANCE = 0.05  # share by which the allocator's rounding and a stack's reading may be off
 _ALIKE = {"recompute": "backward"}
 
 
@@ -50,8 +52,24 @@ def compare(
     reported = (
         failure.place.stage if failure is not None else snapshot.place.stage if snapshot is not None else "unknown"
     )
-    verdicts = tuple(_verdicts(agreement, room, reported, tried, over_peak=over is None))
-    return agreement.model_copy(update={"verdicts": verdicts}), ledger.holdings(at)
+    holdings = ledger.holdings(at)
+    verdicts = [*_verdicts(agreement, room, reported, tried, over_peak=over is None)]
+    if snapshot is not None:
+        verdicts += _beside(snapshot, holdings)
+    return agreement.model_copy(update={"verdicts": tuple(verdicts)}), holdings
+
+
+def _beside(snapshot: SnapshotReading, holdings: Sequence[Holding]) -> Iterator[str]:
+    """What the snapshot has for a purpose beside what the simulated step has, for purposes that stay."""
+    simulated = {h.name: h.most_bytes for h in holdings}
+    for purpose, name in ((WEIGHTS, "weights"), (OPTIMIZER, "optimizer states")):
+        seen, expected = snapshot.purposes.get(purpose), simulated.get(name, 0)
+        if seen is None:
+            continue
+        alike = abs(seen - expected) <= _TOLERANCE * max(seen, expected)
+        verdict = "they agree" if alike else "model, type or optimizer were others in the run"
+        sizes = f"{format_binary(seen)} in the snapshot, {format_binary(expected)} in the simulated step"
+        yield f"{name.capitalize()}: {sizes}; {verdict}."
 
 
 def _stage(graph: Graph, ledger: Ledger, at: int) -> Stage:

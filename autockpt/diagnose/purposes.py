@@ -17,10 +17,6 @@ from autockpt.schema.diagnosis import Frame, Stage
 WEIGHTS, OPTIMIZER, BACKWARD, AGAIN = "weights", "optimizer", "gradients and backward", "made again for backward"
 ACTIVATIONS, LOGITS, BATCH, OTHER = "activations", "logits and loss", "batch", "other"
 UNRECORDED = "no stack recorded"
-RULE = (
-    "Purposes are read off the stacks: modules built, loaded or moved are weights, frames of torch.optim the "
-    "optimizer, blocks without a Python stack what backward made (gradients among it), calls of forward activations."
-)
 _BY_STAGE: dict[Stage, str] = {
     "loading": WEIGHTS,
     "batch": BATCH,

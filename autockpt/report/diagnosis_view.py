@@ -14,6 +14,11 @@ from autockpt.schema import format_binary
 from autockpt.schema.diagnosis import CommandReading, DeviceFailure, Diagnosis, Room, SnapshotReading
 
 _BAR = 20
+SNAPSHOT_RULE = (
+    "Purposes are read off the stacks, so they are likely, not certain: modules built, loaded or moved are weights, "
+    "frames of an optimizer its states, recorded blocks without a Python stack what backward made, gradients among "
+    "it, calls of forward activations."
+)
 
 
 def print_diagnosis(said: Diagnosis, console: Console) -> None:
@@ -93,6 +98,7 @@ def _snapshot(said: SnapshotReading, console: Console) -> None:
     if said.with_stacks:
         _title("The largest, by who asked for them", console)
         console.print(_groups(said))
+        console.print(Text(SNAPSHOT_RULE, style="dim"))
 
 
 def _groups(said: SnapshotReading) -> Table:
@@ -155,6 +161,13 @@ def _simulated(said: Diagnosis, room: Room, console: Console) -> None:
 def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
     _title("Prescription", console)
     console.print(Text(_room(room)))
+    if said.fits_already and said.choices:
+        console.print(
+            Text(
+                "By the simulation the job fits without a plan. Describe it as it ran (--batch-size, --seq-len, "
+                "--run), or take one of these by its peak:"
+            )
+        )
     if said.choices:
         console.print()
         console.print(answer_table(answer_rows(said.rows, room.budget), console))
