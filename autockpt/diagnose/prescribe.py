@@ -9,7 +9,16 @@ from autockpt.diagnose.question import Question
 from autockpt.errors import InfeasibleError
 from autockpt.profiling import build_profile, device_peak, uniform_graphs
 from autockpt.profiling.seen import DeviceTraces
-from autockpt.schema import Budget, Choice, SearchOutcome, SearchRequest, WorkloadSpec, load_space, parse_choice
+from autockpt.schema import (
+    Budget,
+    Choice,
+    DevicePeak,
+    SearchOutcome,
+    SearchRequest,
+    WorkloadSpec,
+    load_space,
+    parse_choice,
+)
 from autockpt.schema.diagnosis import Room
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.remedy import WayOut
@@ -21,7 +30,9 @@ from autockpt.tuning.simulated import modelled, torch_device
 from autockpt.tuning.stages import allowed, blocks_of, foresee_plan, job_of, kept
 
 SPACE = "knobs"
-TRIES = 3
+TRIES = 4
+LEAST_STEP = 64 << 20  # bytes
+_LESS = "made for less than the {asked} that there are, because the allocator would fragment them"
 
 
 @dataclass(frozen=True)
@@ -51,32 +62,44 @@ def prescribe(
         space, notes = allowed(wanted, uniform)
         profiled = build_profile(traces, modelled(hardware, uniform), uniform)
     request = _request(question, spec, hardware, room)
-    target, reserved = room.budget, None
+    target, smallest = room.budget, None
+    found: tuple[SearchOutcome, DevicePeak] | None = None
     for _ in range(TRIES):
-        budget = Budget(text=f"{target // 2**20 / 1024:.2f}GiB", kind="bytes", size=target)
-        job = job_of(request, tracer, Settled({}, traces, uniform, budget), space, notes)  # type: ignore[arg-type]
+        budget = Budget(text=_said(target), kind="bytes", size=target)
+        remarks = notes if target == room.budget else (*notes, _LESS.format(asked=_said(room.budget)))
+        job = job_of(request, tracer, Settled({}, traces, uniform, budget), space, remarks)  # type: ignore[arg-type]
         job = replace(job, settings={**job.settings, "device": f"{hardware.name}, simulated"})
         try:
             outcome = foresee_plan(job, tracer.units, profiled, clock, seconds=True)
         except InfeasibleError as error:
-            device, kinds = torch_device(hardware), space.choices
-            bench = Bench(room.budget, device, lambda runs: modelled(hardware, runs), kinds, hardware=hardware)
-            with clock.stage("look for ways out"):
-                ways = ways_out(spec, tracer.settings, uniform, bench)
-            return Prescription(ways=ways, smallest_peak=error.smallest_peak, notes=notes)
+            smallest = error.smallest_peak
+            break
         assert outcome.plan is not None
         graph = traces.trace(outcome.plan.choices_for(tracer.units, tracer.head))
-        modelled_peak = device_peak(hardware, graph, limit=room.budget)
-        reserved = modelled_peak.total
-        if modelled_peak.fits:
+        peak = device_peak(hardware, graph, limit=room.budget)
+        found, smallest = (outcome, peak), outcome.smallest_peak
+        less = max(target - max(peak.total - room.budget, LEAST_STEP), smallest or 0)
+        if peak.fits or less >= target:
             break
-        target -= max(reserved - room.budget, 64 << 20)
-    return Prescription(kept(request, outcome), (), outcome.smallest_peak, reserved, notes)
+        target = less
+    ways: tuple[WayOut, ...] = ()
+    if found is None or not found[1].fits:
+        device, kinds = torch_device(hardware), space.choices
+        bench = Bench(room.budget, device, lambda runs: modelled(hardware, runs), kinds, hardware=hardware)
+        with clock.stage("look for ways out"):
+            ways = ways_out(spec, tracer.settings, uniform, bench)
+    if found is None:
+        return Prescription(ways=ways, smallest_peak=smallest, notes=notes)
+    return Prescription(kept(request, found[0]), ways, smallest, found[1].total, notes)
+
+
+def _said(size: int) -> str:
+    return f"{size // 2**20}MiB"
 
 
 def _request(question: Question, spec: WorkloadSpec, hardware: Hardware, room: Room) -> SearchRequest:
     return SearchRequest(
-        budget=Budget(text=f"{room.budget // 2**20 / 1024:.2f}GiB", kind="bytes", size=room.budget),
+        budget=Budget(text=_said(room.budget), kind="bytes", size=room.budget),
         workload=spec,
         space=load_space(SPACE),
         hardware=hardware,
