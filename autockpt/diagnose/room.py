@@ -42,8 +42,9 @@ def _of_failure(question: Question, failure: DeviceFailure, capacity: int) -> tu
     if failure.allowed is not None:
         capacity = min(capacity, failure.allowed + (failure.overhead or 0))
     hardware, notes = _device(question, capacity, _KINDS[failure.backend])
-    overhead = failure.overhead if (failure.overhead or 0) >= _LEAST_CONTEXT else hardware.context_bytes
-    overhead = min(overhead or 0, capacity // 2)
+    overhead = min(hardware.context_bytes, capacity // 2)
+    if failure.overhead is not None and failure.overhead >= _LEAST_CONTEXT:
+        overhead = min(failure.overhead, capacity - 1)
     hardware = hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": overhead})
     if failure.backend == "xpu":
         notes = (*notes, "no Intel GPU is described: its kernels and seconds are taken to be those of an NVIDIA GPU")

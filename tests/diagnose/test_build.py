@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from autockpt.diagnose import Question, diagnose, read_command, read_evidence
+from autockpt.diagnose import Question, diagnose, read_evidence
 from autockpt.diagnose.oom_log import read_text
+from autockpt.diagnose.prescribe import as_run
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema import Plan, WorkloadSpec, parse_budget
+from autockpt.schema import Plan, Unit, WorkloadSpec, parse_budget, parse_choice
 from autockpt.schema.diagnosis import LogReading, SnapshotReading
 from search_spaces.hardware import load_hardware
 from tests.diagnose.logs import FORWARD, LOSS, message
@@ -71,10 +74,11 @@ def test_the_tensor_whose_allocation_failed_is_named() -> None:
     assert said.fits_already and "by itself it fits" in said.agreement.verdicts[0]
 
 
-def test_recompute_of_the_command_is_what_ran(plain_peak: int) -> None:
-    command = read_command("python t.py --gradient_checkpointing")
-    said = diagnose(Question(command=command, spec=SPEC, hardware=load_hardware("rtx4090")))
-    assert said.agreement is not None and said.agreement.simulated_peak < plain_peak
+def test_gradient_checkpointing_of_the_command_is_what_ran() -> None:
+    units = [Unit(name="layers.0", cls="Layer", kind=0), Unit(name="layers.0.mlp", cls="Mlp", kind=1, role="mlp")]
+    tracer: Any = SimpleNamespace(units=units)
+    assert as_run(tracer, recompute=True) == {"layers.0": parse_choice("recompute")}
+    assert not as_run(tracer, recompute=False)
 
 
 def test_evidence_alone_is_told() -> None:
