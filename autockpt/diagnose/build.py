@@ -51,39 +51,36 @@ def _simulated(
     from autockpt.diagnose.agreement import compare
     from autockpt.diagnose.prescribe import as_run, prescribe
     from autockpt.diagnose.room import room_of
-    from autockpt.profiling import capability_of
-    from autockpt.profiling.seen import DeviceTraces
-    from autockpt.tracing import Tracer
+    from autockpt.profiling import tracer_for
     from autockpt.tuning.job import Clock
     from autockpt.tuning.outcome import plain
-    from autockpt.tuning.simulated import torch_device
 
     room, hardware, doubts = room_of(question)
     clock = Clock(listener)
-    with clock.stage("trace"):
-        tracer = Tracer.from_spec(spec, device=torch_device(hardware), capability=capability_of(hardware))
-    with tracer:
-        recompute = question.command is not None and question.command.recompute
-        graph = DeviceTraces(tracer, hardware, spec).trace(as_run(tracer, recompute))
-        head = tracer.head.name if tracer.head is not None else None
-        agreement, holdings = compare(graph, head, hardware, room, failure, question.snapshot)
-        given = prescribe(question, spec, tracer, hardware, room, clock)
-        plan = given.outcome.plan if given.outcome is not None else None
+    recompute = question.command is not None and question.command.recompute
+    with clock.stage("trace"), tracer_for(hardware, spec) as tracer:
+        units, head = tracer.units, tracer.head
+        graph = tracer.trace(as_run(units, recompute=recompute))
         settings = {k: v for k, v in plain(tracer.settings).items() if k != "model"}
-        return {
-            "settings": settings,
-            "room": room,
-            "holdings": holdings,
-            "agreement": agreement,
-            "rows": given.outcome.rows if given.outcome is not None else (),
-            "choices": plan.choices_for(tracer.units, tracer.head) if plan is not None else {},
-            "plan_path": given.outcome.plan_path if given.outcome is not None else None,
-            "plan_reserved": given.reserved,
-            "fits_already": not agreement.overflows,
-            "smallest_peak": given.smallest_peak,
-            "ways": given.ways,
-            "notes": (*doubts, *tracer.notes, *graph.notes, *given.notes),
-        }
+        notes = (*tracer.notes, *graph.notes)
+    name = head.name if head is not None else None
+    agreement, holdings = compare(graph, name, hardware, room, failure, question.snapshot)
+    given = prescribe(question, spec, hardware, room, clock)
+    outcome = given.outcome
+    plan = outcome.plan if outcome is not None else None
+    return {
+        "settings": settings,
+        "room": room,
+        "holdings": holdings,
+        "agreement": agreement,
+        "rows": outcome.rows if outcome is not None else (),
+        "choices": plan.choices_for(units, head) if plan is not None else {},
+        "plan_path": outcome.plan_path if outcome is not None else None,
+        "fits_already": outcome is not None and not outcome.binding,
+        "smallest_peak": given.smallest_peak,
+        "ways": given.ways,
+        "notes": tuple(dict.fromkeys((*doubts, *(outcome.notes if outcome is not None else notes)))),
+    }
 
 
 def _notes(question: Question) -> Iterator[str]:

@@ -174,13 +174,7 @@ def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
         console.print(Text("~ simulated, not measured", style="dim"))
         console.print()
         console.print(Text(f"Plan  {words.strip(said.choices)}   {words.tally(said.choices)}, simulated", style="bold"))
-        if said.plan_reserved is not None:
-            console.print(Text(_allocator(said.plan_reserved, room)))
         _how_to(said, console)
-        if said.ways:
-            console.print()
-            console.print(Text("Should that not hold, what would; each ghost-run with one choice on all layers:"))
-            console.print(_ways(said))
         return
     smallest = f": the leanest needs {format_binary(said.smallest_peak)}" if said.smallest_peak is not None else ""
     console.print(Text(f"No plan alone fits{smallest}.", style="bold"))
@@ -197,13 +191,6 @@ def _room(room: Room) -> str:
         f"For {format_binary(room.budget)} of a device with {format_binary(room.capacity)}{others}; the context takes "
         f"{format_binary(room.overhead)} of it ({room.said})."
     )
-
-
-def _allocator(reserved: int, room: Room) -> str:
-    text = f"The allocator would take {format_binary(reserved)} under it, context included"
-    if reserved <= room.budget:
-        return f"{text}."
-    return f"{text}, which is too much: set PYTORCH_ALLOC_CONF=expandable_segments:True, too."
 
 
 def _how_to(said: Diagnosis, console: Console) -> None:

@@ -44,8 +44,11 @@ class Tracer:
     output head; ``settings`` and ``notes`` are the workload's. A context manager.
     """
 
-    def __init__(self, backend: _Backend, notes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, backend: _Backend, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
+    ) -> None:
         self._backend = backend
+        self._view = view
         self._notes = notes
         self.units: tuple[Unit, ...] = backend.units
         self.head: Unit | None = backend.head
@@ -60,19 +63,21 @@ class Tracer:
         device: torch.device | str = "cpu",
         capability: Capability | None = None,
         fallback: bool = True,
+        view: Callable[[Graph], Graph] | None = None,
     ) -> Tracer:
         """Build the workload of ``spec`` out of ghosts, as it would run on ``device``; no weights, no memory.
 
         For ``device="cuda"`` the step takes CUDA's kernels (attention, dropout, `foreach` optimizers) as a GPU of
         compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. What only
-        simulated hardware can follow (``shard``, …) is left to ``profiling.as_seen_by``.
+        simulated hardware can follow (``shard``, …) is left to ``profiling.as_seen_by``, which may be the ``view`` that
+        every graph passes through.
 
         With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process. Raises
         WorkloadError or UsageError where the spec cannot be built or its step fails, GhostError where it cannot be
         ghost-run and there is no fallback.
         """
         target = torch.device(device)
-        return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback)
+        return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback, view)
 
     @classmethod
     def from_workload(cls, workload: Workload, *, fallback: bool = True) -> Tracer:
@@ -99,7 +104,8 @@ class Tracer:
         choices = dict(choices or {})
         with _uncollected():
             raw = self._backend.ask("trace", choices={name: choices[name] for name in _in_order(choices, self.units)})
-            return to_graph(raw, self.units, self._notes)
+            graph = to_graph(raw, self.units, self._notes)
+            return graph if self._view is None else self._view(graph)
 
     def close(self) -> None:
         """End the child process. Idempotent."""
@@ -139,14 +145,16 @@ def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability:
         ) from None
 
 
-def _ghost_or_recorded(start: Callable[[Source], GhostProcess], fallback: bool) -> Tracer:
+def _ghost_or_recorded(
+    start: Callable[[Source], GhostProcess], fallback: bool, view: Callable[[Graph], Graph] | None = None
+) -> Tracer:
     try:
-        return Tracer(start("ghost"))
+        return Tracer(start("ghost"), view=view)
     except GhostError as error:
         if not fallback:
             raise
         why = error.message
-    return Tracer(start("recorded"), (f"A real step on the CPU was recorded, because {why}.",))
+    return Tracer(start("recorded"), (f"A real step on the CPU was recorded, because {why}.",), view)
 
 
 @contextmanager

@@ -12,24 +12,22 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from autockpt.errors import AutockptError
-from autockpt.profiling import Predictor, Profiled, Uniform, uniform_graphs
+from autockpt.profiling import Needs, Predictor, Profiled, Uniform, tracer_for, uniform_graphs
 from autockpt.profiling.menus import representatives
-from autockpt.schema import RECOMPUTE, Choice, Graph, SearchSpace, Unit, WorkloadSpec, plan_hash
+from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, SearchSpace, Unit, WorkloadSpec, plan_hash
 from autockpt.tracing import Tracer
 from autockpt.workload.shallow import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while
 TWIN_BLOCKS = 6
-REMEMBERED_GRAPHS = 2  # 0.1 GB each for 80 blocks
+REMEMBERED_GRAPHS = 1  # 0.1 GB each for 80 blocks
 OPS_PER_CANDIDATE = 60_000  # ghost-run for one candidate: fewer ghost runs of deeper models
 FEWEST_CALLS, MOST_CALLS = 3, 8
 
 
 def twin_uniform(
-    stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph, space: SearchSpace, device: torch.device
+    stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph, space: SearchSpace, hardware: Hardware
 ) -> tuple[Tracer, Uniform] | None:
     """A tracer of the shallow twin, kept open by ``stack``, and its ghost runs; None where the model has no such twin.
 
@@ -43,7 +41,7 @@ def twin_uniform(
     if twin is None:
         return None
     try:
-        small = stack.enter_context(Tracer.from_spec(twin, device=device, fallback=False))
+        small = stack.enter_context(tracer_for(hardware, twin, fallback=False))
         alike = small.trace()
         if len(small_blocks := alike.blocks()) != TWIN_BLOCKS or _matching(alike, base) is None:
             return None
@@ -52,10 +50,15 @@ def twin_uniform(
         return None
 
 
-def transplanted(small: Profiled, base: Graph, traces: Callable[[Mapping[str, Choice]], Graph]) -> Profiled:
-    """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin."""
+def transplanted(
+    small: Profiled, base: Graph, traces: Callable[[Mapping[str, Choice]], Graph], needs: Needs | None = None
+) -> Profiled:
+    """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin.
+
+    ``needs`` says what a ghost run of the whole model takes of the device.
+    """
     times = small.profile.op_times
-    predictor = Predictor(Remembering(traces), times, small.host_budget)
+    predictor = Predictor(Remembering(traces, base), times, small.host_budget, needs)
     predictor.learn({}, base)
     by_kind = {menu.kind: menu for menu in small.profile.menus}
     twins = _matching(small.base, base) or {}
@@ -65,7 +68,7 @@ def transplanted(small: Profiled, base: Graph, traces: Callable[[Mapping[str, Ch
     )
     lean = dict.fromkeys((unit.name for unit in base.blocks()), menus[-1].items[-1].choice)
     lean |= {name: RECOMPUTE for name in lean if RECOMPUTE in [item.choice for item in menus[-1].items]}
-    leanest = traces(lean)
+    leanest = predictor.graph(lean)
     predictor.learn(lean, leanest)
     profile = small.profile.model_copy(
         update={
@@ -75,7 +78,9 @@ def transplanted(small: Profiled, base: Graph, traces: Callable[[Mapping[str, Ch
             "leanest_peak_bytes": min(base.peak_bytes, leanest.peak_bytes),
         }
     )
-    return Profiled(profile, base, predictor, small.used_by_others)
+    profiled = Profiled(profile, base, predictor, small.used_by_others)
+    profiled.rule(lean)  # its graph is at hand
+    return profiled
 
 
 def calls_per_candidate(base: Graph) -> int:
@@ -84,14 +89,16 @@ def calls_per_candidate(base: Graph) -> int:
 
 
 class Remembering:
-    """Ghost runs by plan, the last few remembered."""
+    """Ghost runs by plan, the last few remembered; ``plain``, that of saving everything, always."""
 
-    def __init__(self, trace: Callable[[Mapping[str, Choice]], Graph]) -> None:
-        self._trace = trace
+    def __init__(self, trace: Callable[[Mapping[str, Choice]], Graph], plain: Graph | None = None) -> None:
+        self._trace, self._plain = trace, plain
         self._graphs: OrderedDict[str, Graph] = OrderedDict()
 
     def __call__(self, choices: Mapping[str, Choice]) -> Graph:
         key = plan_hash(choices)
+        if self._plain is not None and key == plan_hash({}):
+            return self._plain
         if key not in self._graphs:
             self._graphs[key] = self._trace(choices)
         self._graphs.move_to_end(key)

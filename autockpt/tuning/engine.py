@@ -85,7 +85,7 @@ class Engine:
         self.device = profiled.predictor.device
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
-        self.smallest_peak = profiled.smallest_peak(self.known.values())
+        self.smallest_peak = profiled.smallest_peak(self.known.values(), calls=max(2, referee_calls // 2))
         # Until the baselines have run, the best guess of what the budget is in bytes.
         foreseen = budget.resolve(self._predict(self.known[NONE]).peak_bytes, self.smallest_peak, self.room)
         self.budget = ResolvedBudget(asked=budget.text, bytes=foreseen, covers=covers(self.device.kind))
@@ -175,6 +175,7 @@ class Engine:
             self.profiled.rule,
             remembered=self.rulings,
             calls=self.referee_calls,
+            faster=self.scorer.worthwhile,
         )
 
     def _seeds(self) -> list[Parameters]:

@@ -5,18 +5,16 @@ Every change is judged with the same choice on every layer, so a search after it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 
 from autockpt.errors import AutockptError, InfeasibleError
-from autockpt.profiling import Predictor, Uniform, capability_of, uniform_graphs
-from autockpt.profiling.seen import DeviceTraces
-from autockpt.schema import Choice, Prediction, SearchRequest, WorkloadSpec, format_bytes, plan_hash
+from autockpt.profiling import Predictor, Uniform, promised_bytes, tracer_for, uniform_graphs
+from autockpt.schema import Choice, Graph, Hardware, Prediction, SearchRequest, WorkloadSpec, format_bytes, plan_hash
 from autockpt.schema.choices import CHUNKED_LOSS
-from autockpt.schema.hardware import Hardware
 from autockpt.schema.remedy import WayOut
 from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer
@@ -24,9 +22,9 @@ from autockpt.tuning.inexact import FixedTracer, Times
 from autockpt.tuning.job import Clock
 
 MOST = 3
+SHARD, MOST_RANKS = "--shard", 64
 LORA_RANK = 16
 SHORTEST = 128  # tokens
-RANKS = (2, 4, 8, 16, 32, 64)
 LEAN_KINDS = ("recompute_offload", "offload", "recompute")  # tried first: one of them is the leanest nearly always
 
 
@@ -44,8 +42,8 @@ class Change:
 class Bench:
     """What variants are judged by: their budget in bytes, the device they would run on, and its op times.
 
-    ``kinds`` are the choices that are allowed; ``seconds``: whether op times are good for more than ranking. With
-    ``hardware`` steps take its kernels, bytes are as it sees them, and sharding is tried as well.
+    ``kinds`` are the choices that are allowed; ``seconds``: whether op times are good for more than ranking. Where the
+    device is simulated ``hardware`` says what it is: its memory is modelled then, and what only it can follow is tried.
     """
 
     budget: int
@@ -55,11 +53,22 @@ class Bench:
     seconds: bool = True
     hardware: Hardware | None = None
 
+    def tracer(self, spec: WorkloadSpec) -> Tracer:
+        """A tracer of a variant. Raises what ``Tracer.from_spec`` does."""
+        if self.hardware is not None:
+            return tracer_for(self.hardware, spec, fallback=False)
+        return Tracer.from_spec(spec, device=self.device, fallback=False)
+
+    @property
+    def needs(self) -> Callable[[Graph], int] | None:
+        """What a ghost run takes of the device, where that is more than its tensors and the context."""
+        return None if self.hardware is None else promised_bytes(self.hardware, self.budget)
+
 
 def ways_out(
     spec: WorkloadSpec, settings: Mapping[str, Any], base: Uniform, bench: Bench, *, chunked: bool = False
 ) -> tuple[WayOut, ...]:
-    """The cheapest ways to make a job fit, at most three, fewest simulated seconds per token first; then sharding.
+    """The cheapest ways to make a job fit, at most three: on one device first, fewest simulated seconds per token.
 
     ``settings`` are the resolved ones of the job, ``base`` the ghost runs of its uniform plans. ``chunked``: its head
     runs in chunks already. Empty where nothing that is tried fits. Variants that cannot be built are left out.
@@ -67,15 +76,13 @@ def ways_out(
     leanest = min(_predictions(bench, base).values(), key=lambda p: p.peak_bytes)
     standard = (leanest.step_seconds or 0.0) / _work(settings)
     found = []
-    for family in _families(spec, settings, chunked):
+    for family in _families(spec, settings, chunked, simulated=bench.hardware is not None):
         if (way := _mildest(family, bench, standard)) is not None:
             found.append(way)
-    if not found and (way := _mildest(_together(spec, settings), bench, standard)) is not None:
+    together = _together(spec, settings, simulated=bench.hardware is not None)
+    if not found and (way := _mildest(together, bench, standard)) is not None:
         found.append(way)
-    cheapest = sorted(found, key=lambda way: way.relative_cost)[:MOST]
-    # not ranked among them: it takes more devices, whose communication is not in its seconds
-    sharded = _mildest(_sharded(spec), bench, standard) if bench.hardware is not None else None
-    return (*cheapest, *([sharded] if sharded is not None else []))
+    return tuple(sorted(found, key=lambda way: (SHARD in way.options, way.relative_cost))[:MOST])
 
 
 def explained(
@@ -112,15 +119,19 @@ def describe(way: WayOut) -> str:
     )
 
 
-def _families(spec: WorkloadSpec, settings: Mapping[str, Any], chunked: bool) -> Iterator[Iterator[Change]]:
+def _families(
+    spec: WorkloadSpec, settings: Mapping[str, Any], chunked: bool, simulated: bool
+) -> Iterator[Iterator[Change]]:
     """Changes of one sort each, the mildest first."""
     yield _smaller_batches(spec, settings)
     if not chunked:
         yield iter([Change(spec, "--allow-inexact", "head and loss in chunks: gradients equal up to rounding", True)])
     if spec.lora is None:
         yield iter([_with_lora(spec)])
-    yield _lean_optimizers(spec)
+    yield _lean_optimizers(spec, simulated)
     yield _shorter_sequences(spec, settings)
+    if simulated:
+        yield _sharded(spec)
 
 
 def _smaller_batches(spec: WorkloadSpec, settings: Mapping[str, Any]) -> Iterator[Change]:
@@ -151,27 +162,30 @@ def _with_lora(spec: WorkloadSpec) -> Change:
     return Change(spec.model_copy(update={"lora": LORA_RANK}), f"--lora {LORA_RANK}", "adapters only are trained")
 
 
-def _lean_optimizers(spec: WorkloadSpec) -> Iterator[Change]:
-    """Optimizers with fewer states, where the version at hand has them: 8-bit ones before SGD."""
+def _sharded(spec: WorkloadSpec, options: str = "", effect: str = "") -> Iterator[Change]:
+    """Over more and more devices, each with rows of its own."""
+    ranks = 2 * (spec.shard or 1)
+    while ranks <= MOST_RANKS:
+        said = f"weights, gradients and optimizer states shared by {ranks} devices; what these send is not counted"
+        yield Change(
+            spec.model_copy(update={"shard": ranks}),
+            f"{options} {SHARD} {ranks}".strip(),
+            "; ".join(filter(None, (effect, said))),
+        )
+        ranks *= 2
+
+
+def _lean_optimizers(spec: WorkloadSpec, simulated: bool) -> Iterator[Change]:
+    """Optimizers with fewer states: 8-bit ones, which take a library and CUDA to run, before SGD."""
     names = [name for name in get_args(OptimizerName) if name not in (spec.optimizer, "none")]
-    lean = [name for name in names if "8bit" in name] + [name for name in names if name == "sgd"]
+    lean = [name for name in names if "8bit" in name and simulated] + [name for name in names if name == "sgd"]
     for name in lean if spec.optimizer not in ("none", "sgd") else []:
         states = "no optimizer states" if name == "sgd" else "optimizer states in 8 bits"
         yield Change(spec.model_copy(update={"optimizer": name}), f"--optimizer {name}", f"{states}; other training")
 
 
-def _sharded(spec: WorkloadSpec) -> Iterator[Change]:
-    for ranks in RANKS:
-        if ranks > (spec.shard or 1):
-            yield Change(
-                spec.model_copy(update={"shard": ranks, "ddp": None}),
-                f"--shard {ranks}",
-                f"weights, gradients and states over {ranks} GPUs, as FSDP2 and ZeRO-3 do; communication not counted",
-            )
-
-
-def _together(spec: WorkloadSpec, settings: Mapping[str, Any]) -> Iterator[Change]:
-    """All at once, for jobs that no single change helps: single rows, adapters, then shorter and shorter."""
+def _together(spec: WorkloadSpec, settings: Mapping[str, Any], simulated: bool) -> Iterator[Change]:
+    """All at once, for jobs that no single change helps: single rows, adapters, shorter and shorter, more devices."""
     smallest = list(_smaller_batches(spec, settings))[-1:]
     start = smallest[0] if smallest else Change(spec, "", "")
     if spec.lora is None:
@@ -181,6 +195,8 @@ def _together(spec: WorkloadSpec, settings: Mapping[str, Any]) -> Iterator[Chang
     for shorter in _shorter_sequences(start.spec, settings):
         effect = "; ".join(filter(None, (start.effect, shorter.effect)))
         yield Change(shorter.spec, f"{start.options} {shorter.options}".strip(), effect)
+    if simulated:
+        yield from _sharded(start.spec, start.options, start.effect)
 
 
 def _mildest(changes: Iterator[Change], bench: Bench, standard: float) -> WayOut | None:
@@ -196,16 +212,11 @@ def _mildest(changes: Iterator[Change], bench: Bench, standard: float) -> WayOut
 
 def _judged(change: Change, bench: Bench, standard: float) -> WayOut | None:
     """The change with the fastest uniform plan that fits; None where even the leanest does not."""
-    hardware, capability = bench.hardware, None
-    if hardware is not None:
-        capability = capability_of(hardware)
-    with Tracer.from_spec(change.spec, device=bench.device, fallback=False, capability=capability) as tracer:
+    with bench.tracer(change.spec) as tracer:
         if (change.chunked and tracer.head is None) or _ignored(change.spec, tracer.settings):
             return None
         fixed: dict[str, Choice] = {tracer.head.name: CHUNKED_LOSS} if change.chunked and tracer.head else {}
-        traces: FixedTracer | DeviceTraces = FixedTracer(tracer, fixed)
-        if hardware is not None:
-            traces = DeviceTraces(traces, hardware, change.spec)
+        traces = FixedTracer(tracer, fixed)
         blocks = [unit for unit in tracer.units if unit.role == "block"]
         lean = [kind for kind in LEAN_KINDS if kind in bench.kinds] or list(bench.kinds)
         uniform = dict(uniform_graphs(traces, blocks, lean))
@@ -231,7 +242,7 @@ def _fitting(bench: Bench, uniform: Uniform) -> dict[str, Prediction]:
 
 def _predictions(bench: Bench, uniform: Uniform) -> dict[str, Prediction]:
     graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
-    predictor = Predictor(lambda choices: graphs[plan_hash(choices)], bench.times(uniform))
+    predictor = Predictor(lambda choices: graphs[plan_hash(choices)], bench.times(uniform), needs=bench.needs)
     return {kind: predictor.predict(choices) for kind, (choices, _) in uniform.items()}
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer
 from autockpt.schema import Choice, Measurement, PlanStatus, Prediction, Trial, TrialState
+from autockpt.solvers.refine import FASTER
 from autockpt.tuning.book import Book
 from autockpt.tuning.finals import play, remeasured
 from autockpt.tuning.job import Clock
@@ -36,11 +37,13 @@ class Score:
 class Scorer(Protocol):
     """Judges the candidates of one search. ``source`` says what its numbers are; ``notes`` what people should know.
 
-    The space counts as exhausted after ``most_repeats`` known plans in a row.
+    The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
+    below which a gain is not worth a ghost run.
     """
 
     source: PlanStatus
     most_repeats: int
+    worthwhile: float
     notes: list[str]
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
@@ -64,6 +67,7 @@ class RealSteps:
     confirm: Confirm | None = None
     source: PlanStatus = "measured"
     most_repeats: int = MOST_REPEATS
+    worthwhile: float = FASTER
     notes: list[str] = field(default_factory=list)
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
@@ -122,6 +126,7 @@ class Simulated:
 
     source: PlanStatus = "simulated"
     most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
+    worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
     notes: list[str] = field(default_factory=list)
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:

@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-import torch
-
 from autockpt.errors import InfeasibleError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import installed_versions
-from autockpt.profiling import Profiled, Uniform, build_profile, uniform_graphs
+from autockpt.profiling import (
+    Profiled,
+    Uniform,
+    build_profile,
+    promised_bytes,
+    said_of,
+    torch_device,
+    tracer_for,
+    uniform_graphs,
+)
 from autockpt.profiling.roofline import roofline_times
 from autockpt.schema import SAVE, Budget, Graph, OpTimes, SearchOutcome, SearchRequest, SearchSpace, format_bytes
 from autockpt.schema.hardware import Hardware
@@ -24,8 +31,6 @@ from autockpt.tuning.scoring import Simulated
 from autockpt.tuning.stages import allowed, blocks_of, find_plan, foresee_plan, job_of, kept, uniform_plans
 from autockpt.workload import fingerprint
 
-TORCH_DEVICES = {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "cpu": "cpu"}
-
 
 def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) -> SearchOutcome:
     """Search for ``hardware`` by simulation alone: no weights, no step, and a plan that says so.
@@ -34,7 +39,7 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
     """
     with ExitStack() as stack:
         with clock.stage("trace"):
-            tracer = stack.enter_context(Tracer.from_spec(request.workload, device=torch_device(hardware)))
+            tracer = stack.enter_context(tracer_for(hardware, request.workload))
             traced = _traced(stack, request, tracer, hardware)
         budget, capped = within(request.budget, hardware)
         stack.enter_context(_naming_ways_out(request, traced, hardware, clock))
@@ -50,7 +55,7 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
                     0,
                     request.host_budget,
                 )
-        job = job_of(request, tracer, settled, traced.space, (*traced.notes, *capped))
+        job = job_of(request, tracer, settled, traced.space, (*traced.notes, *capped, said_of(hardware)))
         job = replace(job, settings={**job.settings, "device": f"{hardware.name}, simulated"})
         units = units_of(tracer.units, tracer.head, settled.fixed)
         with clock.stage("profile"):
@@ -71,7 +76,8 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
         stack.enter_context(run.lock())
         run.add_command(request.command)
         storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
-        return kept(request, find_plan(job, units, profiled, Simulated(), run, storage, clock, referee_calls=calls))
+        scorer = Simulated() if traced.twin is None else Simulated(most_repeats=1)
+        return kept(request, find_plan(job, units, profiled, scorer, run, storage, clock, referee_calls=calls))
 
 
 @dataclass(frozen=True)
@@ -87,24 +93,37 @@ class _Traced:
 
 def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware) -> _Traced:
     blocks = blocks_of(tracer)
+    space, notes = without_offload(request.space, hardware)
     if len(blocks) >= DEEP and not request.allow_inexact:
         plain = uniform_graphs(tracer, blocks, (SAVE.kind,))
         base = plain[SAVE.kind][1]
-        twin = twin_uniform(stack, request.workload, tracer, base, request.space, torch_device(hardware))
+        twin = twin_uniform(stack, request.workload, tracer, base, space, hardware)
         if twin is not None:
-            return _Traced(tracer, plain, *allowed(request.space, twin[1]), twin)
-    return _Traced(tracer, *uniform_plans(tracer, request.space))
+            space, refused = allowed(space, twin[1])
+            return _Traced(tracer, plain, space, (*notes, *refused), twin)
+    uniform, space, refused = uniform_plans(tracer, space)
+    return _Traced(tracer, uniform, space, (*notes, *refused))
+
+
+def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:
+    """The space without choices that move bytes where that frees none, and a note on it."""
+    moving = [kind for kind in space.choices if "offload" in kind]
+    if not hardware.unified_memory or not moving:
+        return space, ()
+    rest = tuple(kind for kind in space.choices if kind not in moving)
+    note = f"not on {hardware.name}: {', '.join(moving)} (host and device share their memory)"
+    return space.restricted(rest), (note,)
 
 
 def _profiled(traced: _Traced, settled: Settled, hardware: Hardware, host_budget: int | None) -> Profiled:
+    needs = promised_bytes(hardware, settled.budget.size)
     if traced.twin is None:
         times = modelled(hardware, settled.uniform)
-        return build_profile(settled.traces, times, settled.uniform, host_budget=host_budget)
+        return build_profile(settled.traces, times, settled.uniform, host_budget=host_budget, needs=needs)
     twin, uniform = traced.twin
     times = modelled(hardware, {**uniform, "whole": traced.uniform[SAVE.kind]})
-    return transplanted(
-        build_profile(twin, times, uniform, host_budget=host_budget), traced.uniform[SAVE.kind][1], traced.tracer.trace
-    )
+    small = build_profile(twin, times, uniform, host_budget=host_budget)
+    return transplanted(small, traced.uniform[SAVE.kind][1], traced.tracer.trace, needs)
 
 
 @contextmanager
@@ -115,17 +134,13 @@ def _naming_ways_out(request: SearchRequest, traced: _Traced, hardware: Hardware
     except InfeasibleError as error:
         budget = min(request.budget.size or hardware.memory_bytes, hardware.memory_bytes)
         kinds = tuple(traced.space.choices)
-        bench = Bench(budget, torch_device(hardware), lambda runs: modelled(hardware, runs), kinds)
+        device = torch_device(hardware)
+        bench = Bench(budget, device, lambda runs: modelled(hardware, runs), kinds, hardware=hardware)
         uniform = traced.uniform
         if traced.twin is not None:
             blocks = blocks_of(traced.tracer)
             uniform = uniform_graphs(traced.tracer, blocks, [k for k in ("recompute", "save") if k in kinds])
         raise explained(error, request, traced.tracer.settings, uniform, bench, clock) from None
-
-
-def torch_device(hardware: Hardware) -> torch.device:
-    """The device that a step on this hardware would name."""
-    return torch.device(TORCH_DEVICES[hardware.kind])
 
 
 def modelled(hardware: Hardware, uniform: Uniform) -> OpTimes:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -50,7 +48,6 @@ def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
     assert said.choices and not said.ways and not said.fits_already
     ours = said.rows[-1].predicted
     assert ours is not None and ours.peak_bytes <= said.room.budget < plain_peak
-    assert said.plan_reserved is not None and said.plan_reserved <= said.room.budget
     plan = Plan.load(path)
     assert plan.status == "simulated" and said.plan_path == path
     assert sum(h.peak_bytes for h in said.holdings) > said.room.budget
@@ -76,9 +73,8 @@ def test_the_tensor_whose_allocation_failed_is_named() -> None:
 
 def test_gradient_checkpointing_of_the_command_is_what_ran() -> None:
     units = [Unit(name="layers.0", cls="Layer", kind=0), Unit(name="layers.0.mlp", cls="Mlp", kind=1, role="mlp")]
-    tracer: Any = SimpleNamespace(units=units)
-    assert as_run(tracer, recompute=True) == {"layers.0": parse_choice("recompute")}
-    assert not as_run(tracer, recompute=False)
+    assert as_run(units, recompute=True) == {"layers.0": parse_choice("recompute")}
+    assert not as_run(units, recompute=False)
 
 
 def test_evidence_alone_is_told() -> None:
