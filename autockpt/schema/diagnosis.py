@@ -193,8 +193,6 @@ class Diagnosis(Data):
     rows: tuple[Comparison, ...] = Field(default=(), description="well-known plans and ours, simulated")
     choices: dict[str, Choice] = Field(default_factory=dict, description="the plan that is prescribed")
     plan_path: Path | None = None
-        default=None, description="what the allocator would take under it, context included"
-    )
     fits_already: bool = Field(default=False, description="saving everything fits, by the simulation")
     smallest_peak: int | None = None
     ways: tuple[WayOut, ...] = ()
