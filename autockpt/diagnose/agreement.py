@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from autockpt.diagnose.places import STAGES
 from autockpt.diagnose.purposes import OPTIMIZER, WEIGHTS
 from autockpt.explain.holdings import LOGITS, Ledger
-from autockpt.profiling import device_peak
+from autockpt.profiling import promised_bytes
 from autockpt.schema import Graph, format_binary
 from autockpt.schema.diagnosis import Agreement, DeviceFailure, Room, SnapshotReading, Stage, Tensor
 from autockpt.schema.explanation import Holding
@@ -37,13 +37,13 @@ def compare(
     peak = max(line, default=graph.resident_bytes + room.overhead)
     over = next((i for i, size in enumerate(line) if size > room.budget), None)
     at = over if over is not None else max(range(len(line)), key=line.__getitem__, default=0)
-    modelled = device_peak(hardware, graph, limit=room.budget)
-    overflows = over is not None or not modelled.fits
+    promised = promised_bytes(hardware, room.budget)(graph)
+    overflows = over is not None or promised > room.budget
     evidence = failure if failure is not None else snapshot
     tried = evidence.tried if evidence is not None else None
     agreement = Agreement(
         simulated_peak=peak,
-        simulated_reserved=modelled.total,
+        simulated_reserved=promised,
         overflows=overflows,
         stage=_stage(graph, ledger, over) if over is not None else None,
         place=graph.ops[over].module if over is not None else "",
@@ -114,7 +114,7 @@ def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None, *
         reserved = format_binary(said.simulated_reserved or 0)
         yield (
             f"The simulated step's tensors need {needs} of {has}, but its allocations come in such an order that the "
-            f"allocator would reserve {reserved}: fragmentation is part of this failure."
+            f"allocator would reserve {reserved}, with a margin for safety: fragmentation is part of this failure."
         )
     else:
         missing = format_binary(said.simulated_peak - room.budget)

@@ -170,7 +170,9 @@ class Agreement(Data):
     """The simulated step beside what the run reported."""
 
     simulated_peak: int = Field(description="allocated and context")
-    simulated_reserved: int | None = Field(default=None, description="reserved and context, by the allocator's model")
+    simulated_reserved: int | None = Field(
+        default=None, description="reserved, context and a margin, as promises count"
+    )
     overflows: bool
     stage: Stage | None = Field(default=None, description="where the simulated step runs over; None where it does not")
     place: str = ""
