@@ -53,8 +53,10 @@ def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
     assert sum(h.peak_bytes for h in said.holdings) > said.room.budget
 
 
-def test_where_no_plan_fits_the_ways_out_do(plain_peak: int) -> None:
-    said = diagnose(Question(log=crowded(plain_peak, 0.2), spec=SPEC))
+def test_where_no_plan_fits_the_ways_out_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autockpt.tuning.remedies.MOST_RANKS", 1)  # each variant is a ghost run of its own
+    monkeypatch.setattr("autockpt.tuning.remedies._lean_optimizers", lambda *_: iter(()))
+    said = diagnose(Question(log=crowded(plain_peak, 0.28), spec=SPEC))
     assert said.room is not None and not said.choices and said.ways
     assert all(way.peak_bytes <= said.room.budget for way in said.ways)
     assert said.smallest_peak is not None and said.smallest_peak > said.room.budget
