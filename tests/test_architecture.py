@@ -24,11 +24,11 @@ LAYERS = (
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning", "integrations", "auto"),
-    ("verification", "bench", "explain"),
+    ("verification", "bench", "explain", "diagnose"),
     ("cli",),
     ("__main__",),
 )
-SIBLINGS = {("schema", "errors")}
+SIBLINGS = {("schema", "errors"), ("diagnose", "explain")}
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # third-party packages that whole packages must do without

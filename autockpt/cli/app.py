@@ -9,6 +9,7 @@ import typer
 
 from autockpt.cli.bench import bench
 from autockpt.cli.calibrate import calibrate
+from autockpt.cli.diagnose import diagnose
 from autockpt.cli.explain import explain
 from autockpt.cli.export import export
 from autockpt.cli.history import history
@@ -16,7 +17,7 @@ from autockpt.cli.search import search
 from autockpt.cli.trace import trace
 from autockpt.cli.verify import verify
 
-VERBS = (search, trace, explain, verify, history, export, bench, calibrate)
+VERBS = (search, trace, explain, diagnose, verify, history, export, bench, calibrate)
 
 
 def build() -> typer.Typer:

@@ -11,6 +11,7 @@ from autockpt.explain.limits import workload_limits
 from autockpt.explain.moment import curve, moment, peak_op, telling_op
 from autockpt.explain.subject import Question, Subject, open_subject
 from autockpt.explain.why import Answers, budget_steps, why
+from autockpt.profiling import said_of
 from autockpt.schema import Budget, Choice, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
 from autockpt.schema.explanation import Explanation, Largest
 
@@ -28,7 +29,9 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
         budget = _resolved(question, answers)
         chosen = _chosen(subject, answers, budget)
         graph = subject.traces.trace(chosen.choices)
-        ledger = Ledger(graph, subject.head, answers.overhead)
+        peak = subject.needs(graph)
+        reserved = peak - graph.peak_bytes - answers.overhead
+        ledger = Ledger(graph, subject.head, answers.overhead, reserved)
         at, telling = peak_op(graph), telling_op(ledger)
         device = subject.profiled.predictor.device
         measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
@@ -47,7 +50,7 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
             basis=subject.times.basis,
             basis_note=subject.times.note,
             budget=budget,
-            peak_bytes=graph.peak_bytes + answers.overhead,
+            peak_bytes=peak,
             save_all_peak=answers.save_all.peak_bytes,
             smallest_peak=answers.lean.peak_bytes,
             measured_peak=measured.peak_bytes if measured else None,
@@ -61,7 +64,7 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
             why=reasons,
             budgets=steps,
             limits=limits,
-            notes=(*subject.notes, *chosen.notes, *_of_device(device.overhead_bytes, device.kind)),
+            notes=(*subject.notes, *chosen.notes, *_of_device(question, device.kind)),
         )
 
 
@@ -122,12 +125,14 @@ def _limits(
         plans,
         subject.tracer.settings,
         budget.bytes,
-        subject.torch_device,
-        answers.overhead,
+        lambda spec: subject.question.tracer(spec, fallback=False),
+        subject.needs,
     )
 
 
-def _of_device(overhead: int, kind: str) -> tuple[str, ...]:
+def _of_device(question: Question, kind: str) -> tuple[str, ...]:
+    if question.hardware is not None:
+        return (said_of(question.hardware),)
     if kind != "cuda":
         return ()
     return (

@@ -15,17 +15,21 @@ from autockpt.schema.names import fold, parse_pattern
 REST = "(rest of the model)"
 GRADIENTS, TEMPORARY, CASTS, WORKSPACES = "gradients", "optimizer's own", "weights in another type", "kernel workspaces"
 KEPT, AGAIN, BACK = "kept for backward", "made again", "brought back"
+RESERVED = "fragmentation and margin"
 LOGITS, TRANSIENT = "logits and loss", "transients"
 COME_AND_GO = (KEPT, AGAIN, BACK, LOGITS, TRANSIENT)
-_RESIDENT = {"optimizer": "optimizer states", "other": "buffers and batch"}
+_RESIDENT = {"weight": "weights", "optimizer": "optimizer states", "other": "buffers and batch"}
 _ORDER = ("weights", "optimizer states", "buffers and batch", "at the start", CASTS, GRADIENTS, TEMPORARY, *COME_AND_GO)
 
 
 class Ledger:
-    """Every storage of a graph with its purpose, and who is alive when. ``overhead``: bytes of the device's context."""
+    """Every storage of a graph with its purpose, and who is alive when.
 
-    def __init__(self, graph: Graph, head: str | None = None, overhead: int = 0) -> None:
-        self.graph, self.overhead = graph, overhead
+    ``overhead``: bytes of the device's context; ``reserved``: those that its allocator needs beside what tensors hold.
+    """
+
+    def __init__(self, graph: Graph, head: str | None = None, overhead: int = 0, reserved: int = 0) -> None:
+        self.graph, self.overhead, self.reserved = graph, overhead, reserved
         self.kinds = OpKinds(graph)
         self.makers = makers(graph)
         self._loss = _of_logits(graph, head, self.kinds)
@@ -52,6 +56,8 @@ class Ledger:
         rows.sort(key=lambda h: (_ORDER.index(h.name) if h.name in _ORDER else len(_ORDER), h.name))
         if self.overhead:
             rows.append(Holding(name="device context", peak_bytes=self.overhead, most_bytes=self.overhead))
+        if self.reserved:
+            rows.append(Holding(name=RESERVED, peak_bytes=self.reserved, most_bytes=self.reserved))
         return tuple(h for h in rows if h.most_bytes)
 
     def timelines(self) -> dict[str, np.ndarray]:

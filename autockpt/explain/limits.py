@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
-
 from autockpt.errors import AutockptError
-from autockpt.schema import Choice, WorkloadSpec
+from autockpt.schema import Choice, Graph, WorkloadSpec
 from autockpt.schema.explanation import Dimension, Largest
 from autockpt.tracing import Tracer
 
@@ -137,10 +135,12 @@ def workload_limits(
     plans: Mapping[str, Mapping[str, Choice]],
     settings: Mapping[str, object],
     ceiling: int,
-    device: torch.device,
-    overhead: int = 0,
+    open_tracer: Callable[[WorkloadSpec], Tracer],
+    needs: Callable[[Graph], int],
 ) -> tuple[Largest, ...]:
     """The largest batch size and sequence length of a workload under ``ceiling`` bytes, for each of ``plans``.
+
+    ``needs`` says what a ghost run takes of the device.
 
     ``settings`` are the workload's own, which say how large it is now. Dimensions that it does not have are left out.
     """
@@ -156,8 +156,8 @@ def workload_limits(
             continue
 
         def peaks(size: int, name: str = name) -> dict[str, int]:
-            with Tracer.from_spec(spec.model_copy(update={name: size}), device=device, fallback=False) as tracer:
-                return {plan: tracer.trace(choices).peak_bytes + overhead for plan, choices in plans.items()}
+            with open_tracer(spec.model_copy(update={name: size})) as tracer:
+                return {plan: needs(tracer.trace(choices)) for plan, choices in plans.items()}
 
         step = 1 if name == "batch_size" else grain(now)
         out += largest(peaks, now, ceiling, step, dimension)

@@ -30,7 +30,7 @@ def curve(ledger: Ledger, points: int = POINTS) -> Curve:
     graph = ledger.graph
     lines = ledger.timelines()
     n = len(graph.ops)
-    total = bytes_timeline(graph) + ledger.overhead
+    total = bytes_timeline(graph) + ledger.overhead + ledger.reserved
     growing = sum((lines[k] for k in (GRADIENTS, TEMPORARY) if k in lines), np.zeros(n, dtype=np.int64))
     moving = sum((lines[k] for k in COME_AND_GO if k in lines), np.zeros(n, dtype=np.int64))
     edges = np.linspace(0, n, min(points, n) + 1, dtype=np.int64)

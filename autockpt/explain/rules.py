@@ -15,7 +15,6 @@ from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Silence, Unit, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule, Rules
-from autockpt.tracing import Tracer
 from autockpt.workload.configs import find_config
 
 PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
@@ -38,7 +37,7 @@ def rules(question: Question, listener: Listener | None = None, *, measure: bool
         base = subject.base
         activations = _activations(base, subject.head)
         plain = simulation_of(base, subject.times.times).step_seconds
-        overhead = subject.profiled.predictor.device.overhead_bytes
+        overhead = subject.profiled.predictor.device.overhead_bytes  # rules speak of what tensors hold
         predicted = {
             name: _reading(graph, subject, plain, base.peak_bytes + overhead, activations, overhead)
             for name, graph in graphs.items()
@@ -129,7 +128,7 @@ def _lora_rules(spec: WorkloadSpec, subject: Subject) -> list[Rule]:
     if hidden is None:
         return []
     try:
-        with Tracer.from_spec(spec, device=subject.torch_device, fallback=False) as tracer:
+        with subject.question.tracer(spec, fallback=False) as tracer:
             blocks = [u.name for u in tracer.units if u.role == "block"]
             return _pair(spec.lora or 0, hidden, tracer.trace(), tracer.trace(dict.fromkeys(blocks, RECOMPUTE)))
     except AutockptError:

@@ -9,20 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from autockpt.devices import get_device, process_environment
 from autockpt.errors import UsageError
 from autockpt.explain.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
-from autockpt.profiling import Profiled, Uniform, build_profile, uniform_graphs
+from autockpt.profiling import Profiled, Uniform, build_profile, promised_bytes, tracer_for, uniform_graphs
 from autockpt.schema import Budget, Choice, Graph, Listener, Plan, Selective, WorkloadSpec, dump_choice, load_space
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning.inexact import FixedTracer
 
 SPACE = "knobs"
-_TORCH_DEVICES = {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "cpu": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,19 @@ class Question:
     hardware: Hardware | None = None
     limits: bool = True
 
+    @property
+    def limit(self) -> int | None:
+        """The budget in bytes, where it is known before anything is traced."""
+        if self.budget is not None:
+            return self.budget.size if self.budget.kind == "bytes" else None
+        return self.plan.budget.bytes if self.plan is not None and self.plan.budget is not None else None
+
+    def tracer(self, spec: WorkloadSpec, *, fallback: bool = True) -> Tracer:
+        """A tracer of a workload on the device, or for the hardware, of this question."""
+        if self.hardware is not None:
+            return tracer_for(self.hardware, spec, fallback=fallback)
+        return Tracer.from_spec(spec, device=get_device(self.device).torch_device, fallback=fallback)
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -48,7 +58,6 @@ class Subject:
     question: Question
     tracer: Tracer
     traces: Tracer | FixedTracer
-    torch_device: torch.device
     uniform: Uniform
     times: Times
     profiled: Profiled
@@ -66,6 +75,11 @@ class Subject:
         """Name of the model's output head."""
         return self.tracer.head.name if self.tracer.head is not None else None
 
+    def needs(self, graph: Graph) -> int:
+        """Bytes of the device that a ghost run needs, its context included."""
+        predictor = self.profiled.predictor
+        return predictor.needs(graph) if predictor.needs else graph.peak_bytes + predictor.device.overhead_bytes
+
     @property
     def base(self) -> Graph:
         """The ghost run with every unit on save."""
@@ -79,9 +93,8 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
     Raises UsageError for a model without blocks, PlanError for a plan that does not fit the model, and what the tracer
     raises.
     """
-    target = _target(question)
     listener.stage("tracing")
-    with Tracer.from_spec(question.spec, device=target) as tracer:
+    with question.tracer(question.spec) as tracer:
         blocks = tuple(u for u in tracer.units if u.role == "block")
         if not blocks:
             raise UsageError(
@@ -95,12 +108,13 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
         uniform = uniform_graphs(traces, blocks, load_space(SPACE).choices)
         times, others = _times(question, uniform, fixed)
         listener.stage("weighing choices")
-        profiled = build_profile(traces, times.times, uniform, used_by_others=others, extra=_own_sets(choices or {}))
+        needs = promised_bytes(question.hardware, question.limit) if question.hardware is not None else None
+        extra = _own_sets(choices or {})
+        profiled = build_profile(traces, times.times, uniform, used_by_others=others, extra=extra, needs=needs)
         yield Subject(
             question=question,
             tracer=tracer,
             traces=traces,
-            torch_device=target,
             uniform=uniform,
             times=times,
             profiled=profiled,
@@ -108,13 +122,6 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
             fixed=fixed,
             notes=(*tracer.notes, *uniform["save"][1].notes, *_refused(uniform)),
         )
-
-
-def _target(question: Question) -> torch.device:
-    """The device that steps are traced for."""
-    if question.hardware is not None:
-        return torch.device(_TORCH_DEVICES[question.hardware.kind])
-    return get_device(question.device).torch_device
 
 
 def _times(question: Question, uniform: Uniform, fixed: Mapping[str, Choice]) -> tuple[Times, int]:

@@ -1,9 +1,10 @@
 """What each choice costs on each kind of unit: op times, menus, the planning problem, predictions."""
 
 from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak
+from autockpt.profiling.foresight import Promise, promised_bytes, said_of, torch_device, tracer_for
 from autockpt.profiling.menus import build_menus
 from autockpt.profiling.nominal import nominal_op_times
-from autockpt.profiling.predictor import Predictor
+from autockpt.profiling.predictor import Needs, Predictor
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.profiling.profile import (
     Profiled,
@@ -20,8 +21,10 @@ from autockpt.profiling.profile import (
 from autockpt.profiling.roofline import roofline_times
 
 __all__ = [
+    "Needs",
     "Predictor",
     "Profiled",
+    "Promise",
     "Uniform",
     "as_seen_by",
     "build_menus",
@@ -34,7 +37,11 @@ __all__ = [
     "measure_op_times",
     "nominal_op_times",
     "point_bytes",
+    "promised_bytes",
     "roofline_times",
+    "said_of",
+    "torch_device",
+    "tracer_for",
     "uniform_graphs",
     "used_by_others",
     "wants_disk",

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from autockpt.devices import host_bytes_of
 from autockpt.schema import Choice, DeviceInfo, Graph, OpTimes, Prediction, plan_hash
 from autockpt.simulator import Simulation, simulate
 
 Trace = Callable[[Mapping[str, Choice]], Graph]
+
+
+class Needs(Protocol):
+    """What ghost runs need of a device, in bytes, its own overhead included."""
+
+    def __call__(self, graph: Graph) -> int:
+        """The need of a graph."""
+        ...
+
+    def least(self, graph: Graph, promised: int) -> int:
+        """The part of what ``__call__`` promised that other plans cannot use."""
+        ...
 
 
 def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
@@ -31,10 +44,15 @@ def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
 
 
 class Predictor:
-    """Ghost-runs plans and remembers what came of each. ``host_budget`` in bytes bounds what offloading may claim."""
+    """Ghost-runs plans and remembers what came of each. ``host_budget`` in bytes bounds what offloading may claim.
 
-    def __init__(self, trace: Trace, op_times: OpTimes, host_budget: int | None = None) -> None:
-        self._trace = trace
+    ``needs`` says what a ghost run takes of the device (default: what tensors hold, and the device's overhead).
+    """
+
+    def __init__(
+        self, trace: Trace, op_times: OpTimes, host_budget: int | None = None, needs: Needs | None = None
+    ) -> None:
+        self._trace, self.needs = trace, needs
         self.op_times = op_times
         self.host_budget = host_budget
         self._known: dict[str, Prediction] = {}
@@ -59,6 +77,15 @@ class Predictor:
             self.learn(choices, self.graph(choices))
         return self._known[key]
 
+    def least_bytes(self, graph: Graph, promised: int) -> int:
+        """Bytes of a prediction by which plans near it are judged, without the device's own overhead."""
+        needed = self.needs.least(graph, promised) if self.needs else promised
+        return needed - self.device.overhead_bytes
+
+    def known(self, choices: Mapping[str, Choice]) -> Prediction | None:
+        """What came of these choices, where they were ghost-run before."""
+        return self._known.get(plan_hash(choices))
+
     def over_host(self, choices: Mapping[str, Choice]) -> int:
         """Bytes by which a plan is over the host budget; 0 where it is not."""
         return 0 if self.host_budget is None else max(0, self.predict(choices).host_bytes - self.host_budget)
@@ -67,7 +94,7 @@ class Predictor:
         """Keep the prediction of a plan whose ghost run is at hand."""
         simulation = self.simulation(graph)
         prediction = Prediction(
-            peak_bytes=graph.peak_bytes + self.device.overhead_bytes,
+            peak_bytes=self.needs(graph) if self.needs else graph.peak_bytes + self.device.overhead_bytes,
             step_seconds=simulation.step_seconds,
             host_bytes=host_bytes_of(graph.copies, self.device.kind, self.host_budget),
         )

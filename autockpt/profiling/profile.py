@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from autockpt.devices import host_bytes_of
@@ -14,7 +14,7 @@ from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import selective_front
 from autockpt.profiling.menus import build_menus, representatives
-from autockpt.profiling.predictor import Predictor, simulation_of
+from autockpt.profiling.predictor import Needs, Predictor, simulation_of
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.schema import (
     RECOMPUTE,
@@ -33,6 +33,7 @@ from autockpt.schema import (
     dump_choice,
     format_bytes,
     parse_choice,
+    plan_hash,
 )
 from autockpt.solvers import Ruling, refine
 
@@ -69,6 +70,7 @@ class Profiled:
     base: Graph
     predictor: Predictor
     used_by_others: int = 0
+    _rulings: dict[str, Ruling] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def host_budget(self) -> int | None:
@@ -94,16 +96,20 @@ class Profiled:
 
     def rule(self, choices: Mapping[str, Choice]) -> Ruling:
         """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""
-        graph = self.predictor.graph(choices)
-        host = self.predictor.learn(choices, graph).host_bytes
-        return Ruling(graph.peak_bytes, None, point_bytes(self.base, graph), host)
+        key = plan_hash(choices)
+        if key not in self._rulings:
+            graph = self.predictor.graph(choices)
+            said = self.predictor.known(choices) or self.predictor.learn(choices, graph)
+            peak = self.predictor.least_bytes(graph, said.peak_bytes)
+            self._rulings[key] = Ruling(peak, None, point_bytes(self.base, graph), said.host_bytes)
+        return self._rulings[key]
 
-    def smallest_peak(self, known: Iterable[Mapping[str, Choice]]) -> int:
+    def smallest_peak(self, known: Iterable[Mapping[str, Choice]], calls: int = LEAN_CALLS) -> int:
         """The least reachable peak in bytes, overhead included: the leanest the solver finds, or of ``known`` plans.
 
-        Plans over the host budget do not count; saving everything never is.
+        Plans over the host budget do not count; saving everything never is. ``calls``: ghost runs to spend.
         """
-        lean = refine(self.problem(0), self.rule, max_calls=LEAN_CALLS)
+        lean = refine(self.problem(0), self.rule, max_calls=calls)
         plans = (lean.choices, *known, dict.fromkeys((unit.name for unit in self.blocks), SAVE))
         return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
 
@@ -217,15 +223,17 @@ def build_profile(
     used_by_others: int = 0,
     host_budget: int | None = None,
     extra: Iterable[Choice] = (),
+    needs: Needs | None = None,
 ) -> Profiled:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
     ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
+    ``needs`` as for ``Predictor``.
     Where the host budget (bytes) binds, choices that offload come with the disk tier as well, if its bandwidth is
     known.
     """
     base = uniform["save"][1]
-    predictor = Predictor(traces.trace, times, host_budget)
+    predictor = Predictor(traces.trace, times, host_budget, needs)
     for choices, graph in uniform.values():
         predictor.learn(choices, graph)
     variants: dict[tuple[int, Choice], Graph] = {}

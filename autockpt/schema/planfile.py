@@ -39,8 +39,8 @@ _COMMENTS = {
     "model": "the model this was made for",
     "workload": "the training step this was made for",
     "settings": "facts of that step",
-    "environment": "where it was measured",
-    "predicted": "by a ghost run of this very plan",
+    "environment": "the device it was measured on, or simulated for",
+    "predicted": "simulated: bytes by a ghost run of this very plan, seconds by op times",
     "measured": "by real training steps; noise is relative",
     "baselines": "what everybody would try first, for comparison",
 }

@@ -78,17 +78,19 @@ def refine(
     max_calls: int = 12,
     offsets: Sequence[int] | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Ruling] | None = None,
+    faster: float = FASTER,
 ) -> Refined:
     """The fastest plan that fits by the referee's count, with at most ``max_calls`` of its calls.
 
     ``remembered`` maps plans (choices in unit order) to rulings, is consulted first and added to; share it between
-    calls for the same graph. Where the referee passes no plan, the result is infeasible, holds the leanest plan seen
-    and names its peak as ``smallest_peak``. Raises ValueError for ``max_calls`` < 1.
+    calls for the same graph. Gains below a share ``faster`` of the step time are not looked for. Where the referee
+    passes no plan, the result is infeasible, holds the leanest plan seen and names its peak as ``smallest_peak``.
+    Raises ValueError for ``max_calls`` < 1.
     """
     if max_calls < 1:
         raise ValueError(f"refine needs at least one referee call, got max_calls={max_calls}")
     court = _Court(problem, referee, max_calls, {} if remembered is None else remembered)
-    search = _Refinement(problem, court, solve, list(offsets or [0] * len(problem.points)))
+    search = _Refinement(problem, court, solve, list(offsets or [0] * len(problem.points)), faster)
     settled = search.run()
     return search.result(settled)
 
@@ -120,8 +122,9 @@ class _Court:
 
 
 class _Refinement:
-    def __init__(self, problem: Problem, court: _Court, solve: Solver, offsets: list[int]) -> None:
+    def __init__(self, problem: Problem, court: _Court, solve: Solver, offsets: list[int], faster: float) -> None:
         self.problem, self.court, self.solve, self.offsets = problem, court, solve, offsets
+        self.faster = faster
         self.best: dict[str, Choice] | None = None
         self.leanest: dict[str, Choice] | None = None
         self.host_offset = 0  # bytes that the host needs beyond what the problem's own numbers say
@@ -270,7 +273,7 @@ class _Refinement:
         return self.problem.base_seconds + seconds_of(self.problem, plan) if seconds is None else seconds
 
     def _worthwhile(self) -> float:
-        return FASTER * max(abs(self.problem.base_seconds), 1e-9)
+        return self.faster * max(abs(self.problem.base_seconds), 1e-9)
 
     def result(self, settled: bool) -> Refined:
         plan = self.best or self.leanest

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +44,11 @@ class Tracer:
     output head; ``settings`` and ``notes`` are the workload's. A context manager.
     """
 
-    def __init__(self, backend: _Backend, notes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, backend: _Backend, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
+    ) -> None:
         self._backend = backend
+        self._view = view
         self._notes = notes
         self.units: tuple[Unit, ...] = backend.units
         self.head: Unit | None = backend.head
@@ -58,12 +63,14 @@ class Tracer:
         device: torch.device | str = "cpu",
         capability: Capability | None = None,
         fallback: bool = True,
+        view: Callable[[Graph], Graph] | None = None,
     ) -> Tracer:
         """Build the workload of ``spec`` out of ghosts, as it would run on ``device``; no weights, no memory.
 
         For ``device="cuda"`` the step takes CUDA's kernels (attention, dropout, `foreach` optimizers) as a GPU of
         compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. What only
-        simulated hardware can follow (``shard``, …) is left to ``profiling.as_seen_by``.
+        simulated hardware can follow (``shard``, …) is left to ``profiling.as_seen_by``, which may be the ``view`` that
+        every graph passes through.
 
         With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process. Raises
         WorkloadError or UsageError where the spec cannot be built or its step fails, GhostError where it cannot be
@@ -72,7 +79,7 @@ class Tracer:
         target = torch.device(device)
         if capability is None and target.type == "cuda":
             capability = capability_of(target)  # here: the child sees no GPU
-        return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback)
+        return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback, view)
 
     @classmethod
     def from_workload(cls, workload: Workload, *, fallback: bool = True) -> Tracer:
@@ -97,8 +104,10 @@ class Tracer:
         fails.
         """
         choices = dict(choices or {})
-        raw = self._backend.ask("trace", choices={name: choices[name] for name in _in_order(choices, self.units)})
-        return to_graph(raw, self.units, self._notes)
+        with _uncollected():
+            raw = self._backend.ask("trace", choices={name: choices[name] for name in _in_order(choices, self.units)})
+            graph = to_graph(raw, self.units, self._notes)
+            return graph if self._view is None else self._view(graph)
 
     def close(self) -> None:
         """End the child process. Idempotent."""
@@ -138,14 +147,28 @@ def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability:
         ) from None
 
 
-def _ghost_or_recorded(start: Callable[[Source], GhostProcess], fallback: bool) -> Tracer:
+def _ghost_or_recorded(
+    start: Callable[[Source], GhostProcess], fallback: bool, view: Callable[[Graph], Graph] | None = None
+) -> Tracer:
     try:
-        return Tracer(start("ghost"))
+        return Tracer(start("ghost"), view=view)
     except GhostError as error:
         if not fallback:
             raise
         why = error.message
-    return Tracer(start("recorded"), (f"A real step on the CPU was recorded, because {why}.",))
+    return Tracer(start("recorded"), (f"A real step on the CPU was recorded, because {why}.",), view)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection while a graph is made: it would look again and again at records that all stay."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _InProcess:

@@ -1,0 +1,131 @@
+"""``autockpt diagnose``: from an out-of-memory failure to a plan, or to what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autockpt.cli import screen
+from autockpt.cli.guard import guarded
+from autockpt.cli.options import takes_workload, workload_spec
+from autockpt.errors import InfeasibleError, UsageError
+
+if TYPE_CHECKING:
+    from autockpt.diagnose import Question
+    from autockpt.schema import Budget
+    from autockpt.schema.hardware import Hardware
+
+
+@guarded
+@takes_workload
+def diagnose(
+    evidence: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[LOG|SNAPSHOT]",
+            help="The failed run's log, or a snapshot by torch.cuda.memory._dump_snapshot, which is read as data only.",
+        ),
+    ] = None,
+    workload: dict[str, Any] = {},  # noqa: B006  filled in by takes_workload
+    *,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="COMMAND",
+            help='The command that failed, quoted: its flags become workload options. --run "python train.py --bf16 …"',
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="SIZE", help="Plan for less than the device has: 22GiB. Default: all of it."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            metavar="NAME",
+            help="The device: rtx4090, h100, …, or a YAML file. Default: the one nearest to what the log says.",
+        ),
+    ] = None,
+    plan_out: Annotated[
+        Path | None,
+        typer.Option("--plan-out", metavar="FILE", help="Write the plan here; another one there is set aside."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what filled a device that ran out of memory, and prescribe a plan that fits.
+
+    Takes the log of the failed run, a memory snapshot, or the command line alone, and the model. Nothing is run: bytes
+    come from ghost runs, seconds from a roofline. Exits with 3 where no plan fits, after saying what would.
+    """
+    from autockpt.diagnose import Question, read_command, read_evidence
+    from autockpt.schema.diagnosis import LogReading, SnapshotReading
+
+    asked = _budget(budget)
+    if evidence is None and run is None and "model" not in workload:
+        raise UsageError(
+            "there is nothing to diagnose",
+            remedy="Name the failed run's log or memory snapshot, or its command with --run.",
+        )
+    reading = read_evidence(evidence) if evidence is not None else None
+    command = read_command(run, workload) if run is not None else None
+    options = {**(command.options if command is not None else {}), **workload}
+    spec = workload_spec(options) if "model" in options else None
+    if spec is None and plan_out is not None:
+        raise UsageError("--plan-out needs a model to plan for", remedy="Add --model, or a --run that names one.")
+    if reading is None and spec is None:
+        raise UsageError("--run names no model", remedy="Add --model.")
+    _answer(
+        Question(
+            log=reading if isinstance(reading, LogReading) else None,
+            snapshot=reading if isinstance(reading, SnapshotReading) else None,
+            command=command,
+            spec=spec,
+            budget=asked,
+            hardware=_hardware(hardware),
+            plan_out=plan_out,
+        ),
+        as_json,
+    )
+
+
+def _budget(text: str | None) -> Budget | None:
+    from autockpt.schema import parse_budget
+
+    if text is None:
+        return None
+    asked = parse_budget(text)
+    if asked.kind in ("share", "activation_share"):
+        raise UsageError(
+            f"--budget {text} is a share of a peak, and a failed run is planned for a device",
+            remedy="Write a size with its unit, such as 22GiB, or leave it out.",
+        )
+    return asked if asked.kind == "bytes" else None
+
+
+def _hardware(name: str | None) -> Hardware | None:
+    if name is None:
+        return None
+    from search_spaces.hardware import load_hardware
+
+    return load_hardware(name)
+
+
+def _answer(question: Question, as_json: bool) -> None:
+    from autockpt.diagnose import diagnose as diagnosed
+    from autockpt.report import listener
+    from autockpt.report.diagnosis_view import print_diagnosis
+
+    with listener(screen.progress()) as watcher:
+        said = diagnosed(question, watcher)
+    if as_json:
+        screen.print_json(said.model_dump_json(indent=2))
+    else:
+        print_diagnosis(said, screen.results())
+    if said.unprescribed:
+        raise typer.Exit(UsageError.exit_code)
+    if said.room is not None and not said.choices:
+        raise typer.Exit(InfeasibleError.exit_code)

@@ -1,0 +1,7 @@
+"""From an out-of-memory failure to a prescription: what the run said, what filled the device, and what would fit."""
+
+from autockpt.diagnose.build import diagnose
+from autockpt.diagnose.command import read_command
+from autockpt.diagnose.question import Question, read_evidence
+
+__all__ = ["Question", "diagnose", "read_command", "read_evidence"]

@@ -1,0 +1,113 @@
+"""What evidence alone says: what happened, in a sentence, and what helps whatever the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autockpt.diagnose.host import ADVICE
+from autockpt.diagnose.places import STAGES
+from autockpt.schema import format_binary
+from autockpt.schema.diagnosis import DeviceFailure, HostKind, LogReading, Place, SnapshotReading, Stage
+
+_HOST: dict[HostKind, str] = {
+    "killed": "The operating system killed the process for want of the host's memory: no device ran out",
+    "worker": "A DataLoader worker was killed for want of the host's memory: no device ran out",
+    "allocator": "The host's memory could not hold a tensor on the CPU: no device ran out",
+    "shared_memory": "The host's shared memory ran out: no device did",
+}
+_FRAGMENTED = 0.1  # share of reserved memory that lies unused
+EXPANDABLE = (
+    "Let segments grow, so that free blocks come together: PYTORCH_ALLOC_CONF=expandable_segments:True (before torch "
+    "2.9 PYTORCH_CUDA_ALLOC_CONF). It costs nothing; try it first."
+)
+
+
+def verdict_of(log: LogReading | None, snapshot: SnapshotReading | None) -> str:
+    """What happened, in a sentence."""
+    if log is not None and log.failures:
+        return _of_failure(log.failures[0])
+    if log is not None and log.host is not None:
+        tried = f" ({format_binary(log.host.tried)} were asked for)" if log.host.tried is not None else ""
+        return f"{_HOST[log.host.kind]}{tried}."
+    if snapshot is None:
+        return ""
+    if not snapshot.at_oom:
+        return (
+            f"The snapshot of GPU {snapshot.device} has {format_binary(snapshot.allocated)} in use of "
+            f"{format_binary(snapshot.reserved)} reserved; it tells of no failure."
+        )
+    free = f", {format_binary(snapshot.free)} were free on the device" if snapshot.free is not None else ""
+    held = f"{format_binary(snapshot.allocated)} in use of {format_binary(snapshot.reserved)} reserved"
+    return (
+        f"GPU {snapshot.device} ran out of memory {_where(snapshot.place)}: {format_binary(snapshot.tried or 0)} were "
+        f"asked for{free}, with {held}."
+    )
+
+
+def _of_failure(failure: DeviceFailure) -> str:
+    who = {"mps": "The Mac's GPU"}.get(failure.backend) or (
+        f"GPU {failure.device}" if failure.device is not None else "The device"
+    )
+    rank = f" (rank {failure.rank})" if failure.rank is not None else ""
+    said = f"{who}{rank} ran out of memory {_where(failure.place)}"
+    if failure.tried is None:
+        return f"{said}; the message has no figures."
+    said += f": {format_binary(failure.tried)} were asked for"
+    if failure.free is not None and failure.capacity is not None:
+        said += f", {format_binary(failure.free)} of {format_binary(failure.capacity)} were free"
+    return f"{said}."
+
+
+def _where(place: Place) -> str:
+    calls = f", in {' > '.join(place.calls[-4:])}" if place.calls else ""
+    frame = place.model or place.user
+    at = f" ({frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line})" if frame is not None else ""
+    return f"{STAGES[place.stage]}{calls}{at}"
+
+
+def advice_of(log: LogReading | None, snapshot: SnapshotReading | None) -> tuple[str, ...]:
+    """What helps, by the evidence alone."""
+    return tuple(_advice(log, snapshot))
+
+
+def _advice(log: LogReading | None, snapshot: SnapshotReading | None) -> Iterator[str]:
+    if log is not None and log.host is not None:
+        yield from ADVICE[log.host.kind]
+        return
+    if log is not None and log.failures:
+        failure = log.failures[0]
+        yield from _of_memory(failure.reserved, failure.cached, failure.tried)
+        if failure.others is not None and failure.capacity and failure.others > 0.02 * failure.capacity:
+            yield (
+                f"Others hold {format_binary(failure.others)} of the device: other processes (nvidia-smi shows them, "
+                "an earlier run may still live), or a desktop. End them, and the budget grows by that."
+            )
+        yield from _of_stage(failure.place.stage)
+    if snapshot is not None:
+        yield from _of_memory(snapshot.reserved, snapshot.inactive, snapshot.tried)
+        yield from _of_stage(snapshot.place.stage)
+
+
+def _of_memory(reserved: int | None, unused: int | None, tried: int | None) -> Iterator[str]:
+    if not reserved or not unused:
+        return
+    if unused >= (tried or 0) > 0 and unused > _FRAGMENTED * reserved:
+        yield (
+            f"Fragmentation: {format_binary(unused)} were reserved and unused, in pieces, and more than the "
+            f"{format_binary(tried or 0)} that were asked for. {EXPANDABLE}"
+        )
+    elif unused > _FRAGMENTED * reserved:
+        yield f"{format_binary(unused)} were reserved and unused, in pieces. {EXPANDABLE}"
+
+
+def _of_stage(stage: Stage) -> Iterator[str]:
+    if stage == "evaluation":
+        yield (
+            "It failed in evaluation, which keeps nothing for a backward pass: plans do not lower it. Use a smaller "
+            "per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not needed."
+        )
+    if stage == "loading":
+        yield (
+            "It failed while the model was loaded, before any step: weights in a smaller type (bf16), sharding, or "
+            "LoRA on quantised weights help there, plans for activations do not."
+        )

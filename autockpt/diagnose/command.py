@@ -1,0 +1,376 @@
+"""The command line of a training run, read into workload options."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from autockpt.diagnose import flags
+from autockpt.errors import UsageError
+from autockpt.schema.diagnosis import CommandReading, Taken
+
+_OFF = {"false", "0", "no", "none", "off", "null", ""}
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_FLAG = re.compile(r"--?[A-Za-z][\w.\-]*(?:=.*)?", re.DOTALL)
+_LARGEST_FILE = 1 << 20
+TRAINER_BATCH, TRL_LENGTH = 8, 1024  # TrainingArguments and SFTConfig, where nothing is said
+TRAINER_NORM = 1.0
+
+
+def read_command(text: str, given: Mapping[str, Any] | None = None, folder: Path | None = None) -> CommandReading:
+    """What a training command says about memory. Nothing is run; configuration files that it names are read.
+
+    ``given`` are workload options that were given beside it: they count, and what they overrule is told. ``folder`` is
+    where its relative paths begin. Raises UsageError for a line that no shell would take, or flags that contradict one
+    another.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--run cannot be read: {str(error).lower()}", remedy="Quote it as one argument.") from None
+    if not words:
+        raise UsageError("--run is empty", remedy='Give the whole command: --run "python train.py --bf16 …".')
+    return _Reader(text, words, dict(given or {}), folder or Path()).read()
+
+
+class _Reader:
+    def __init__(self, text: str, words: list[str], given: dict[str, Any], folder: Path) -> None:
+        self.text, self.words, self.given, self.folder = text, words, given, folder
+        self.options: dict[str, Any] = {}
+        self.taken: list[Taken] = []
+        self.overruled: list[str] = []
+        self.unknown: list[str] = []
+        self.harmless: list[str] = []
+        self.notes: list[str] = []
+        self.used: set[str] = set()
+        self.world = 1
+        self.recompute = False
+        self.values: dict[str, str] = {}
+
+    def read(self) -> CommandReading:
+        self.values = self._values()
+        self._world()
+        for name, option in (
+            (flags.MODEL, "model"),
+            (flags.ATTENTION, "attn"),
+        ):
+            self._text(name, option)
+        self._titan_model()
+        self._number(flags.BATCH, "batch_size")
+        self._number(flags.LENGTH, "seq_len")
+        self._number(flags.ACCUMULATE, "accumulate")
+        self._norm()
+        self._types()
+        self._optimizer()
+        self._lora()
+        self._recompute()
+        self._switch(flags.PACKED, "packed", "sequences without padding")
+        self._sharding()
+        self._defaults()
+        self._rest()
+        return CommandReading(
+            command=self.text,
+            options=self.options,
+            recompute=self.recompute,
+            world=self.world,
+            taken=tuple(self.taken),
+            overruled=tuple(self.overruled),
+            not_understood=tuple(self.unknown),
+            harmless=tuple(self.harmless),
+            notes=tuple(self.notes),
+        )
+
+    def _values(self) -> dict[str, str]:
+        """Flags with their values; of one given twice the last counts, as with argparse."""
+        values: dict[str, str] = {}
+        for name, value in self._pairs():
+            if name in values and values[name] != value:
+                self.notes.append(f"--{name} is given twice: the last, {value or 'on'}, counts")
+            values[name] = value
+        for path in self._files():
+            for name, value in _of_file(path, self.notes).items():
+                values.setdefault(name, value)
+        return values
+
+    def _pairs(self) -> Iterator[tuple[str, str]]:
+        index = 0
+        while index < len(self.words):
+            word = self.words[index]
+            index += 1
+            if not _FLAG.fullmatch(word) or (word.startswith("-") and not word.startswith("--") and len(word) > 2):
+                continue
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            if not equals:
+                value = "true"
+                follows = self.words[index] if index < len(self.words) else "-"
+                if not _FLAG.fullmatch(follows) and not self._is_program(name, follows):
+                    value, index = follows, index + 1
+                    # several values: --fsdp "full_shard auto_wrap" or --fsdp full_shard auto_wrap
+                    while index < len(self.words) and name in ("fsdp", "report_to"):
+                        if _FLAG.fullmatch(self.words[index]):
+                            break
+                        value, index = f"{value} {self.words[index]}", index + 1
+            if word.startswith("--"):
+                yield name, value
+
+    @staticmethod
+    def _is_program(name: str, word: str) -> bool:
+        """Whether a word is the script of a launcher, and not a switch's value."""
+        return word.endswith(".py") or (name in flags.SWITCHES and word.lower() not in {"true", "false", *_OFF})
+
+    def _files(self) -> Iterator[Path]:
+        """Configuration files that the command names: an axolotl YAML, transformers' arguments as JSON."""
+        previous = ""
+        for word in self.words:
+            path = self.folder / word
+            if word.endswith((".yaml", ".yml", ".json")) and previous not in ("--deepspeed", "--config_file"):
+                if path.is_file() and path.stat().st_size <= _LARGEST_FILE:
+                    yield path
+                elif not word.startswith("-"):
+                    self.notes.append(f"{word} is not here, so what it sets is not known")
+            previous = word.partition("=")[0] if word.startswith("--") else ""
+
+    def _take(self, flag: str, option: str, value: Any, note: str = "") -> None:
+        self.used.add(flag)
+        if option in self.given and self.given[option] != value:
+            self.overruled.append(f"--{flag} {self._said(flag)}: {_option(option, self.given[option])} was given")
+            return
+        if option in self.options:
+            return
+        self.options[option] = value
+        self.taken.append(Taken(flag=f"--{flag} {self._said(flag)}".strip(), option=_option(option, value), note=note))
+
+    def _said(self, flag: str) -> str:
+        value = self.values.get(flag, "")
+        return "" if value == "true" else value[:80]
+
+    def _present(self, names: tuple[str, ...]) -> str | None:
+        return next((n for n in names if n in self.values), None)
+
+    def _text(self, names: tuple[str, ...], option: str) -> None:
+        if (flag := self._present(names)) is not None:
+            self._take(flag, option, self.values[flag])
+
+    def _number(self, names: tuple[str, ...], option: str) -> None:
+        for flag in names:
+            value = self.values.get(flag)
+            if value is None:
+                continue
+            if not _NUMBER.fullmatch(value) or int(value) < 1:
+                self.used.add(flag)
+                self.notes.append(f"--{flag} {value} is no number, so it is left out")
+                continue
+            self._take(flag, option, int(value))
+            return
+
+    def _switch(self, names: tuple[str, ...], option: str, note: str) -> None:
+        for flag in names:
+            if flag in self.values:
+                self.used.add(flag)
+                if self._on(flag):
+                    self._take(flag, option, True, note)
+
+    def _on(self, flag: str) -> bool:
+        return self.values.get(flag, "false").lower() not in _OFF
+
+    def _world(self) -> None:
+        counts = []
+        for names in (flags.WORLD, flags.NODES):
+            flag = self._present(names)
+            value = self.values.get(flag, "") if flag else ""
+            self.used.update({flag} if flag else ())
+            counts.append(int(value) if _NUMBER.fullmatch(value) and int(value) else 1)
+        self.world = counts[0] * counts[1]
+
+    def _titan_model(self) -> None:
+        name, flavor = self.values.get("model.name", ""), self.values.get("model.flavor", "")
+        if name and flavor:
+            self.used.update(("model.name", "model.flavor"))
+            shape = f"llama-{flavor.lower()}" if name.startswith("llama") else ""
+            if shape:
+                self._take("model.flavor", "model", shape, f"torchtitan's {name} {flavor}, as the built-in shape")
+
+    def _norm(self) -> None:
+        flag = self._present(flags.NORM)
+        if flag is None:
+            return
+        self.used.add(flag)
+        try:
+            norm = float(self.values[flag])
+        except ValueError:
+            return
+        if 0 < norm < 1e9:
+            self._take(flag, "max_grad_norm", norm)
+
+    def _types(self) -> None:
+        half, brain = self._on("fp16"), self._on("bf16")
+        self.used.update({"fp16", "bf16"} & set(self.values))
+        if half and brain:
+            raise UsageError("--run has both --bf16 and --fp16", remedy="A run computes in one of them: leave one out.")
+        if brain:
+            self._take("bf16", "autocast", "bf16", "weights stay in the type that they are loaded in")
+        elif half:
+            self._take("fp16", "autocast", "fp16")
+            self._take("fp16", "scaler", True)
+        mixed = self.values.get("mixed_precision", "").lower()
+        if mixed in ("bf16", "fp16"):
+            self._take("mixed_precision", "autocast", mixed)
+        flag = self._present(flags.WEIGHT_DTYPE)
+        if flag is not None:
+            name = self.values[flag].rsplit(".", 1)[-1].lower()
+            self.used.add(flag)
+            if name in flags.DTYPES:
+                self._take(flag, "dtype", flags.DTYPES[name])
+
+    def _optimizer(self) -> None:
+        flag = self._present(flags.OPTIMIZER)
+        if flag is None:
+            return
+        name = self.values[flag].lower()
+        known = flags.OPTIMIZERS.get(name)
+        if known is None:
+            self.used.add(flag)
+            self.notes.append(f"--{flag} {name} is not modelled: AdamW's states are counted")
+            return
+        paged = "pages of its states may lie on the host" if name.startswith("paged") else ""
+        self._take(flag, "optimizer", known, paged)
+
+    def _lora(self) -> None:
+        on = next((f for f in flags.LORA_ON if f in self.values and self._on(f)), None)
+        rank_flag = self._present(flags.LORA_RANK)
+        self.used.update(f for f in (*flags.LORA_ON, *flags.LORA_RANK) if f in self.values)
+        switched_off = any(f in self.values and not self._on(f) for f in flags.LORA_ON)
+        if on is None and (rank_flag is None or switched_off):
+            return
+        value = self.values.get(rank_flag or "", "16")
+        rank = int(value) if _NUMBER.fullmatch(value) and int(value) else 16
+        self._take(rank_flag or on or "lora", "lora", rank, "" if rank_flag else "no rank was given: 16 is assumed")
+        if on is not None and self.values[on].lower() == "qlora":
+            self.notes.append(flags.NOT_MODELLED["load_in_4bit"])
+
+    def _recompute(self) -> None:
+        for flag in flags.RECOMPUTE:
+            if flag in self.values:
+                self.used.add(flag)
+                self.recompute = self._on(flag)
+                if self.recompute:
+                    self.taken.append(Taken(flag=f"--{flag}", option="every layer recomputed, in what the run needed"))
+                return
+        if self._uses("trl"):
+            self.recompute = True
+            self.notes.append("TRL switches gradient checkpointing on where nothing is said: it is taken to be on")
+
+    def _sharding(self) -> None:
+        stage = self._zero_stage()
+        fsdp = self.values.get("fsdp", "").lower()
+        shard = self.values.get("parallelism.data_parallel_shard_degree", "")
+        self.used.update(
+            {"fsdp", "fsdp_config", "use_fsdp", "parallelism.data_parallel_shard_degree"} & set(self.values)
+        )
+        if _NUMBER.fullmatch(shard) and int(shard) > 1:
+            self._take("parallelism.data_parallel_shard_degree", "shard", int(shard))
+        elif stage == 3 or "full_shard" in fsdp or (self._on("use_fsdp") and not fsdp):
+            flag = "deepspeed" if stage == 3 else "fsdp" if fsdp else "use_fsdp"
+            if self.world > 1:
+                self._take(flag, "shard", self.world, f"over all {self.world} ranks")
+            else:
+                self.notes.append(f"--{flag} shards, but over how many ranks is not said: add --shard N")
+        elif stage in (1, 2) or "shard_grad_op" in fsdp:
+            self.notes.append(
+                "sharding of gradients and states alone (ZeRO-1, ZeRO-2) is not modelled: they are counted whole"
+            )
+        elif self.world > 1:
+            self._take(
+                self._present(flags.WORLD) or "world_size", "ddp", "buckets", "DistributedDataParallel's buckets"
+            )
+
+    def _zero_stage(self) -> int | None:
+        value = self.values.get("deepspeed") or self.values.get("zero_stage")
+        self.used.update({"deepspeed", "zero_stage"} & set(self.values))
+        if value is None:
+            return None
+        if value in ("0", "1", "2", "3"):
+            return int(value)
+        path = self.folder / value
+        if path.is_file() and path.stat().st_size <= _LARGEST_FILE:
+            config = _json(path)
+            section = config.get("zero_optimization", {})
+            stage = section.get("stage", 0) if isinstance(section, dict) else 0
+            if isinstance(section, dict) and (section.get("offload_optimizer") or section.get("offload_param")):
+                self.notes.append(flags.NOT_MODELLED["cpu_offload"])
+            return stage if isinstance(stage, int) else None
+        if (match := re.search(r"(?:zero|stage|z)_?-?([0-3])", value.lower())) is not None:
+            self.notes.append(f"{value} is not here: its name says stage {match[1]}")
+            return int(match[1])
+        self.notes.append(f"{value} is not here, so its sharding is not known: --shard N says it")
+        return None
+
+    def _uses(self, program: str) -> bool:
+        return any(Path(w).name == program for w in self.words[:6]) or any(
+            w.startswith(f"{program}/") for w in self.words
+        )
+
+    def _defaults(self) -> None:
+        """What transformers' arguments are where the command says nothing."""
+        trainer = {"output_dir", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps"}
+        if not trainer & set(self.values) and not self._uses("trl"):
+            return
+        for option, value in (("batch_size", TRAINER_BATCH), ("max_grad_norm", TRAINER_NORM)):
+            if option not in self.options and option not in self.given:
+                self.options[option] = value
+                self.taken.append(Taken(flag="(Trainer's default)", option=_option(option, value)))
+        if self._uses("trl") and "seq_len" not in self.options and "seq_len" not in self.given:
+            self.options["seq_len"] = TRL_LENGTH
+            self.taken.append(Taken(flag="(TRL's default)", option=_option("seq_len", TRL_LENGTH)))
+
+    def _rest(self) -> None:
+        for name, value in self.values.items():
+            if name in self.used:
+                continue
+            if name in flags.NOT_MODELLED:
+                if self._on(name) and value != "1":
+                    self.notes.append(f"--{name}: {flags.NOT_MODELLED[name]}")
+            elif flags.is_harmless(name):
+                self.harmless.append(f"--{name}")
+            else:
+                self.unknown.append(f"--{name} {'' if value == 'true' else value[:60]}".strip())
+
+
+def _option(name: str, value: Any) -> str:
+    """As ``autockpt`` wants it on its own command line."""
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+
+
+def _of_file(path: Path, notes: list[str]) -> dict[str, str]:
+    """Settings of a configuration file, as flags; one level of nesting with dots."""
+    if path.suffix == ".json":
+        loaded = _json(path)
+    else:
+        import yaml
+
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+        except yaml.YAMLError:
+            loaded = None
+    if not isinstance(loaded, dict):
+        notes.append(f"{path.name} holds no settings that could be read")
+        return {}
+    out: dict[str, str] = {}
+    for key, value in loaded.items():
+        if isinstance(value, str | int | float | bool):
+            out[str(key)] = str(value).lower() if isinstance(value, bool) else str(value)
+    return out
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}

@@ -1,0 +1,83 @@
+"""The part of a log that tells of its end: found from the end, cleaned, and told apart by rank."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from autockpt.errors import UsageError
+
+CHUNK = 1 << 20
+BEFORE, AFTER = 2 << 20, 1 << 18  # bytes around the last marker that are read
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_LINES = re.compile(r"\r\n|[\n\r\v\f\x85\u2028\u2029]")
+# torchrun's own, mpirun's --tag-output, srun's --label, accelerate's and DeepSpeed's: always in front
+_RANK = re.compile(
+    r"^(?:\[(?:rank|default|local_rank):?\s*(\d{1,5})\]:? ?|\[(\d{1,5})\]:? "
+    r"|\[\d+,(\d{1,5})\]<std\w+>: ?|(\d{1,5}): )"
+)
+_STAMP = re.compile(r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*Z?\]? ")
+
+
+def read_window(path: Path, markers: Iterable[str], after: int = 0) -> tuple[str, int | None]:
+    """The text around the last marker of a file, and its offset in bytes; without one, the file's end and None.
+
+    What lies before the offset ``after`` is left out.
+
+    Reads from the end, so that a log's size does not matter. Raises UsageError for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            encoding = _encoding(file.read(4))
+            size = file.seek(0, os.SEEK_END)
+            wanted = [marker.encode(encoding) for marker in markers]
+            found = _last(file, size, re.compile(b"|".join(map(re.escape, wanted)), re.IGNORECASE), after)
+            start = max(min(after, size), (size if found is None else found) - BEFORE)
+            start -= start % 2 if encoding != "utf-8" else 0
+            file.seek(start)
+            data = file.read((size if found is None else min(size, found + AFTER)) - start)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(f"{path} cannot be read: {why}", remedy="Name the log of the failed run.") from None
+    return data.decode(encoding, errors="replace").lstrip("\ufeff"), found
+
+
+def _encoding(head: bytes) -> str:
+    """UTF-8, or what PowerShell's redirection writes."""
+    if head.startswith(b"\xff\xfe"):
+        return "utf-16-le"
+    return "utf-16-be" if head.startswith(b"\xfe\xff") else "utf-8"
+
+
+def _last(file: BinaryIO, size: int, pattern: re.Pattern[bytes], floor: int) -> int | None:
+    """Offset of the last match from ``floor`` on, looked for from the end in overlapping chunks."""
+    overlap, end = 256, size
+    while end > floor:
+        start = max(floor, end - CHUNK)
+        file.seek(start)
+        chunk = file.read(min(size, end + overlap) - start)
+        found = [match.start() for match in pattern.finditer(chunk)]
+        if found:
+            return start + found[-1]
+        end = start
+    return None
+
+
+def clean_lines(text: str) -> list[str]:
+    """Lines without colour codes; what a progress bar overwrote is a line of its own."""
+    return [line.rstrip() for line in _LINES.split(_ANSI.sub("", text))]
+
+
+def by_rank(lines: Iterable[str]) -> dict[int | None, list[str]]:
+    """Lines by the rank that their prefix names, prefixes taken off; None for those without one."""
+    out: dict[int | None, list[str]] = {}
+    for line in lines:
+        bare = _STAMP.sub("", line)
+        match = _RANK.match(bare)
+        number = next((g for g in match.groups() if g is not None), None) if match else None
+        rank = int(number) if number is not None else None
+        out.setdefault(rank, []).append(bare[match.end() :] if match else bare)
+    return out

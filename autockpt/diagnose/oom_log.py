@@ -1,0 +1,210 @@
+"""Out-of-memory messages of PyTorch's device allocators, with the stack in front of them, out of a log.
+
+Wordings are those of c10/cuda/CUDACachingAllocator.cpp from 1.0 on, of its HIP and XPU twins, and of MPSAllocator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from autockpt.diagnose.frames import place_of
+from autockpt.diagnose.host import HOST_MARKERS, host_failure
+from autockpt.diagnose.logfile import AFTER, by_rank, clean_lines, read_window
+from autockpt.diagnose.tracebacks import frames_before
+from autockpt.errors import UsageError
+from autockpt.schema.diagnosis import Backend, DeviceFailure, LogReading
+
+# what the search from the end looks for: bytes that every wording of a device's message has
+DEVICE_MARKERS = ("out of memory", "tried to allocate", "status_alloc_failed", "ErrorOutOfMemory", "ErrorMemoryAlloc")
+_FOLLOWING = 14  # lines that a terminal may have wrapped a message into
+_LARGEST = 2**50
+_SIZE = r"([0-9]{1,20}(?:\.[0-9]{1,6})?) ?(bytes?|[KMGT]i?B)"
+
+_BEGINS = re.compile(r"(?:\b(CUDA|HIP|XPU)|\b(MPS) backend) (?:error: )?out of memory", re.IGNORECASE)
+_BARE = re.compile(
+    r"\b\w+(?:Error|Exception)\b.*?(?:(?:CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
+    r"|hipErrorOutOfMemory|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)|Cuda failure 2? ?'out of memory')"
+)
+_EXCEPTION = re.compile(r"\b\w*(?:Error|Exception)\b")
+_NOISE = re.compile(r"[\s│|╭╰─]+")
+_FIELDS = {
+    "tried": (rf"Tried to allocate {_SIZE}",),
+    "capacity": (rf"total capaci?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"max allowed: {_SIZE}"),
+    "free": (rf"of which {_SIZE} is free", rf"already allocated; {_SIZE} free"),
+    "allowed": (rf"{_SIZE} allowed;", rf"; {_SIZE} allowed\)"),
+    "process": (rf"this process has {_SIZE} memory in use",),
+    "allocated": (rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated", rf"MPS allocated: {_SIZE}"),
+    "cached": (rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached\)"),
+    "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
+    "other": (rf"other allocations: {_SIZE}",),
+}
+_PATTERNS = {name: tuple(re.compile(p, re.IGNORECASE) for p in patterns) for name, patterns in _FIELDS.items()}
+_DEVICE = re.compile(r"GPU +(\d{1,4})\b")
+_PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
+_LAST_ERROR = re.compile(r"^\s*((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt)\b.{0,200})")
+HIDDEN = 256 << 20  # bytes that nobody accounts for, from which on another process is assumed to hold them
+
+
+def read_log(path: Path) -> LogReading:
+    """What a log says about running out of memory, its last failure first.
+
+    Raises UsageError for a file that cannot be read, or in which nothing ran out of memory.
+    """
+    text, at = read_window(path, DEVICE_MARKERS)
+    reading = read_text(text, str(path))
+    # a run may outlive its device's failure and be ended by the host's
+    later, host_at = read_window(path, HOST_MARKERS, after=(at or 0) + AFTER if reading.failures else 0)
+    if host_at is not None and (last := read_text(later, str(path))).host is not None:
+        reading = last
+    if not reading.failures and reading.host is None:
+        raise UsageError(f"nothing in {path} ran out of memory{_ending(text)}", remedy=_REMEDY)
+    return reading
+
+
+_REMEDY = (
+    "Name the log that has the message “CUDA out of memory. Tried to allocate …” (standard error of the run), a memory "
+    "snapshot, or with --run the command alone."
+)
+
+
+def read_text(text: str, path: str = "") -> LogReading:
+    """The same for text. Nothing is raised: a reading without failures says that there is none."""
+    streams = by_rank(clean_lines(text))
+    found: dict[tuple[int | None, int | None], DeviceFailure] = {}
+    count = 0
+    for rank, lines in streams.items():
+        for failure in _failures(lines, rank):
+            count += 1
+            key = (failure.rank, failure.device)
+            # a message is often printed again without its stack, or by a handler: the fuller one says more
+            if key in found and _fullness(failure) < _fullness(found[key]):
+                continue
+            found.pop(key, None)
+            found[key] = failure
+    failures = sorted(
+        _distinct(list(found.values())), key=lambda f: (not f.allocated, f.rank is None, f.rank or 0, f.device or 0)
+    )
+    if any(f.tried is not None or f.allocated is not None for f in failures):
+        failures = [f for f in failures if f.tried is not None or f.allocated is not None]
+    host = None if failures else next(filter(None, (host_failure(v, rank) for rank, v in streams.items())), None)
+    return LogReading(path=path, failures=tuple(failures), host=host, count=count, notes=tuple(_notes(failures)))
+
+
+def _distinct(failures: list[DeviceFailure]) -> list[DeviceFailure]:
+    """Without those that came again without their rank."""
+    ranked = {(f.device, f.tried, f.allocated) for f in failures if f.rank is not None}
+    return [f for f in failures if f.rank is not None or (f.device, f.tried, f.allocated) not in ranked]
+
+
+def _failures(lines: Sequence[str], rank: int | None) -> Iterator[DeviceFailure]:
+    for index, line in enumerate(lines):
+        begins = _BEGINS.search(line)
+        if begins is None:
+            if (bare := _BARE.search(line)) is not None:
+                place = place_of(frames_before(lines, index))
+                yield DeviceFailure(backend=_backend(bare[0]), rank=rank, place=place, text=line.strip()[:500])
+            continue
+        message = _NOISE.sub(" ", " ".join([line[begins.start() :], *lines[index + 1 : index + _FOLLOWING]]))
+        # the next message or stack is another's
+        message = re.split(r"Traceback \(most|\bFile \"|During handling|(?<=.{20})\w+ out of memory", message)[0]
+        failure = parse_message(message, rank)
+        if failure.tried is None and not _EXCEPTION.search(line[: begins.start()]):
+            continue  # somebody writes about running out of memory
+        yield failure.model_copy(update={"place": place_of(frames_before(lines, index))})
+
+
+def parse_message(text: str, rank: int | None = None) -> DeviceFailure:
+    """The figures of one message, in bytes; what it does not say, or what cannot be, is None."""
+    begins = _BEGINS.search(text)
+    sizes = {name: _first(patterns, text) for name, patterns in _PATTERNS.items()}
+    allocated, capacity = sizes["allocated"], sizes["capacity"]
+    cached = sizes["cached"]
+    if sizes["reserved"] is not None and allocated is not None:
+        cached = max(0, sizes["reserved"] - allocated)
+    process, others = _processes(text, sizes, allocated, cached)
+    device = _DEVICE.search(text)
+    return DeviceFailure(
+        backend=_backend(next(filter(None, begins.groups()), "cuda") if begins else "cuda"),
+        rank=rank,
+        device=int(device[1]) if device else None,
+        tried=sizes["tried"],
+        capacity=capacity,
+        free=sizes["free"],
+        allowed=sizes["allowed"],
+        process=process,
+        others=others,
+        allocated=allocated,
+        cached=cached,
+        text=_sentence(text, begins.start() if begins else 0),
+    )
+
+
+def _sentence(text: str, start: int) -> str:
+    """The message itself, without what follows its last figure."""
+    ends = [m.end() for patterns in _PATTERNS.values() for p in patterns if (m := p.search(text, start)) is not None]
+    return text[start : max(ends, default=start + 200)][:800].strip()
+
+
+def _processes(
+    text: str, sizes: dict[str, int | None], allocated: int | None, cached: int | None
+) -> tuple[int | None, int | None]:
+    """Bytes of this process and of others.
+
+    In a container a process does not know its own number and calls itself "Process 123": alone, and large enough for
+    what PyTorch holds, it is this one.
+    """
+    named = [size for match in _PROCESS.finditer(text) if (size := _bytes(match[1], match[2])) is not None]
+    process, capacity, free = sizes["process"], sizes["capacity"], sizes["free"]
+    if process is not None and capacity is not None and process > capacity:
+        process = None  # an unsigned difference that wrapped around
+    if process is None and len(named) == 1 and allocated is not None and named[0] >= allocated + (cached or 0):
+        process, named = named[0], []
+    others = sum(named) + (sizes["other"] or 0)
+    if process is not None and capacity is not None and free is not None:
+        hidden = capacity - free - process
+        others = max(others, hidden) if hidden >= HIDDEN else others
+    return process, others or None
+
+
+def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:
+    for pattern in patterns:
+        if (match := pattern.search(text)) is not None:
+            return _bytes(match[1], match[2])
+    return None
+
+
+def _bytes(number: str, unit: str) -> int | None:
+    """PyTorch's sizes count in 1024s, also where older versions write GB."""
+    size = round(float(number) * 1024 ** "bkmgt".index(unit[0].lower()))
+    return size if size < _LARGEST else None
+
+
+def _backend(words: str) -> Backend:
+    low = words.lower()
+    if "mps" in low:
+        return "mps"
+    if "hip" in low or "miopen" in low:
+        return "hip"
+    return "xpu" if "xpu" in low or "ur_result" in low else "cuda"
+
+
+def _fullness(failure: DeviceFailure) -> int:
+    """How much a message says: its figures first, then whether it has a stack."""
+    figures = (failure.tried, failure.capacity, failure.allocated)
+    return 2 * sum(f is not None for f in figures) + (failure.place.stage != "unknown")
+
+
+def _notes(failures: Sequence[DeviceFailure]) -> Iterator[str]:
+    ranks = [f for f in failures if f.rank is not None or f.device is not None]
+    if len(ranks) > 1:
+        names = ", ".join(f"rank {f.rank}" if f.rank is not None else f"GPU {f.device}" for f in ranks)
+        yield f"{names} ran out of memory; the first is looked at"
+
+
+def _ending(text: str) -> str:
+    """The error that a log ends with instead, where it ends with one."""
+    lines = clean_lines(text)
+    found = next((m for line in reversed(lines[-400:]) if (m := _LAST_ERROR.match(line)) is not None), None)
+    return f"; it ends with {found[1].strip()[:160]}" if found else ""

@@ -1,0 +1,52 @@
+"""The way out of an OOM: a plan for the very device that failed; or, where none fits, changes of the job that would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autockpt.diagnose.question import Question
+from autockpt.errors import InfeasibleError
+from autockpt.schema import Budget, Choice, SearchOutcome, SearchRequest, Unit, WorkloadSpec, load_space, parse_choice
+from autockpt.schema.diagnosis import Room
+from autockpt.schema.hardware import Hardware
+from autockpt.schema.remedy import WayOut
+from autockpt.tuning.job import Clock
+from autockpt.tuning.simulated import simulate_search
+
+SPACE = "knobs"
+
+
+@dataclass(frozen=True)
+class Prescription:
+    """What helps: an outcome with a plan, or the ways out and the least peak that any plan reaches, in bytes."""
+
+    outcome: SearchOutcome | None = None
+    ways: tuple[WayOut, ...] = ()
+    smallest_peak: int | None = None
+
+
+def prescribe(question: Question, spec: WorkloadSpec, hardware: Hardware, room: Room, clock: Clock) -> Prescription:
+    """The plan for a room, all by ghost runs and modelled seconds, saved where the question wants it.
+
+    Peaks are what the allocator is simulated to reserve. Raises UsageError for a model without blocks, PlanError where
+    the plan cannot be written.
+    """
+    request = SearchRequest(
+        budget=Budget(text=f"{room.budget // 2**20}MiB", kind="bytes", size=room.budget),
+        workload=spec,
+        space=load_space(SPACE),
+        hardware=hardware,
+        plan_out=question.plan_out,
+        dry_run=True,
+    )
+    try:
+        outcome = simulate_search(request, hardware, clock)
+    except InfeasibleError as error:
+        return Prescription(ways=error.ways, smallest_peak=error.smallest_peak)
+    return Prescription(outcome=outcome, smallest_peak=outcome.smallest_peak)
+
+
+def as_run(units: Iterable[Unit], *, recompute: bool) -> Mapping[str, Choice]:
+    """The choices that the failed run had: none, or every block recomputed."""
+    return {u.name: parse_choice("recompute") for u in units if recompute and u.role == "block"}

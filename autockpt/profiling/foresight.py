@@ -1,0 +1,81 @@
+"""Ghost runs for hardware that need not be at hand, and the bytes that a step is promised to need there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak
+from autockpt.schema import Graph, Hardware, WorkloadSpec
+from autockpt.tracing import Tracer
+
+SAFETY = 0.02
+"""Share of what a caching allocator is simulated to reserve that a promise adds to it: no model of fragmentation knows
+every request that libraries make."""
+CACHING = ("cuda", "rocm")
+
+_TORCH_DEVICES = {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "cpu": "cpu"}
+
+
+def torch_device(hardware: Hardware) -> torch.device:
+    """The device that a step on this hardware would name."""
+    return torch.device(_TORCH_DEVICES[hardware.kind])
+
+
+def tracer_for(hardware: Hardware, spec: WorkloadSpec, *, fallback: bool = True) -> Tracer:
+    """A tracer of the workload with the kernels of the hardware, whose graphs are as its memory sees them.
+
+    Raises what ``Tracer.from_spec`` does.
+    """
+    return Tracer.from_spec(
+        spec,
+        device=torch_device(hardware),
+        capability=capability_of(hardware),
+        fallback=fallback,
+        view=lambda graph: as_seen_by(hardware, graph, spec),
+    )
+
+
+def promised_bytes(hardware: Hardware, budget: int | None = None) -> Promise:
+    """What graphs of ``tracer_for`` need of the device within ``budget`` bytes (default: all there are)."""
+    return Promise(hardware, min(budget or hardware.memory_bytes, hardware.memory_bytes))
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Bytes that a step is promised to take of a device, context included: reserved ones, and a margin for safety.
+
+    An allocator that is kept to ``most`` bytes gives cached segments back before it fails, so a plan may fit that would
+    reserve more if it could.
+    """
+
+    hardware: Hardware
+    most: int
+
+    def __call__(self, graph: Graph) -> int:
+        """The promise for a ghost run; more than ``most`` where it cannot be kept to that."""
+        context, share = self.hardware.context_bytes, self._share
+        limit = context + int((self.most - context) / (1 + share))
+        peak = device_peak(self.hardware, graph, limit=limit)
+        return peak.total + int(share * peak.reserved)
+
+    def least(self, graph: Graph, promised: int) -> int:
+        """How much of a promise cannot be given back: what plans near this one are judged by."""
+        if promised > self.most:
+            return promised
+        return min(promised, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
+
+    @property
+    def _share(self) -> float:
+        return SAFETY if self.hardware.kind in CACHING else 0.0
+
+
+def said_of(hardware: Hardware) -> str:
+    """What is in a ``Promise``, for people."""
+    if hardware.kind not in CACHING:
+        return "bytes are those that tensors hold"
+    return (
+        "peaks are what the caching allocator would reserve, fragmentation included, with the context of "
+        f"{hardware.context_bytes / 1e6:.0f} MB, and {SAFETY:.0%} for safety"
+    )

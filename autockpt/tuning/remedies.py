@@ -1,0 +1,258 @@
+"""Ways out of a budget that no plan reaches: the mildest change of each sort that fits, found by ghost runs alone.
+
+Every change is judged with the same choice on every layer, so a search after it can only do better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+
+from autockpt.errors import AutockptError, InfeasibleError
+from autockpt.profiling import Needs, Predictor, Uniform, promised_bytes, tracer_for, uniform_graphs
+from autockpt.schema import Choice, Hardware, Prediction, SearchRequest, WorkloadSpec, format_bytes, plan_hash
+from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema.remedy import WayOut
+from autockpt.schema.workload import OptimizerName
+from autockpt.tracing import Tracer
+from autockpt.tuning.inexact import FixedTracer, Times
+from autockpt.tuning.job import Clock
+
+MOST = 3
+SHARD, MOST_RANKS = "--shard", 64
+LORA_RANK = 16
+SHORTEST = 128  # tokens
+LEAN_KINDS = ("recompute_offload", "offload", "recompute")  # tried first: one of them is the leanest nearly always
+
+
+@dataclass(frozen=True)
+class Change:
+    """A variant of the job, what it is called, and whether its head runs in chunks."""
+
+    spec: WorkloadSpec
+    options: str
+    effect: str
+    chunked: bool = False
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What variants are judged by: their budget in bytes, the device they would run on, and its op times.
+
+    ``kinds`` are the choices that are allowed; ``seconds``: whether op times are good for more than ranking. Where the
+    device is simulated ``hardware`` says what it is: its memory is modelled then, and what only it can follow is tried.
+    """
+
+    budget: int
+    device: torch.device
+    times: Times
+    kinds: tuple[str, ...]
+    seconds: bool = True
+    hardware: Hardware | None = None
+
+    def tracer(self, spec: WorkloadSpec) -> Tracer:
+        """A tracer of a variant. Raises what ``Tracer.from_spec`` does."""
+        if self.hardware is not None:
+            return tracer_for(self.hardware, spec, fallback=False)
+        return Tracer.from_spec(spec, device=self.device, fallback=False)
+
+    @property
+    def needs(self) -> Needs | None:
+        """What a ghost run takes of the device, where that is more than its tensors and the context."""
+        return None if self.hardware is None else promised_bytes(self.hardware, self.budget)
+
+
+def ways_out(
+    spec: WorkloadSpec, settings: Mapping[str, Any], base: Uniform, bench: Bench, *, chunked: bool = False
+) -> tuple[WayOut, ...]:
+    """The cheapest ways to make a job fit, at most three: on one device first, fewest simulated seconds per token.
+
+    ``settings`` are the resolved ones of the job, ``base`` the ghost runs of its uniform plans. ``chunked``: its head
+    runs in chunks already. Empty where nothing that is tried fits. Variants that cannot be built are left out.
+    """
+    leanest = min(_predictions(bench, base).values(), key=lambda p: p.peak_bytes)
+    standard = (leanest.step_seconds or 0.0) / _work(settings)
+    found = []
+    for family in _families(spec, settings, chunked, simulated=bench.hardware is not None):
+        if (way := _mildest(family, bench, standard)) is not None:
+            found.append(way)
+    together = _together(spec, settings, simulated=bench.hardware is not None)
+    if not found and (way := _mildest(together, bench, standard)) is not None:
+        found.append(way)
+    return tuple(sorted(found, key=lambda way: (SHARD in way.options, way.relative_cost))[:MOST])
+
+
+def explained(
+    error: InfeasibleError,
+    request: SearchRequest,
+    settings: Mapping[str, Any],
+    uniform: Uniform,
+    bench: Bench,
+    clock: Clock,
+) -> InfeasibleError:
+    """The error of a search with the ways out of it; as it is for a budget that is a share of the job's own peak."""
+    if request.budget.kind not in ("bytes", "auto"):
+        return error
+    with clock.stage("look for ways out"):
+        return with_ways_out(error, ways_out(request.workload, settings, uniform, bench, chunked=request.allow_inexact))
+
+
+def with_ways_out(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:
+    """The same error; its remedy ends with the ways out."""
+    if not ways:
+        return error
+    lines = ["Cheapest ways out, each ghost-run with one choice on all layers; simulated, not measured:"]
+    lines += [describe(way) for way in ways]
+    return InfeasibleError(error.message, remedy="\n".join(lines), smallest_peak=error.smallest_peak, ways=ways)
+
+
+def describe(way: WayOut) -> str:
+    """One line for people."""
+    step = f", {way.step_seconds:.3g} s a step" if way.step_seconds is not None else ""
+    about = "" if way.step_seconds is not None else "about "
+    return (
+        f"{way.options}  simulated peak {format_bytes(way.peak_bytes)} with {way.plan}{step}, "
+        f"{about}{way.relative_cost:.2f} times the seconds per token of the leanest plan ({way.effect})"
+    )
+
+
+def _families(
+    spec: WorkloadSpec, settings: Mapping[str, Any], chunked: bool, simulated: bool
+) -> Iterator[Iterator[Change]]:
+    """Changes of one sort each, the mildest first."""
+    yield _smaller_batches(spec, settings)
+    if not chunked:
+        yield iter([Change(spec, "--allow-inexact", "head and loss in chunks: gradients equal up to rounding", True)])
+    if spec.lora is None:
+        yield iter([_with_lora(spec)])
+    yield _lean_optimizers(spec, simulated)
+    yield _shorter_sequences(spec, settings)
+    if simulated:
+        yield _sharded(spec)
+
+
+def _smaller_batches(spec: WorkloadSpec, settings: Mapping[str, Any]) -> Iterator[Change]:
+    rows = settings.get("batch_size")
+    if not isinstance(rows, int):
+        return
+    for fewer in range(rows // 2, 0, -1):
+        if rows % fewer:
+            continue
+        accumulate = spec.accumulate * (rows // fewer)
+        yield Change(
+            spec.model_copy(update={"batch_size": fewer, "accumulate": accumulate}),
+            f"--batch-size {fewer} --accumulate {accumulate}",
+            "the same rows in every optimizer step",
+        )
+
+
+def _shorter_sequences(spec: WorkloadSpec, settings: Mapping[str, Any]) -> Iterator[Change]:
+    length = settings.get("seq_len")
+    while isinstance(length, int) and length // 2 >= SHORTEST:
+        length //= 2
+        yield Change(
+            spec.model_copy(update={"seq_len": length, "pad_to": None}), f"--seq-len {length}", "shorter sequences"
+        )
+
+
+def _with_lora(spec: WorkloadSpec) -> Change:
+    return Change(spec.model_copy(update={"lora": LORA_RANK}), f"--lora {LORA_RANK}", "adapters only are trained")
+
+
+def _sharded(spec: WorkloadSpec, options: str = "", effect: str = "") -> Iterator[Change]:
+    """Over more and more devices, each with rows of its own."""
+    ranks = 2 * (spec.shard or 1)
+    while ranks <= MOST_RANKS:
+        said = f"weights, gradients and optimizer states shared by {ranks} devices; what these send is not counted"
+        yield Change(
+            spec.model_copy(update={"shard": ranks}),
+            f"{options} {SHARD} {ranks}".strip(),
+            "; ".join(filter(None, (effect, said))),
+        )
+        ranks *= 2
+
+
+def _lean_optimizers(spec: WorkloadSpec, simulated: bool) -> Iterator[Change]:
+    """Optimizers with fewer states: 8-bit ones, which take a library and CUDA to run, before SGD."""
+    names = [name for name in get_args(OptimizerName) if name not in (spec.optimizer, "none")]
+    lean = [name for name in names if "8bit" in name and simulated] + [name for name in names if name == "sgd"]
+    for name in lean if spec.optimizer not in ("none", "sgd") else []:
+        states = "no optimizer states" if name == "sgd" else "optimizer states in 8 bits"
+        yield Change(spec.model_copy(update={"optimizer": name}), f"--optimizer {name}", f"{states}; other training")
+
+
+def _together(spec: WorkloadSpec, settings: Mapping[str, Any], simulated: bool) -> Iterator[Change]:
+    """All at once, for jobs that no single change helps: single rows, adapters, shorter and shorter, more devices."""
+    smallest = list(_smaller_batches(spec, settings))[-1:]
+    start = smallest[0] if smallest else Change(spec, "", "")
+    if spec.lora is None:
+        lora = _with_lora(start.spec)
+        start = Change(lora.spec, f"{start.options} {lora.options}".strip(), lora.effect)
+        yield start
+    for shorter in _shorter_sequences(start.spec, settings):
+        effect = "; ".join(filter(None, (start.effect, shorter.effect)))
+        yield Change(shorter.spec, f"{start.options} {shorter.options}".strip(), effect)
+    if simulated:
+        yield from _sharded(start.spec, start.options, start.effect)
+
+
+def _mildest(changes: Iterator[Change], bench: Bench, standard: float) -> WayOut | None:
+    for change in changes:
+        try:
+            way = _judged(change, bench, standard)
+        except AutockptError:
+            return None  # this sort of change is not possible for this model
+        if way is not None:
+            return way
+    return None
+
+
+def _judged(change: Change, bench: Bench, standard: float) -> WayOut | None:
+    """The change with the fastest uniform plan that fits; None where even the leanest does not."""
+    with bench.tracer(change.spec) as tracer:
+        if (change.chunked and tracer.head is None) or _ignored(change.spec, tracer.settings):
+            return None
+        fixed: dict[str, Choice] = {tracer.head.name: CHUNKED_LOSS} if change.chunked and tracer.head else {}
+        traces = FixedTracer(tracer, fixed)
+        blocks = [unit for unit in tracer.units if unit.role == "block"]
+        lean = [kind for kind in LEAN_KINDS if kind in bench.kinds] or list(bench.kinds)
+        uniform = dict(uniform_graphs(traces, blocks, lean))
+        if not _fitting(bench, uniform):
+            return None
+        uniform |= uniform_graphs(traces, blocks, [kind for kind in bench.kinds if kind not in lean])
+        fitting = _fitting(bench, uniform)
+        work = _work(tracer.settings)
+    kind, best = min(fitting.items(), key=lambda item: item[1].step_seconds or 0.0)
+    return WayOut(
+        options=change.options,
+        effect=change.effect,
+        plan=f"every layer on {kind}",
+        peak_bytes=best.peak_bytes,
+        step_seconds=best.step_seconds if bench.seconds else None,
+        relative_cost=(best.step_seconds or 0.0) / work / standard if standard else 1.0,
+    )
+
+
+def _fitting(bench: Bench, uniform: Uniform) -> dict[str, Prediction]:
+    return {kind: p for kind, p in _predictions(bench, uniform).items() if p.peak_bytes <= bench.budget}
+
+
+def _predictions(bench: Bench, uniform: Uniform) -> dict[str, Prediction]:
+    graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
+    predictor = Predictor(lambda choices: graphs[plan_hash(choices)], bench.times(uniform), needs=bench.needs)
+    return {kind: predictor.predict(choices) for kind, (choices, _) in uniform.items()}
+
+
+def _ignored(spec: WorkloadSpec, settings: Mapping[str, Any]) -> bool:
+    """Whether the user's own function made something else than what was asked for."""
+    asked = {"batch_size": spec.batch_size, "seq_len": spec.seq_len}
+    return any(value is not None and settings.get(name) not in (None, value) for name, value in asked.items())
+
+
+def _work(settings: Mapping[str, Any]) -> float:
+    """Tokens of one cycle, or its rows."""
+    tokens = settings.get("tokens")
+    return float(tokens or (settings.get("batch_size") or 1) * (settings.get("accumulate") or 1))

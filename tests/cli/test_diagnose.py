@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autockpt.diagnose.command import read_command
+from autockpt.diagnose.question import read_evidence
+from autockpt.schema import WorkloadSpec
+from autockpt.schema.diagnosis import Diagnosis
+from tests.diagnose.logs import FORWARD, message
+from tests.diagnose.snapshots import dumped, training_oom
+from tests.diagnose.test_unpickle import Creates
+from tests.report.test_diagnosis_view import no_plan_fits, planned
+
+
+class Asked:
+    """Stands for the package that simulates; remembers questions."""
+
+    def __init__(self) -> None:
+        self.questions: list[Any] = []
+        self.answer: Diagnosis = planned()
+
+    def diagnose(self, question: Any, listener: Any = None) -> Diagnosis:
+        self.questions.append(question)
+        return self.answer
+
+
+@pytest.fixture
+def asked(replace) -> Asked:
+    stand_in = Asked()
+    replace(
+        "autockpt.diagnose",
+        diagnose=stand_in.diagnose,
+        Question=SimpleNamespace,
+        read_command=read_command,
+        read_evidence=read_evidence,
+    )
+    return stand_in
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "run.log"
+    path.write_text(FORWARD + message())
+    return path
+
+
+def test_options_count_before_the_commands_flags(autockpt, asked: Asked, log: Path) -> None:
+    result = autockpt(
+        "diagnose", "run.log", "--run", "python t.py --batch_size 8 --seq_len 64", "-m", "gpt2", "-b", "2"
+    )
+    assert result.code == 0, result.err
+    (question,) = asked.questions
+    assert question.spec == WorkloadSpec(model="gpt2", batch_size=2, seq_len=64)
+    assert question.log.failures[0].tried and question.snapshot is None
+    assert question.command.overruled == ("--batch_size 8: --batch-size 2 was given",)
+
+
+def test_a_snapshot_budget_and_hardware(autockpt, asked: Asked, tmp_path: Path) -> None:
+    (tmp_path / "snap").write_bytes(dumped(training_oom()))
+    result = autockpt(
+        "diagnose", "snap", "-m", "gpt2", "--budget", "20GiB", "--hardware", "h100", "--plan-out", "p.yaml"
+    )
+    assert result.code == 0, result.err
+    (question,) = asked.questions
+    assert question.snapshot.at_oom and question.budget.size == 20 * 2**30 and question.hardware.name == "h100"
+    assert question.plan_out == Path("p.yaml")
+
+
+def test_json_is_the_whole_answer(autockpt, asked: Asked, log: Path) -> None:
+    result = autockpt("diagnose", "run.log", "--model", "gpt2", "--json")
+    assert result.code == 0 and result.json == asked.answer.model_dump(mode="json")
+
+
+def test_where_no_plan_fits_the_exit_code_is_3(autockpt, asked: Asked, log: Path) -> None:
+    asked.answer = no_plan_fits()
+    result = autockpt("diagnose", "run.log", "--model", "gpt2")
+    assert result.code == 3 and "No plan alone fits" in result.out
+
+
+def test_a_model_that_cannot_be_built_is_an_error_beside_what_the_log_says(autockpt, asked: Asked, log: Path) -> None:
+    asked.answer = Diagnosis(model="x", verdict="GPU 0 ran out.", unprescribed="there is no model x\nName another.")
+    result = autockpt("diagnose", "run.log", "--model", "x")
+    assert result.code == 2 and "GPU 0 ran out." in result.out and "there is no model x" in result.out
+
+
+def test_a_log_alone_is_told(autockpt, log: Path) -> None:
+    result = autockpt("diagnose", "run.log")
+    assert (
+        result.code == 0
+        and "in the forward pass" in result.out
+        and "no model was named" in " ".join(result.out.split())
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "nothing to diagnose"),
+        (("absent.log",), "cannot be read"),
+        (("run.log", "--budget", "60%", "-m", "gpt2"), "share of a peak"),
+        (("run.log", "--budget", "24"), "no"),
+        (("run.log", "--plan-out", "p.yaml"), "needs a model"),
+        (("run.log", "--run", "python t.py --bf16 --fp16"), "both --bf16 and --fp16"),
+        (("run.log", "-m", "gpt2", "--hardware", "rtx9999"), "no hardware"),
+        (("--run", "python t.py --batch_size 4"), "names no model"),
+        (("quiet.log",), "ran out of memory"),
+        (("cut.pickle",), "cut off"),
+        (("other.pickle",), "no memory snapshot"),
+    ],
+)
+def test_bad_input_is_a_clear_error(autockpt, log: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    (tmp_path / "quiet.log").write_text("all went well\n")
+    (tmp_path / "cut.pickle").write_bytes(dumped(training_oom())[:-400])
+    (tmp_path / "other.pickle").write_bytes(dumped([1, 2]))
+    result = autockpt("diagnose", *arguments)
+    assert result.code == 2 and said in " ".join(result.err.split()), result.err
+
+
+def test_a_hostile_snapshot_is_refused_and_runs_nothing(autockpt, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    (tmp_path / "snap.pickle").write_bytes(pickle.dumps({"segments": [Creates(made)]}))
+    result = autockpt("diagnose", "snap.pickle")
+    assert result.code == 2 and "io.open" in result.err and "refused" in result.err
+    assert not made.exists()

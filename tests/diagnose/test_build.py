@@ -1,0 +1,119 @@
+"""Whole diagnoses of a tiny model, ghost-run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autockpt.diagnose import Question, diagnose, read_evidence
+from autockpt.diagnose.oom_log import read_text
+from autockpt.diagnose.prescribe import as_run
+from autockpt.errors import UsageError, WorkloadError
+from autockpt.schema import Plan, Unit, WorkloadSpec, parse_budget, parse_choice
+from autockpt.schema.diagnosis import LogReading, SnapshotReading
+from search_spaces.hardware import load_hardware
+from tests.diagnose.logs import FORWARD, LOSS, message
+from tests.diagnose.snapshots import dumped, training_oom
+
+MIB = 2**20
+SPEC = WorkloadSpec(model="llama-tiny", batch_size=32, seq_len=128)
+VOCABULARY = 512
+
+
+def mib(number: float) -> str:
+    return f"{number:.2f} MiB"
+
+
+@pytest.fixture(scope="module")
+def plain_peak() -> int:
+    """Simulated peak of the job without a plan, context included, on a card with lots of room."""
+    said = diagnose(Question(spec=SPEC, hardware=load_hardware("rtx4090")))
+    assert said.agreement is not None and said.fits_already and not said.ways
+    return said.agreement.simulated_peak
+
+
+def crowded(peak: int, share: float) -> LogReading:
+    """A log of a device with so much of what plain training needs beyond the context; its own context has 100 MiB."""
+    total = 100 + (peak - load_hardware("rtx4090").context_bytes) * share / MIB
+    figures = {"tried": 2.0, "capacity": total, "free": 1.0, "process": total - 1, "allocated": total - 101}
+    return read_text(FORWARD + message(**{name: mib(size) for name, size in figures.items()}, cached="0 bytes"))
+
+
+def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    said = diagnose(Question(log=crowded(plain_peak, 0.85), spec=SPEC, plan_out=path))
+    assert said.room is not None and said.agreement is not None
+    assert said.agreement.overflows and said.agreement.stage in ("forward", "loss", "backward")
+    assert said.choices and not said.ways and not said.fits_already
+    ours = said.rows[-1].predicted
+    assert ours is not None and ours.peak_bytes <= said.room.budget < plain_peak
+    plan = Plan.load(path)
+    assert plan.status == "simulated" and said.plan_path == path
+    assert sum(h.peak_bytes for h in said.holdings) > said.room.budget
+
+
+def test_where_no_plan_fits_the_ways_out_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autockpt.tuning.remedies.MOST_RANKS", 1)  # each variant is a ghost run of its own
+    monkeypatch.setattr("autockpt.tuning.remedies._lean_optimizers", lambda *_: iter(()))
+    said = diagnose(Question(log=crowded(plain_peak, 0.28), spec=SPEC))
+    assert said.room is not None and not said.choices and said.ways
+    assert all(way.peak_bytes <= said.room.budget for way in said.ways)
+    assert said.smallest_peak is not None and said.smallest_peak > said.room.budget
+    assert any("--batch-size" in way.options or "--seq-len" in way.options for way in said.ways)
+
+
+def test_the_tensor_whose_allocation_failed_is_named() -> None:
+    spec = SPEC.model_copy(update={"seq_len": 512})
+    logits = 32 * 512 * VOCABULARY * 4
+    log = read_text(LOSS + message(tried=mib(logits / MIB)))
+    said = diagnose(Question(log=log, spec=spec, hardware=load_hardware("rtx4090")))
+    assert said.agreement is not None
+    assert any(t.bytes == logits and t.shape[-1] == VOCABULARY for t in said.agreement.asked)
+    assert said.fits_already and "by itself it fits" in said.agreement.verdicts[0]
+
+
+def test_gradient_checkpointing_of_the_command_is_what_ran() -> None:
+    units = [Unit(name="layers.0", cls="Layer", kind=0), Unit(name="layers.0.mlp", cls="Mlp", kind=1, role="mlp")]
+    assert as_run(units, recompute=True) == {"layers.0": parse_choice("recompute")}
+    assert not as_run(units, recompute=False)
+
+
+def test_evidence_alone_is_told() -> None:
+    said = diagnose(Question(log=read_text(FORWARD + message())))
+    assert "in the forward pass, in model > decoder_layer > mlp > down_proj (modeling_llama.py:155)" in said.verdict
+    assert said.room is None and not said.choices and any("no model was named" in note for note in said.notes)
+
+
+def test_a_failure_of_the_host_is_not_answered_with_a_plan() -> None:
+    log = read_text("RuntimeError: DataLoader worker (pid 3) is killed by signal: Killed.\n")
+    said = diagnose(Question(log=log, spec=SPEC))
+    assert said.verdict.startswith("A DataLoader worker was killed") and said.room is None and said.advice
+
+
+def test_a_model_that_cannot_be_built_leaves_the_evidence(tmp_path: Path) -> None:
+    spec = WorkloadSpec(model=str(tmp_path / "absent"))
+    said = diagnose(Question(log=read_text(FORWARD + message()), spec=spec))
+    assert said.verdict and said.unprescribed
+    with pytest.raises((WorkloadError, UsageError)):
+        diagnose(Question(spec=spec, budget=parse_budget("24GiB")))
+
+
+def test_fragmentation_and_other_processes_are_named() -> None:
+    said = diagnose(
+        Question(log=read_text(FORWARD + message(allocated="12.00 GiB", cached="8.00 GiB", process="20.50 GiB")))
+    )
+    assert any("expandable_segments" in line for line in said.advice)
+    assert any("other processes" in line for line in said.advice)
+
+
+def test_evidence_is_told_by_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(dumped(training_oom()))
+    (tmp_path / "b").write_text(FORWARD + message())
+    assert isinstance(read_evidence(tmp_path / "a"), SnapshotReading)
+    assert isinstance(read_evidence(tmp_path / "b"), LogReading)
+    (tmp_path / "c").write_bytes(b"PK\x03\x04rest")
+    with pytest.raises(UsageError, match="zip archive"):
+        read_evidence(tmp_path / "c")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_evidence(tmp_path)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autockpt.diagnose.command import read_command
+from autockpt.errors import UsageError
+from autockpt.schema import WorkloadSpec
+
+
+def options(command: str, **given: Any) -> dict[str, Any]:
+    return read_command(command, given).options
+
+
+def test_transformers_trainer() -> None:
+    said = read_command(
+        "CUDA_VISIBLE_DEVICES=0 python train.py --model_name_or_path meta-llama/Llama-3.2-1B --bf16 "
+        "--per_device_train_batch_size=8 --gradient_accumulation_steps 4 --max_seq_length 2048 --optim adamw_bnb_8bit "
+        "--torch_dtype bfloat16 --attn_implementation flash_attention_2 --max_grad_norm 0.5 --gradient_checkpointing "
+        "--learning_rate 2e-5 --output_dir out --flux_capacity 3"
+    )
+    assert said.options == {
+        "model": "meta-llama/Llama-3.2-1B",
+        "autocast": "bf16",
+        "batch_size": 8,
+        "accumulate": 4,
+        "seq_len": 2048,
+        "optimizer": "adamw8bit",
+        "dtype": "bf16",
+        "attn": "flash_attention_2",
+        "max_grad_norm": 0.5,
+    }
+    assert said.recompute and said.not_understood == ("--flux_capacity 3",)
+    assert set(said.harmless) == {"--learning_rate", "--output_dir"}
+    assert WorkloadSpec.model_validate(said.options).batch_size == 8
+
+
+def test_what_transformers_does_where_nothing_is_said() -> None:
+    assert options("python train.py --output_dir out") == {"batch_size": 8, "max_grad_norm": 1.0}
+    assert options("python mine.py --seq_len 128") == {"seq_len": 128}
+
+
+def test_trl_and_its_defaults() -> None:
+    said = read_command("trl sft --model_name_or_path gpt2 --use_peft --lora_r 32 --per_device_train_batch_size 2")
+    assert said.options["lora"] == 32 and said.options["seq_len"] == 1024 and said.recompute
+    assert not read_command("trl sft --model_name_or_path gpt2 --gradient_checkpointing false").recompute
+
+
+def test_fp16_scales_the_loss() -> None:
+    assert options("python t.py --fp16 true") == {"autocast": "fp16", "scaler": True}
+    assert options("python t.py --bf16 False --fp16 no") == {}
+
+
+def test_contradictory_flags_are_an_error() -> None:
+    with pytest.raises(UsageError, match="both --bf16 and --fp16"):
+        read_command("python t.py --bf16 --fp16")
+
+
+def test_options_that_were_given_count_and_the_flag_is_told() -> None:
+    said = read_command("python t.py --batch_size 8 --seq_len 64", {"batch_size": 2, "seq_len": 64})
+    assert said.options == {"seq_len": 64}
+    assert said.overruled == ("--batch_size 8: --batch-size 2 was given",)
+
+
+def test_of_a_flag_given_twice_the_last_counts_and_that_is_said() -> None:
+    said = read_command("python t.py --batch-size 8 --batch_size 4")
+    assert said.options == {"batch_size": 4} and "given twice" in said.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "want"),
+    [
+        ("torchrun --nproc_per_node 4 t.py --seq_len 8", {"ddp": "buckets", "seq_len": 8}),
+        ("torchrun --nproc_per_node=4 --nnodes 2 t.py --fsdp 'full_shard auto_wrap'", {"shard": 8}),
+        ("accelerate launch --num_processes 2 --use_fsdp t.py", {"shard": 2}),
+        ("deepspeed --num_gpus 8 t.py --deepspeed ds_zero3.json", {"shard": 8}),
+        ("torchrun --nproc_per_node 4 t.py --deepspeed zero2.json", {}),
+        ("torchrun --nproc_per_node 1 t.py", {}),
+    ],
+)
+def test_sharding_and_ddp(command: str, want: dict[str, Any]) -> None:
+    assert options(command) == want
+
+
+def test_a_deepspeed_file_that_is_there_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"x": 1}}}))
+    said = read_command("deepspeed --num_gpus 2 t.py --deepspeed ds.json", folder=tmp_path)
+    assert said.options == {"shard": 2} and any("host" in note for note in said.notes)
+
+
+def test_an_axolotl_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "lora.yml").write_text(
+        "base_model: gpt2\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\nsequence_len: 512\nbf16: true\n"
+        "optimizer: adamw_8bit\ngradient_checkpointing: true\nsample_packing: true\ndatasets:\n  - path: x\n"
+    )
+    said = read_command("axolotl train lora.yml", folder=tmp_path)
+    assert said.options == {
+        "model": "gpt2",
+        "batch_size": 2,
+        "seq_len": 512,
+        "autocast": "bf16",
+        "optimizer": "adamw8bit",
+        "lora": 8,
+        "packed": True,
+    }
+    assert said.recompute
+    assert any("is not here" in note for note in read_command("axolotl train absent.yml", folder=tmp_path).notes)
+
+
+def test_torchtitan() -> None:
+    said = read_command(
+        "torchrun --nproc_per_node=8 -m torchtitan.train --model.name llama3 --model.flavor 8B "
+        "--training.local_batch_size 2 --training.seq_len 4096 --parallelism.data_parallel_shard_degree 8 "
+        "--activation_checkpoint.mode full --training.steps 10"
+    )
+    assert said.options == {"model": "llama-8b", "batch_size": 2, "seq_len": 4096, "shard": 8}
+    assert said.recompute and not said.not_understood
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [("--load_in_4bit", "4 bits"), ("--optim lion_32bit", "not modelled"), ("--batch_size much", "no number")],
+)
+def test_what_is_not_modelled_is_said(flag: str, said: str) -> None:
+    assert any(said in note for note in read_command(f"python t.py {flag}").notes)
+
+
+@pytest.mark.parametrize("line", ["python 'train.py", "", "   "])
+def test_no_shell_would_take_it(line: str) -> None:
+    with pytest.raises(UsageError, match="--run"):
+        read_command(line)
+
+
+def test_a_switch_does_not_swallow_the_script() -> None:
+    said = read_command("torchrun --standalone train.py --gradient_checkpointing data.json")
+    assert said.recompute and "--standalone" in said.harmless
+
+
+@given(st.lists(st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=20), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_no_line_breaks_the_reader(tmp_path_factory: Any, words: list[str]) -> None:
+    try:
+        said = read_command("python t.py " + " ".join(words), folder=Path("/nonexistent"))
+    except UsageError:
+        return
+    assert set(said.options) <= set(WorkloadSpec.model_fields)
