@@ -83,8 +83,9 @@ def refine(
     """The fastest plan that fits by the referee's count, with at most ``max_calls`` of its calls.
 
     ``remembered`` maps plans (choices in unit order) to rulings, is consulted first and added to; share it between
-    calls for the same graph. Gains below a share ``faster`` of the step time are not looked for. Where the referee passes no plan, the result is infeasible, holds the leanest plan seen
-    and names its peak as ``smallest_peak``. Raises ValueError for ``max_calls`` < 1.
+    calls for the same graph. Gains below a share ``faster`` of the step time are not looked for. Where the referee
+    passes no plan, the result is infeasible, holds the leanest plan seen and names its peak as ``smallest_peak``.
+    Raises ValueError for ``max_calls`` < 1.
     """
     if max_calls < 1:
         raise ValueError(f"refine needs at least one referee call, got max_calls={max_calls}")

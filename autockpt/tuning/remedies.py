@@ -5,15 +5,15 @@ Every change is judged with the same choice on every layer, so a search after it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 
 from autockpt.errors import AutockptError, InfeasibleError
-from autockpt.profiling import Predictor, Uniform, promised_bytes, tracer_for, uniform_graphs
-from autockpt.schema import Choice, Graph, Hardware, Prediction, SearchRequest, WorkloadSpec, format_bytes, plan_hash
+from autockpt.profiling import Needs, Predictor, Uniform, promised_bytes, tracer_for, uniform_graphs
+from autockpt.schema import Choice, Hardware, Prediction, SearchRequest, WorkloadSpec, format_bytes, plan_hash
 from autockpt.schema.choices import CHUNKED_LOSS
 from autockpt.schema.remedy import WayOut
 from autockpt.schema.workload import OptimizerName
@@ -60,7 +60,7 @@ class Bench:
         return Tracer.from_spec(spec, device=self.device, fallback=False)
 
     @property
-    def needs(self) -> Callable[[Graph], int] | None:
+    def needs(self) -> Needs | None:
         """What a ghost run takes of the device, where that is more than its tensors and the context."""
         return None if self.hardware is None else promised_bytes(self.hardware, self.budget)
 
