@@ -310,9 +310,16 @@ class Engine:
             self.stopped = f"the time limit of {self.limits.timeout:g} s was reached"
         elif repeats >= self.scorer.most_repeats:
             self.stopped = "the space offers no further plan within the budget"
+        elif self.scorer.most_candidates is not None and self._candidates >= self.scorer.most_candidates:
+            self.stopped = "the solver's plan is refined, and in a simulation nothing else can beat it by much"
         elif self._nothing_left():
             self.stopped = "no plan can be faster than the best by more than the noise, by the refitted bound"
         return bool(self.stopped)
+
+    @property
+    def _candidates(self) -> int:
+        """Plans tried besides the well-known ones and those from elsewhere; those that did not fit do not count."""
+        return sum(t.encoding == self.space.encoding and t.feasible for t in self.book.trials)
 
     @property
     def _seconds_left(self) -> float:

@@ -38,12 +38,13 @@ class Scorer(Protocol):
     """Judges the candidates of one search. ``source`` says what its numbers are; ``notes`` what people should know.
 
     The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
-    below which a gain is not worth a ghost run.
+    below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given.
     """
 
     source: PlanStatus
     most_repeats: int
     worthwhile: float
+    most_candidates: int | None
     notes: list[str]
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
@@ -68,6 +69,7 @@ class RealSteps:
     source: PlanStatus = "measured"
     most_repeats: int = MOST_REPEATS
     worthwhile: float = FASTER
+    most_candidates: int | None = None
     notes: list[str] = field(default_factory=list)
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
@@ -127,6 +129,7 @@ class Simulated:
     source: PlanStatus = "simulated"
     most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
     worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
+    most_candidates: int | None = None
     notes: list[str] = field(default_factory=list)
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:

@@ -31,6 +31,10 @@ from autockpt.tuning.scoring import Simulated
 from autockpt.tuning.stages import allowed, blocks_of, find_plan, foresee_plan, job_of, kept, uniform_plans
 from autockpt.workload import fingerprint
 
+CANDIDATES = 1
+"""Plans of the solver that are refined where ghost runs of the whole model are dear. In a simulation prices are what
+the solver takes them for, so its plan is what any other candidate would come to."""
+
 
 def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) -> SearchOutcome:
     """Search for ``hardware`` by simulation alone: no weights, no step, and a plan that says so.
@@ -76,7 +80,7 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
         stack.enter_context(run.lock())
         run.add_command(request.command)
         storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
-        scorer = Simulated() if traced.twin is None else Simulated(most_repeats=1)
+        scorer = Simulated() if traced.twin is None else Simulated(most_candidates=CANDIDATES)
         return kept(request, find_plan(job, units, profiled, scorer, run, storage, clock, referee_calls=calls))
 
 

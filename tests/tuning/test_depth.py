@@ -6,10 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
-from autockpt.profiling import build_profile, uniform_graphs
+from autockpt.profiling import build_profile, tracer_for, uniform_graphs
 from autockpt.schema import SAVE, WorkloadSpec, load_space, plan_hash
 from autockpt.tracing import Tracer
 from autockpt.tuning import depth
@@ -33,13 +32,13 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkloadSpec:
 @pytest.mark.parametrize("lora", [None, 4])
 def test_the_menus_are_those_of_the_whole_model(spec: WorkloadSpec, lora: int | None) -> None:
     spec = spec.model_copy(update={"lora": lora})
-    device, card, space = torch.device("cuda"), load_hardware("rtx4090"), load_space("knobs")
+    card, space = load_hardware("rtx4090"), load_space("knobs")
     space = space.restricted(("recompute", "offload"))
     with ExitStack() as stack:
-        tracer = stack.enter_context(Tracer.from_spec(spec, device=device))
+        tracer = stack.enter_context(tracer_for(card, spec))
         blocks = [u for u in tracer.units if u.role == "block"]
         whole = uniform_graphs(tracer, blocks, space.choices)
-        twin = depth.twin_uniform(stack, spec, tracer, whole["save"][1], space, device)
+        twin = depth.twin_uniform(stack, spec, tracer, whole["save"][1], space, card)
         assert twin is not None and len(twin[1]["save"][1].blocks()) == depth.TWIN_BLOCKS
         times = modelled(card, {**twin[1], **{f"whole {k}": v for k, v in whole.items()}})
         mine = depth.transplanted(build_profile(twin[0], times, twin[1]), whole["save"][1], tracer.trace)
@@ -60,7 +59,7 @@ def test_shallow_models_have_no_twin(spec: WorkloadSpec) -> None:
     with ExitStack() as stack:
         tracer = stack.enter_context(Tracer.from_spec(small))
         base = tracer.trace()
-        assert depth.twin_uniform(stack, small, tracer, base, load_space("knobs"), torch.device("cpu")) is None
+        assert depth.twin_uniform(stack, small, tracer, base, load_space("knobs"), load_hardware("cpu")) is None
 
 
 def test_deeper_models_get_fewer_ghost_runs_per_candidate() -> None:
