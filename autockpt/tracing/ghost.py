@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autockpt.errors import GhostError
 from autockpt.tracing.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels
-from autockpt.tracing.layouts import Layout
+from autockpt.tracing.layouts import DEPENDS_ON_VALUES, Layout
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
 from autockpt.tracing.recorder import Call, Recorder
@@ -144,8 +144,8 @@ class GhostMode(Recorder):
         return _REAL_FLOAT_BYTES if self.building and number else _REAL_BYTES
 
     def _outcome(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-        """What the call gives, inferred once per signature."""
-        if call.outcome is None:
+        """What the call gives, inferred once per signature, or per call where values decide."""
+        if call.outcome is None or call.operator.base in DEPENDS_ON_VALUES:
             call.outcome = self._shapes.infer(func, call.operator, args, kwargs)
             call.flops = call.outcome.flops
         return call.outcome
