@@ -81,9 +81,7 @@ class CpuDevice:
         threads of its own is not seen. Whatever ``fn`` raises is passed on.
         """
         gc.collect()
-        with _quiet_profiler(), profile(use_kineto=True, use_cpu=True, profile_memory=True) as recorded:
-            fn()
-        return Peak(resident + peak_of(_allocations(recorded)))
+        return Peak(resident + allocator_peak(fn))
 
     def time(self, fn: Callable[[], None]) -> float:
         """Wall seconds of ``fn``."""
@@ -106,6 +104,13 @@ class CpuDevice:
     def limit(self, budget_bytes: int | None) -> AbstractContextManager[None]:
         """No real limit exists on the CPU: whoever holds a budget compares it with the measured peak."""
         return nullcontext()
+
+
+def allocator_peak(fn: Callable[[], Any]) -> int:
+    """The most bytes that PyTorch's CPU allocator handed out during ``fn`` and held at once; older blocks count not."""
+    with _quiet_profiler(), profile(use_kineto=True, use_cpu=True, profile_memory=True) as recorded:
+        fn()
+    return peak_of(_allocations(recorded))
 
 
 def peak_of(events: Iterable[tuple[int, int]]) -> int:

@@ -17,18 +17,6 @@ from autockpt.simulator import bytes_timeline
 from autockpt.simulator.allocator import MIB, Event, replay
 from autockpt.simulator.estimate import element_bytes
 
-# Compute capability of the hardware that is described in search_spaces/hardware.
-_CAPABILITIES = {
-    "t4": (7, 5),
-    "a100": (8, 0),
-    "rtx3090": (8, 6),
-    "rtx4090": (8, 9),
-    "l40s": (8, 9),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "rtx5090": (12, 0),
-}
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8, and 32 MiB from Hopper on.
 _WORKSPACE, _LARGE_WORKSPACE = 2 * 4 * MIB + 8 * (16 << 10), 32 * MIB
 _ROCM_WORKSPACE = 32 * MIB
@@ -40,12 +28,13 @@ _TRANSIENT: StorageKind = "optimizer"
 
 
 def capability_of(hardware: Hardware) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA GPU, by its name, else by whether it knows bf16; None for other devices."""
+    """Compute capability of an NVIDIA GPU: the file's, else the least of those that know bf16 or do not.
+
+    None for other devices.
+    """
     if hardware.kind != "cuda":
         return None
-    name = hardware.name.lower().replace("-", "").replace("_", "").replace(" ", "")
-    known = next((value for key, value in _CAPABILITIES.items() if key in name), None)
-    return known or ((8, 0) if "bfloat16" in hardware.matrix_flops else (7, 5))
+    return hardware.capability or ((8, 0) if "bfloat16" in hardware.matrix_flops else (7, 5))
 
 
 def workspace_bytes(hardware: Hardware) -> int:
@@ -79,16 +68,14 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
     if workspace:
         each = [workspace // _HANDLES] * _HANDLES
         graph = with_resident(graph, "matrix workspaces", each, "other")
-    notes = tuple(_unknown(hardware, graph, spec))
+    notes = tuple(_unknown(hardware, graph))
     return changed(graph, notes=(*graph.notes, *notes)) if notes else graph
 
 
-def _unknown(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Iterator[str]:
+def _unknown(hardware: Hardware, graph: Graph) -> Iterator[str]:
     """What is known to be different on the device and is not modelled, for people."""
     if hardware.kind not in ("cuda", "rocm"):
         return
-    if spec.autocast is not None:
-        yield "Autocast on a GPU keeps norms and softmax in fp32; their outputs are counted in 16 bit here."
     if any(op.target.startswith("aten.convolution") for op in graph.ops):
         yield "What cuDNN takes for convolutions while they run is not counted."
 

@@ -34,6 +34,7 @@ def fit_hardware(machine: Machine, name: str, *, day: date | None = None) -> Har
         name=name,
         description=machine.environment.device.name,
         kind=machine.kind,  # type: ignore[arg-type] - checked by the model
+        capability=machine.capability,
         memory_bytes=machine.memory_bytes,
         context_bytes=machine.context_bytes,
         vector_flops=_rounded(vector),

@@ -137,6 +137,7 @@ def _measure(device: Device, sizes: Sizes, tell: Tell, started: float, environme
     return Machine.model_validate(
         {
             "kind": _kind(device),
+            "capability": torch.cuda.get_device_capability(device.torch_device) if _kind(device) == "cuda" else None,
             "environment": described,
             "products": products,
             "attention_flops": forward,

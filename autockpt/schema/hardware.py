@@ -67,6 +67,9 @@ class Hardware(Data):
     name: str = Field(min_length=1)
     description: str = ""
     kind: HardwareKind
+    capability: tuple[int, int] | None = Field(
+        default=None, description="compute capability of an NVIDIA GPU, [8, 9]: which kernels it takes"
+    )
     memory_bytes: Bytes = Field(description="what the device has")
     context_bytes: Bytes = Field(description="what driver, context and loaded kernels hold of it, per process")
     vector_flops: Finite = Field(description="fp32 outside of matrix units")
@@ -89,6 +92,17 @@ class Hardware(Data):
     sources: dict[str, str] = Field(default_factory=dict, description="by figure: where it is from")
     environment: Environment | None = Field(default=None, description="of a calibrated file: where it was measured")
     measured: str | None = Field(default=None, description="date of the calibration, yyyy-mm-dd")
+
+    @field_validator("capability")
+    @classmethod
+    def _possible_capability(cls, value: tuple[int, int] | None, info: ValidationInfo) -> tuple[int, int] | None:
+        if value is None:
+            return None
+        if info.data.get("kind") != "cuda":
+            raise ValueError("only NVIDIA GPUs (kind cuda) have a compute capability; leave it out")
+        if not (3 <= value[0] <= 30 and 0 <= value[1] <= 9):
+            raise ValueError(f"no GPU has compute capability {value[0]}.{value[1]}; write 8.9 as [8, 9]")
+        return value
 
     @field_validator("memory_bytes")
     @classmethod

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autockpt.tracing.cuda_autocast import cuda_autocast
+
 Attention = Literal["cudnn", "flash", "efficient", "math"]
 Capability = tuple[int, int]
 AMPERE: Capability = (8, 0)
@@ -225,7 +227,8 @@ def cuda_kernels(capability: Capability) -> Iterator[None]:
     def rms_norm(
         input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        if weight is None or weight.dtype is not input.dtype:
+        cast = torch.is_autocast_enabled("cpu")  # all of it to fp32
+        if weight is None or (weight.dtype is not input.dtype and not cast):
             return plain_norms[F](input, normalized_shape, weight, eps)
         # CUDA's fused kernel cannot be called on CPU tensors. Layer norm reads, saves and writes the same, and a mean.
         return F.layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)
@@ -234,7 +237,8 @@ def cuda_kernels(capability: Capability) -> Iterator[None]:
     for module in plain_norms:
         module.rms_norm = rms_norm
     try:
-        yield
+        with cuda_autocast():
+            yield
     finally:
         F.scaled_dot_product_attention, F.dropout = plain_attention, plain_dropout
         for module, plain in plain_norms.items():

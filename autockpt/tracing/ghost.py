@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autockpt.errors import GhostError
 from autockpt.tracing.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels
-from autockpt.tracing.layouts import Layout
+from autockpt.tracing.layouts import DEPENDS_ON_VALUES, Layout
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
 from autockpt.tracing.recorder import Call, Recorder
@@ -26,6 +26,7 @@ _REAL_TOKEN_BYTES, _TOKEN_DIMS = 1 << 28, 2
 # The user's own floats, and those of a model that is being built, are weights and pixels: nobody asks for their values.
 _REAL_FLOAT_BYTES = 1 << 18
 _ONLY_POSITIONS = frozenset({"argsort", "argmax", "argmin", "multinomial"})
+_MASKS = (torch.bool, torch.uint8)
 _RECORD = "Record a real step instead."
 _DEPENDS_ON_DATA = "Its graph depends on data: record a real step instead."
 
@@ -144,11 +145,24 @@ class GhostMode(Recorder):
         return _REAL_FLOAT_BYTES if self.building and number else _REAL_BYTES
 
     def _outcome(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-        """What the call gives, inferred once per signature."""
-        if call.outcome is None:
+        """What the call gives, inferred once per signature, or per call where values decide."""
+        masks = call.operator.base == "index" and _has_mask(args[1])
+        if call.outcome is None or masks or call.operator.base in DEPENDS_ON_VALUES:
+            if masks:
+                args = (args[0], self._positions_of(args[1]))
             call.outcome = self._shapes.infer(func, call.operator, args, kwargs)
             call.flops = call.outcome.flops
         return call.outcome
+
+    def _positions_of(self, indices: Any) -> list[Tensor | None]:
+        """Indices with the positions that real masks select in place of the masks; ghostly ones stay."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype in _MASKS and not self._memory.owns(index):
+                found.extend(index.nonzero().unbind(1))
+            else:
+                found.append(index)
+        return found
 
     def _pretend(
         self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
@@ -224,6 +238,10 @@ class GhostMode(Recorder):
         """The error to raise; remembered, because others may catch it and raise their own."""
         self.refused = message
         return GhostError(message, remedy=remedy)
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(index is not None and index.dtype in _MASKS for index in indices)
 
 
 def _dispatch_of(kind: type) -> Any:

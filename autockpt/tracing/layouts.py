@@ -159,6 +159,24 @@ def _grouped_mm(argument: Argument) -> Layout:
     return Layout(size, stride, dtype, elements * dtype.itemsize)
 
 
+def _ctc_loss(argument: Argument) -> tuple[Layout, Layout]:
+    """A loss per sample and the forward variables of the longest target (``native/LossCTC.cpp``)."""
+    scores, lengths = argument("log_probs"), argument("target_lengths")
+    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    longest = max(values) if isinstance(values, list) else values
+    samples = scores.size(1) if scores.dim() == 3 else 1
+    size = (samples, scores.size(0), 2 * longest + 1)
+    return dense(size[:1], (1,), scores.dtype), dense(size, contiguous_stride(size), scores.dtype)
+
+
+def _ctc_loss_backward(argument: Argument) -> Layout:
+    size = argument("log_probs").size()
+    return dense(size, contiguous_stride(size), argument("log_probs").dtype)
+
+
+DEPENDS_ON_VALUES = frozenset({"_ctc_loss"})
+"""Operators whose layouts must be found anew for every call."""
+
 _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
     "native_layer_norm": _norm_statistics,
     "native_group_norm": _norm_statistics,
@@ -172,6 +190,8 @@ _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
     "roll": _roll,
 }
 _REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {
+    "_ctc_loss": _ctc_loss,
+    "_ctc_loss_backward": _ctc_loss_backward,
     "_grouped_mm": _grouped_mm,
     "native_group_norm_backward": _group_norm_backward,
 }

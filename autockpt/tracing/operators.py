@@ -21,6 +21,9 @@ _ROUTING = frozenset(
     ("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "median", "mode", "multinomial")
 )
 
+# Tagged as elementwise, but convert from one type to another without a temporary.
+_COPIES = frozenset(("_to_copy", "clone", "copy", "copy_", "fill", "fill_"))
+
 # The backward of a selection: into the zeros that were just made, unless a dispatch mode is looking.
 _SCATTERS = frozenset(
     ("aten.scatter.src", "aten.scatter_add.default", "aten.index_add.default", "aten.index_put.default")
@@ -32,6 +35,7 @@ class Operator:
 
     ``view``: returns views of its inputs. ``layout_only``: mutates metadata only. ``mutates``: writes to an input.
     ``returned``: for each return value the position of the argument that it is, or None for a new tensor.
+    ``pointwise``: runs on torch's elementwise iterator.
     ``flops``: torch's formula for floating point operations, or None.
     """
 
@@ -45,6 +49,7 @@ class Operator:
         "mutates",
         "name",
         "note",
+        "pointwise",
         "positions",
         "replaced",
         "returned",
@@ -68,6 +73,7 @@ class Operator:
         self.detaches = self.base == "detach"
         self.adds = self.name == "aten.add.Tensor"
         self.replaced = self.adds or self.name in _SCATTERS
+        self.pointwise = torch.Tag.pointwise in func.tags and self.base not in _COPIES
         self.multiplies = self.base in ("mm", "bmm", "addmm", "baddbmm")
         self.routing = self.base in _ROUTING
         self.flops = _flop_formula(func)

@@ -17,8 +17,9 @@ from autockpt.tracing.keys import call_key, keyword_key
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
 from autockpt.tracing.operators import Operator, Operators, flat_tensors
 from autockpt.tracing.saved import SavedTensors
+from autockpt.tracing.scratch import GIVEN_UP, Trials, is_measured
 from autockpt.tracing.shapes import Outcome
-from autockpt.tracing.signature import dtype_name, signature
+from autockpt.tracing.signature import dtype_name, plain_signature, signature
 from autockpt.tracing.storages import StorageLog
 from autockpt.tracing.workspaces import workspace_bytes
 
@@ -66,7 +67,7 @@ class CopyRecord:
 class Call:
     """Everything that all calls of one signature share. ``outcome`` is inferred when first needed."""
 
-    __slots__ = ("flops", "func", "operator", "outcome", "text", "workspace")
+    __slots__ = ("flops", "func", "operator", "outcome", "text", "trial", "workspace")
 
     def __init__(self, func: Any, operator: Operator, text: str) -> None:
         self.func = func
@@ -74,6 +75,7 @@ class Call:
         self.text = text
         self.flops = 0
         self.workspace = 0
+        self.trial = ""  # the signature to call it by where the workspace is to be measured
         self.outcome: Outcome | None = None
 
 
@@ -112,6 +114,7 @@ class Recorder(TorchDispatchMode):
         self.fused = FusedAdds()
         self.notes: dict[str, None] = {}
         self._calls: dict[Any, Call] = {}
+        self._trials = Trials()
         self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...], str]] = {}
         self.restart()
 
@@ -159,6 +162,12 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             torch.get_rng_state = plain
+
+    def measure_scratch(self) -> None:
+        """Find out what the kernels recorded so far take while they run, where no rule tells; once per signature."""
+        self._trials.run(self.threads)
+        if self._trials.given_up and any(op.call in self._trials.given_up for op in self.ops):
+            self.notes.setdefault(GIVEN_UP)
 
     # What devices.ghost.GhostTransport needs.
 
@@ -245,6 +254,9 @@ class Recorder(TorchDispatchMode):
             call = self._calls[key] = Call(func, self.operators[func], signature(func, args, kwargs))
             if self.on_cpu:
                 call.workspace = workspace_bytes(call.operator, args, kwargs, self.threads)
+                if is_measured(call.operator, flat_tensors(args)):
+                    call.trial = plain_signature(func, args, kwargs)
+                    self._trials.add(call)
             elif self.on_cuda:
                 call.workspace = cuda_workspace_bytes(call.operator, args, kwargs)
         return call

@@ -67,6 +67,7 @@ class Run:
         """
         with self._attached(choices):
             self._cycle()
+        self._recorder.measure_scratch()
         return summarize(self._recorder, self.workload, self._places, self.source)
 
     def _start(self, workload: Workload) -> None:

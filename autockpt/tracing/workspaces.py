@@ -1,8 +1,9 @@
 """Memory that CPU kernels take from PyTorch's allocator and give back before they return.
 
 Recording sees what goes into an op and what comes out; a few kernels need more while they run, convolutions most of
-all: oneDNN copies input, weight and output to blocked layouts of 16 channels. The rules below were read off the
-allocator's events (x86-64 with AVX-512); small scratch pads are left out. Other devices have other kernels: none there.
+all: oneDNN copies input, weight and output to blocked layouts of 16 channels. What oneDNN takes is measured where that
+is possible (``scratch.py``); its rules here, read off the allocator's events on x86-64 with AVX-512, stand in for the
+rest. The other rules are ATen's own and hold on every CPU. Other devices have other kernels: none there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def workspace_bytes(operator: Operator, args: tuple[Any, ...], kwargs: dict[str,
     """Bytes beyond inputs and outputs that the CPU kernel holds at its worst moment; 0 where none are known of."""
     rule = _RULES.get(operator.base)
     if rule is None:
-        return 0
+        return _converted_operands(operator, args, kwargs) if operator.pointwise else 0
 
     def argument(name: str) -> Any:
         return operator.argument(name, args, kwargs)
@@ -102,12 +103,116 @@ def _scatter_add(argument: _Argument, threads: int) -> int:
     return 4 * x.numel() if x.dtype in (torch.bfloat16, torch.float16) else 0
 
 
+def _softmax_backward(argument: _Argument, threads: int) -> int:
+    return _contiguous_copies("grad_output", "output")(argument, threads)
+
+
+def _gelu_backward(argument: _Argument, threads: int) -> int:
+    """oneDNN's kernel wants a dense gradient and has a result of its own, copied where layouts differ."""
+    grad, x = argument("grad_output"), argument("self")
+    mixed = not grad.is_contiguous() and x.is_contiguous() and argument("approximate") in (None, "none")
+    return 2 * _bytes(x) if mixed else 0
+
+
+def _layer_norm_backward(argument: _Argument, threads: int) -> int:
+    """Sums of the parameters' gradients per thread (``cpu/layer_norm_kernel.cpp``), and contiguous copies."""
+    x, mask = argument("input"), argument("output_mask")
+    sums = 0
+    if mask is None or mask[1] or mask[2]:
+        sums = 2 * threads * math.prod(argument("normalized_shape")) * x.element_size()
+    return _contiguous_copies("input", "grad_out")(argument, threads) + sums
+
+
+def _group_norm_backward(argument: _Argument, threads: int) -> int:
+    """Two sums per channel and sample, in fp32 at least (``cpu/group_norm_kernel.cpp``)."""
+    x = argument("input")
+    return 2 * x.size(0) * x.size(1) * max(x.element_size(), 4)
+
+
+def _ctc_loss_backward(argument: _Argument, threads: int) -> int:
+    """The backward variables, as many as the forward ones (``native/LossCTC.cpp``, ``log_beta``)."""
+    return _bytes(argument("log_alpha"))
+
+
+def _wider_reduction(argument: _Argument, threads: int) -> int:
+    """A sum in another type than its input's reads a converted copy; whole numbers add up in int64."""
+    x, dtype = argument("self"), argument("dtype")
+    whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
+    dtype = dtype or (torch.int64 if whole else x.dtype)
+    return x.numel() * dtype.itemsize if dtype is not x.dtype and x.dim() else 0
+
+
+def _attention(argument: _Argument, threads: int) -> int:
+    """Blocks of scores and results per thread: ``cpu/FlashAttentionKernel.cpp``, ``cpu_flash_attention``."""
+    query = argument("query")
+    rows, keys, item = *_attention_blocks(query, argument("key")), query.element_size()
+    numbers = rows * (keys + 2 + query.size(-1))
+    return threads * (numbers * max(item, 4) + (rows * keys * item if item == 2 else 0))
+
+
+def _attention_backward(argument: _Argument, threads: int) -> int:
+    """Likewise, ``cpu_flash_attention_backward``; and the gradient that comes in with heads inside."""
+    query, grad = argument("query"), argument("grad_out")
+    rows, keys, item = *_attention_blocks(query, argument("key")), query.element_size()
+    nbytes = threads * ((2 * keys + 1) * rows * max(item, 4) + (2 * rows * keys * item if item == 2 else 0))
+    return nbytes + (0 if grad.transpose(1, 2).is_contiguous() else _bytes(grad))
+
+
+def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    length = query.size(2)
+    return min(256 if length >= 768 else 64 if length >= 192 else 32, length), min(512, key.size(2))
+
+
+def _converted_operands(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Operands of another type than the common one are copied before elementwise kernels run on a CPU.
+
+    ``aten/src/ATen/TensorIterator.cpp``, ``compute_types``; in place, the result is computed in a temporary too.
+    """
+    values = {name: operator.argument(name, args, kwargs) for name in operator.positions}
+    operands = [v for name, v in values.items() if isinstance(v, Tensor) and name not in _CONDITIONS]
+    types = {t.dtype for t in operands if t.dim()}
+    if len(types) < 2:
+        return 0
+    common = _common_type(operands)
+    nbytes = sum(t.numel() * common.itemsize for t in operands if t.dim() and t.dtype is not common)
+    if operator.mutates and operands[0].dtype is not common:
+        nbytes += operands[0].numel() * common.itemsize
+    return nbytes
+
+
+_CONDITIONS = frozenset({"condition", "mask"})
+
+
+def _common_type(operands: Sequence[Tensor]) -> torch.dtype:
+    """The type that elementwise kernels compute in; tensors without dimensions count less."""
+    shapes = [torch.empty((1,) * min(t.dim(), 1), dtype=t.dtype, device="meta") for t in operands]
+    common = shapes[0]
+    for other in shapes[1:]:
+        common = torch.empty(
+            (1,) * max(common.dim(), other.dim()), dtype=torch.result_type(common, other), device="meta"
+        )
+    return common.dtype
+
+
 _RULES: dict[str, Callable[[_Argument, int], int]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "native_batch_norm_backward": _batch_norm_backward,
     "native_layer_norm": _contiguous_copies("input"),
-    "native_layer_norm_backward": _contiguous_copies("input", "grad_out"),
+    "native_layer_norm_backward": _layer_norm_backward,
+    "native_group_norm_backward": _group_norm_backward,
+    "_ctc_loss_backward": _ctc_loss_backward,
+    "_softmax": _contiguous_copies("self"),
+    "_log_softmax": _contiguous_copies("self"),
+    "_softmax_backward_data": _softmax_backward,
+    "_log_softmax_backward_data": _softmax_backward,
+    "gelu_backward": _gelu_backward,
+    "sum": _wider_reduction,
+    "mean": _wider_reduction,
+    "cumsum": _wider_reduction,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "embedding_dense_backward": _contiguous_copies("grad_output"),
     "_safe_softmax": _safe_softmax,
     "roll": _roll,

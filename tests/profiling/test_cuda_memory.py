@@ -13,6 +13,7 @@ from autockpt.schema import Graph, Hardware, Op, Phase, Storage, TensorMeta, Uni
 from autockpt.schema.hardware import Efficiency
 from autockpt.simulator import bytes_timeline
 from autockpt.simulator.allocator import MIB
+from search_spaces.hardware.loader import list_hardware, load_hardware
 
 NOTHING = WorkloadSpec(model="m", optimizer="none")
 
@@ -103,8 +104,9 @@ def seen(graph: Graph, device: Hardware | None = None, **spec: Any) -> Graph:
 
 
 def test_matrix_workspaces_by_architecture() -> None:
-    assert workspace_bytes(hardware("a100")) == 2 * (8 * MIB + 128 * 1024)
-    assert workspace_bytes(hardware("h100")) == workspace_bytes(hardware("RTX 5090")) == 2 * 32 * MIB
+    assert workspace_bytes(hardware("a100", capability=(8, 0))) == 2 * (8 * MIB + 128 * 1024)
+    hopper, blackwell = (hardware("my card", capability=c) for c in ((9, 0), (12, 0)))
+    assert workspace_bytes(hopper) == workspace_bytes(blackwell) == 2 * 32 * MIB
     assert workspace_bytes(hardware("mi300x", "rocm")) == 2 * 32 * MIB
     assert workspace_bytes(hardware("laptop", "cpu")) == 0
     graph = seen(step())
@@ -112,7 +114,8 @@ def test_matrix_workspaces_by_architecture() -> None:
 
 
 def test_capabilities() -> None:
-    assert capability_of(hardware("rtx4090")) == (8, 9)
+    assert capability_of(load_hardware("rtx4090")) == (8, 9)
+    assert all(load_hardware(n).capability for n in list_hardware() if load_hardware(n).kind == "cuda")
     assert capability_of(hardware("my card")) == (8, 0)
     old = hardware("old card", matrix_flops={"float32": 2e13, "float16": 9e13})
     assert capability_of(old) == (7, 5)
@@ -125,8 +128,11 @@ def test_nothing_changes_where_nothing_is_asked_for() -> None:
 
 
 def test_what_is_not_modelled_is_said() -> None:
-    assert "fp32" in seen(step(), autocast="bf16").notes[0]
-    assert not seen(step()).notes
+    assert not seen(step(), autocast="bf16").notes
+    plain = step()
+    convolution = plain.ops[0].model_copy(update={"target": "aten.convolution.default"})
+    graph = plain.model_copy(update={"ops": (convolution, *plain.ops[1:])})
+    assert "cuDNN" in seen(graph).notes[0]
 
 
 def test_eight_bit_states() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from autockpt.errors import UsageError
 from autockpt.schema.hardware import Hardware, dump_hardware
@@ -121,3 +122,11 @@ def test_no_number_gets_past_as_a_bandwidth_that_none_has(value: float) -> None:
         assert 1e9 <= described(bandwidth=value, link_out=1e8, link_in=1e8).bandwidth <= 1e15
     except ValueError as error:
         assert "bandwidth" in str(error)
+
+
+def test_a_compute_capability_is_one_of_an_nvidia_gpu() -> None:
+    assert described(capability=[8, 9]).capability == (8, 9)
+    with pytest.raises(ValidationError, match="only NVIDIA"):
+        described(kind="cpu", capability=[8, 9])
+    with pytest.raises(ValidationError, match=r"\[8, 9\]"):
+        described(capability=[89, 0])

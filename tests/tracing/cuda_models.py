@@ -51,3 +51,30 @@ def causal_fp32():
 
 def masked_bf16():
     return _made(True, 0.0, torch.bfloat16)
+
+
+class Gate(nn.Module):
+    """A softmax between two products, straight on the 16-bit result of the first under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).softmax(-1))
+
+
+def _gates() -> nn.Module:
+    return nn.Sequential(*(Gate() for _ in range(3))).train()
+
+
+def gates():
+    return _gates(), torch.randn(64, WIDTH), lambda m, b: m(b).sum()
+
+
+def gates_under_cuda_autocast():
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(batch).sum()
+
+    return _gates(), torch.randn(64, WIDTH), step

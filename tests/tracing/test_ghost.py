@@ -91,6 +91,30 @@ def test_data_dependent_shapes_are_refused(mode: GhostMode) -> None:
         x[x > 0]
 
 
+def test_masks_whose_values_are_known_select_as_many_as_they_do(mode: GhostMode) -> None:
+    x = ghost(mode, 8, 8)
+    for count in (5, 2):  # the same signature, other values
+        mask = torch.arange(8) < count
+        assert x[mask].shape == (count, 8)
+        assert x[:, mask].shape == (8, count)
+    assert x[mask, mask].shape == (2,)
+
+
+def test_the_longest_target_decides_what_ctc_keeps(mode: GhostMode) -> None:
+    scores = ghost(mode, 12, 3, 6)
+    targets = torch.ones(3, 5, dtype=torch.long)
+    for longest in (5, 3):
+        lengths = torch.tensor([1, longest, 2]), torch.full((3,), 12)
+        loss, variables = torch.ops.aten._ctc_loss.Tensor(scores, targets, lengths[1], lengths[0])
+        assert loss.shape == (3,) and variables.shape == (3, 12, 2 * longest + 1)
+    gradient = torch.ops.aten._ctc_loss_backward.Tensor(
+        loss, scores, targets, lengths[1], lengths[0], loss, variables, 0
+    )
+    assert gradient.stride() == scores.stride() and mode.log.find(gradient) is not None
+    with pytest.raises(GhostError, match="values that only exist"):
+        torch.ops.aten._ctc_loss.Tensor(scores, targets, lengths[1], (ghost(mode, 3) * 2).long())
+
+
 def test_tensors_that_have_no_ghosts_are_refused(mode: GhostMode) -> None:
     with pytest.raises(GhostError, match="no ghosts"):
         torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (4,), check_invariants=False).coalesce()

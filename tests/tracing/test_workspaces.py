@@ -71,6 +71,65 @@ def test_other_kernels() -> None:
         assert known(func, *args) == pytest.approx(real_workspace(func, *args), abs=1024), func
 
 
+def test_operands_of_other_types_are_copied() -> None:
+    f = torch.rand(4, 8, 16)
+    h, i, b, row = f.bfloat16(), f.long(), f > 0.5, torch.rand(16)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.add.Tensor, (f, h)),
+        (aten.add.Tensor, (h, row)),
+        (aten.mul.Tensor, (row.bfloat16(), f)),
+        (aten.mul.Tensor, (h, i)),
+        (aten.mul.Tensor, (f, b)),
+        (aten.add.Tensor, (i, b)),
+        (aten.lt.Tensor, (f, h)),
+        (aten.where.self, (b, f, h)),
+        (aten.addcmul.default, (f, h, h)),
+        (aten.masked_fill.Scalar, (f, b, 0.0)),
+        (aten.mul.Tensor, (h, torch.tensor(2.0))),
+        (aten.sum.dim_IntList, (h, [0])),
+        (aten.sum.default, (b,)),
+        (aten.cumsum.default, (b, -1)),
+        (aten._log_softmax_backward_data.default, (f.transpose(0, 1), f.transpose(0, 1), -1, torch.float32)),
+        (aten._softmax.default, (f.transpose(0, 1), -1, False)),
+    ]
+    for func, args in calls:
+        assert known(func, *args) == pytest.approx(real_workspace(func, *args), abs=64), func
+    assert known(aten.add.Tensor, f, h) == f.nbytes
+
+
+def test_results_in_place_of_a_narrower_type_are_computed_beside() -> None:
+    narrow, wide = torch.rand(64, 8).bfloat16(), torch.rand(64, 8)
+    assert known(aten.add_.Tensor, narrow, wide) == peak_over(lambda: narrow.add_(wide)) == 2 * wide.nbytes
+    assert known(aten.add_.Tensor, wide, narrow) == peak_over(lambda: wide.add_(narrow)) == wide.nbytes
+
+
+@pytest.mark.parametrize("lengths", [(40, 24), (200, 100), (70, 600)])
+def test_attention_works_block_by_block(lengths: tuple[int, int]) -> None:
+    q, k = (torch.rand(2, 3, length, 16) for length in lengths)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert known(forward, q, k, k) == real_workspace(forward, q, k, k)
+    out, lse = forward(q, k, k)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    for grad in (torch.rand(q.shape), torch.rand(q.transpose(1, 2).shape).transpose(1, 2)):
+        args = (grad, q, k, k, out, lse, 0.0, False)
+        assert known(backward, *args) == real_workspace(backward, *args)
+
+
+def test_gradients_of_norms_and_gelu() -> None:
+    x, weight, stats = torch.rand(6, 5, 32), torch.ones(32), torch.ones(6, 5, 1)
+    turned = torch.rand(6, 32, 5).transpose(1, 2)
+    channels, group = torch.ones(5), torch.ones(6, 1)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.native_layer_norm_backward.default, (x, x, [32], stats, stats, weight, weight, [True] * 3)),
+        (aten.native_layer_norm_backward.default, (x, x, [32], stats, stats, weight, weight, [True, False, False])),
+        (aten.native_group_norm_backward.default, (x, x, group, group, channels, 6, 5, 32, 1, [True] * 3)),
+        (aten.gelu_backward.default, (turned, x)),
+        (aten.gelu_backward.default, (x, x)),
+    ]
+    for func, args in calls:
+        assert known(func, *args) == real_workspace(func, *args), func
+
+
 def test_most_kernels_need_none() -> None:
     x: Tensor = torch.rand(8, 8)
     assert known(aten.mm.default, x, x) == known(aten.native_layer_norm.default, x, [8], None, None, 1e-5) == 0
