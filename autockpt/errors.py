@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class AutockptError(Exception):
     """Base of every error that autockpt raises on purpose.
@@ -41,13 +44,25 @@ class RunDirectoryError(UsageError):
 
 
 class InfeasibleError(AutockptError):
-    """No plan fits the budget. Exit code 3. ``smallest_peak`` is the least reachable peak in bytes, where known."""
+    """No plan fits the budget. Exit code 3.
+
+    ``smallest_peak`` is the least reachable peak in bytes, where known; ``ways`` are changes of the job that would fit
+    (``schema.remedy.WayOut``), cheapest first.
+    """
 
     exit_code = 3
 
-    def __init__(self, message: str, *, remedy: str | None = None, smallest_peak: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        remedy: str | None = None,
+        smallest_peak: int | None = None,
+        ways: Sequence[Any] = (),
+    ) -> None:
         super().__init__(message, remedy=remedy)
         self.smallest_peak = smallest_peak
+        self.ways = tuple(ways)
 
 
 class ConflictError(UsageError):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autockpt.devices import Ways
 from autockpt.errors import AutockptError, DeviceOutOfMemory, PlanError
-from autockpt.history.statistics import Interval, ratio_interval
-from autockpt.history.statistics import judge as judge_interval
+from autockpt.history.promises import judge_peak, judge_ratio, judge_time, simulated_for
+from autockpt.history.statistics import ratio_interval
 from autockpt.measuring import LocalMeasurer, Measurer, StepRunner, WorkerMeasurer
 from autockpt.measuring.conditions import seed_all
 from autockpt.measuring.snapshot import Snapshot
@@ -39,14 +39,9 @@ from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, Silence
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
-from autockpt.schema.verification import Check, CheckState, VerifyReport
+from autockpt.schema.verification import Check, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import Workload, discover_head, discover_units
-
-PEAK_SLACK = 0.01
-"""A measured peak may exceed a promised one by this share: allocators differ a little from run to run."""
-TIME_SLACK = 0.10
-"""A step may be slower than promised by this share, and the noise of both measurements."""
 
 Choices = Mapping[str, Choice]
 
@@ -132,6 +127,12 @@ class _Verification:
         self.blocks = [unit.name for unit in units if unit.role == "block"]
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
+        if self.plan.status == "simulated":
+            here = self.measurer.environment.device.name
+            self.notes.append(
+                f"what the plan promises was simulated for {simulated_for(self.plan)}; it was never measured. "
+                f"Here it ran on {here}. `autockpt search --resume` makes a measured plan from it."
+            )
         checks = [*self._gradients(), self._reruns(), *self._promises()]
         return VerifyReport(checks=tuple(checks), notes=tuple(self.notes))
 
@@ -197,7 +198,7 @@ class _Verification:
             yield Check(name="peak", state="failed", detail=f"out of memory: {error.message}")
             yield Check(name="step time", state="skipped", detail="no step could be timed")
             return
-        yield judge_peak(self.plan, measured)
+        yield judge_peak(self.plan, measured, self.measurer.environment.device.kind)
         yield self._step_time(measured)
 
     def _step_time(self, measured: Measurement) -> Check:
@@ -300,54 +301,6 @@ def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
     if named:
         detail += f"; {kept} of {named} outputs that are to be kept are not made again"
     return Check(name="recomputed ops", state="passed", detail=detail)
-
-
-def judge_peak(plan: Plan, measured: Measurement) -> Check:
-    """The measured peak against the budget and the promised peak."""
-    promise = plan.measured or plan.predicted if plan.status != "unmeasured" else None
-    here = format_bytes(measured.peak_bytes)
-    parts, state = [here], cast(CheckState, "skipped")
-    if promise is not None:
-        parts.append(f"promised {format_bytes(promise.peak_bytes)}")
-        state = "passed" if measured.peak_bytes <= promise.peak_bytes * (1 + PEAK_SLACK) else "failed"
-    if plan.budget is not None:
-        parts.append(f"budget {format_bytes(plan.budget.bytes)}")
-        if measured.peak_bytes > plan.budget.bytes:
-            state = "failed"
-        elif state == "skipped":
-            state = "passed"
-    if state == "skipped":
-        parts.append("nothing was promised")
-    return Check(name="peak", state=state, detail=", ".join(parts))
-
-
-def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
-    """The measured step time against the promised one, where both come from the same kind of device."""
-    here = f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"
-    promise = plan.measured if plan.status == "measured" else None
-    if promise is None:
-        return Check(name="step time", state="skipped", detail=f"{here}, nothing measured was promised")
-    detail = f"{here}, promised {promise.step_seconds * 1e3:.1f} ms ± {promise.noise:.1%}"
-    if not same_device:
-        return Check(name="step time", state="skipped", detail=f"{detail} on another device")
-    limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
-    return Check(name="step time", state="passed" if measured.step_seconds <= limit else "failed", detail=detail)
-
-
-def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
-    """The step time as so many times that of a well-known plan, measured in turns, against the same ratio as promised.
-
-    ``reference`` is what was measured of that plan when ``plan`` was made. Fails only where the ratio is surely worse.
-    """
-    assert plan.measured is not None
-    promise = plan.measured.step_seconds / reference.step_seconds
-    limit = promise * (1 + TIME_SLACK + plan.measured.noise + reference.noise)
-    detail = (
-        f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}, {ratio.value:.3f} times {name!r} "
-        f"[{ratio.low:.3f}, {ratio.high:.3f}]; promised {plan.measured.step_seconds * 1e3:.1f} ms, {promise:.3f} times"
-    )
-    broken = judge_interval(ratio, limit) == "slower"
-    return Check(name="step time", state="failed" if broken else "passed", detail=detail)
 
 
 # --- beside the model: run there by Measurer.call ---------------------------------------------------------------------

@@ -14,11 +14,14 @@ from autockpt.cli.options import duration, takes_workload, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from autockpt.schema import SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
+    from autockpt.schema import Plan, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
+    from autockpt.schema.hardware import Hardware
 
 # what is planned for where no model is named, by kind of device
 DEFAULT_MODELS = {"cuda": "llama-1b"}
 SMALL_MODEL = "llama-small"
+# what is simulated where there is no accelerator, and neither a model nor a device was named
+DEFAULT_HARDWARE, SIMULATED_MODEL = "rtx4090", "llama-1b"
 
 
 @guarded
@@ -32,7 +35,7 @@ def search(
             "--budget",
             metavar="SIZE",
             help="24GB, 24GiB, 60% (of this job's own peak), 60%act (of the activation range), auto (all there is). "
-            "Required.",
+            "Required without --hardware, else by default auto.",
         ),
     ] = None,
     host_budget: Annotated[
@@ -47,8 +50,16 @@ def search(
     device: Annotated[
         str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
     ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            metavar="NAME",
+            help="Simulate this device, which need not be here, and measure nothing: rtx4090, h100, …, or a YAML file.",
+        ),
+    ] = None,
     trials: Annotated[
-        int, typer.Option("--trials", "-n", min=1, metavar="N", help="Measure at most this many plans.")
+        int, typer.Option("--trials", "-n", min=1, metavar="N", help="Measure (or simulate) at most this many plans.")
     ] = 40,
     timeout: Annotated[
         str | None, typer.Option("--timeout", metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")
@@ -76,29 +87,49 @@ def search(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Trace, solve and predict; measure nothing.")] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh/--resume", help="Set an earlier run of this question aside, or continue it.")
+        bool, typer.Option("--fresh", help="Set an earlier run of this question aside. Default: continue it.")
     ] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN|PLAN",
+            help="Start from this plan or run, a simulated one, too: what is not given is as there; its plan is tried "
+            "early, its prices count for nothing.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
     """Find a plan that fits a memory budget.
 
-    Plans are proposed by an exact solver, ghost-run, and measured by real training steps in a worker process.
-    Without --model a built-in shape is planned for: llama-1b on a GPU, a small one on a CPU.
+    Plans are proposed by an exact solver, ghost-run, and measured by real training steps in a worker process; with
+    --hardware they are simulated instead. Without --model a built-in shape is planned for: llama-1b on a GPU; where
+    there is none, llama-1b on a simulated rtx4090; with --device cpu a small one, measured.
     """
     from autockpt.schema import SearchRequest, parse_budget, parse_size
 
-    if budget is None:
+    start = _start(resume)
+    if budget is None and start is not None and start.budget is not None:
+        budget = start.budget.asked
+    if budget is None and hardware is None:
         raise UsageError("no budget was given", remedy="Add --budget with 24GB, 24GiB, 60%, 60%act or auto.")
-    asked = parse_budget(budget)
+    asked = parse_budget(budget or "auto")
     limit = duration(timeout)
     allowed = _space(space, choices)
-    spec, notes = _workload(workload, device, seed)
+    _refuse_contradictions(workload, hardware, device)
+    base = start.workload if start is not None else None
+    simulate = hardware or (None if "model" in workload or base or device else _stand_in())
+    spec, notes = _workload(workload, device, seed, simulate, base)
+    if simulate is not None and hardware is None:
+        notes = (_INSTEAD,)
     request = SearchRequest(
         budget=asked,
         workload=spec,
         space=allowed,
         host_budget=None if host_budget is None else parse_size(host_budget),
         device=device,
+        hardware=_hardware(simulate),
+        start=start,
         trials=trials,
         timeout=limit,
         seed=seed,
@@ -124,10 +155,69 @@ def _space(name: str, choices: str | None) -> SearchSpace:
     return space if choices is None else space.restricted(tuple(c.strip() for c in choices.split(",") if c.strip()))
 
 
-def _workload(given: dict[str, Any], device: str | None, seed: int) -> tuple[WorkloadSpec, tuple[str, ...]]:
-    """The workload, and what was decided because no model was named."""
-    if "model" in given:
-        return workload_spec(given, seed=seed), ()
+_INSTEAD = (
+    f"There is no GPU here and no model was named, so this simulates {SIMULATED_MODEL} on a 24 GB card "
+    f"({DEFAULT_HARDWARE}); nothing is measured. To measure on this machine: --device cpu, or --model with yours; "
+    "--hardware simulates another card."
+)
+
+
+def _stand_in() -> str | None:
+    """The hardware to simulate where there is no accelerator."""
+    from autockpt.devices import get_device
+
+    return DEFAULT_HARDWARE if get_device(None).kind == "cpu" else None
+
+
+def _hardware(name: str | None) -> Hardware | None:
+    from search_spaces.hardware import load_hardware
+
+    return None if name is None else load_hardware(name)
+
+
+def _refuse_contradictions(workload: dict[str, Any], hardware: str | None, device: str | None) -> None:
+    if hardware is None:
+        return
+    if device is not None:
+        raise UsageError(
+            f"--hardware {hardware} simulates a device and --device {device} measures on one",
+            remedy="Leave one of the two out.",
+        )
+    if workload.get("weights"):
+        raise UsageError(
+            "--hardware simulates, and a simulation loads no weights",
+            remedy="Leave out --weights: bytes and seconds do not depend on their values.",
+        )
+
+
+def _start(path: Path | None) -> Plan | None:
+    """The plan to start from: a plan file, or the plan of a run's directory."""
+    if path is None:
+        return None
+    from autockpt.errors import RunDirectoryError
+    from autockpt.history.rundir import RunDirectory
+    from autockpt.schema import Plan
+
+    if not path.is_dir():
+        return Plan.load(path)
+    plan = RunDirectory.open(path).plan()
+    if plan is None:
+        raise RunDirectoryError(
+            f"{path} holds no plan: its search found none, or has not ended",
+            remedy="The command in its command.txt continues it.",
+        )
+    return plan
+
+
+def _workload(
+    given: dict[str, Any], device: str | None, seed: int, simulated: str | None, base: WorkloadSpec | None
+) -> tuple[WorkloadSpec, tuple[str, ...]]:
+    """The workload, over that of the plan to start from, and what was decided because no model was named."""
+    if "model" in given or base is not None:
+        return workload_spec(given, seed=seed, base=base), ()
+    if simulated is not None:
+        note = f"No model was named, so this plans for the built-in {SIMULATED_MODEL}; --model names yours."
+        return workload_spec(given, seed=seed, default=SIMULATED_MODEL), (note,)
     from autockpt.devices import get_device
 
     kind = get_device(device).kind

@@ -21,17 +21,13 @@ def step_seconds(trial: Trial) -> float | None:
     return None if known is None else known.step_seconds
 
 
-def _measured_seconds(trial: Trial) -> float:
-    return UNKNOWN if trial.measured is None else trial.measured.step_seconds
-
-
 def _or_last(value: float | None) -> float:
     return UNKNOWN if value is None else value
 
 
 SORT_KEYS: dict[str, Callable[[Trial], tuple[float, ...]]] = {
     "number": lambda t: (t.number,),
-    "time": lambda t: (not t.feasible, _measured_seconds(t), _or_last(step_seconds(t)), t.number),
+    "time": lambda t: (not t.feasible, t.score_seconds, _or_last(step_seconds(t)), t.number),
     "peak": lambda t: (_or_last(peak_bytes(t)), t.number),
     "predicted": lambda t: (_or_last(t.predicted.step_seconds if t.predicted else None), t.number),
 }
@@ -46,29 +42,29 @@ def ranked(trials: Sequence[Trial], by: str = "time") -> list[Trial]:
 
 
 def distinct(trials: Sequence[Trial]) -> list[Trial]:
-    """One trial per plan, in order of number: the latest measured one, else the latest."""
+    """One trial per plan, in order of number: the latest that was measured (or simulated), else the latest."""
     by_plan: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda t: t.number):
         known = by_plan.get(trial.plan_hash)
-        if known is None or trial.measured is not None or known.measured is None:
+        if known is None or trial.score is not None or known.score is None:
             by_plan[trial.plan_hash] = trial
     return sorted(by_plan.values(), key=lambda t: t.number)
 
 
 def best(trials: Sequence[Trial], count: int = 1) -> list[Trial]:
-    """The ``count`` fastest plans that were measured and fit, fastest first; one trial per plan, the latest."""
-    fitting = [t for t in distinct(trials) if t.feasible and t.measured is not None]
+    """The ``count`` fastest plans that were measured (or simulated) and fit, fastest first; one trial per plan."""
+    fitting = [t for t in distinct(trials) if t.feasible and t.score is not None]
     return ranked(fitting)[:count]
 
 
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
-    """Measured plans that no other is both leaner and faster than, leanest first.
+    """Measured (or simulated) plans that no other is both leaner and faster than, leanest first.
 
     Over the budget or not: the front shows what another budget would buy. Of plans with equal numbers the first stays.
     """
     front: list[Trial] = []
-    known = [t for t in distinct(trials) if t.measured is not None]
-    for trial in sorted(known, key=lambda t: (_or_last(peak_bytes(t)), _measured_seconds(t), t.number)):
-        if not front or _measured_seconds(trial) < _measured_seconds(front[-1]):
+    known = [t for t in distinct(trials) if t.score is not None]
+    for trial in sorted(known, key=lambda t: (_or_last(peak_bytes(t)), t.score_seconds, t.number)):
+        if not front or trial.score_seconds < front[-1].score_seconds:
             front.append(trial)
     return front

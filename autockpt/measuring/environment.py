@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 
 from autockpt.devices import Device
@@ -24,13 +25,17 @@ def environment_of(device: Device, variables: Mapping[str, str] = os.environ) ->
 
     ``variables`` are the environment variables of the process that measures.
     """
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = installed_versions()
     names = _ALLOCATOR.get(device.kind, ())
     if settings := [f"{name}={variables[name]}" for name in names if name in variables]:
         versions["allocator settings"] = " ".join(settings)
     return Environment(device=device.describe(), versions=versions, platform=platform.platform())
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that change numbers, where installed."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions

@@ -47,7 +47,7 @@ def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool
     both_measured = bool(measured and none and none.measured)
     return AnswerRow(
         name=row.name,
-        verdict="over_budget" if row.verdict == "not_measured" and peak and peak > budget_bytes else row.verdict,
+        verdict=_verdict(row, peak, budget_bytes),
         peak_bytes=peak,
         simulated=measured is None,
         headroom_bytes=None if peak is None else budget_bytes - peak,
@@ -60,6 +60,13 @@ def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool
         note=row.note,
         host_bytes=measured.host_bytes if measured else predicted.host_bytes if predicted else 0,
     )
+
+
+def _verdict(row: Comparison, peak: int | None, budget_bytes: int) -> str:
+    """What was not measured fits as far as its ghost run says."""
+    if row.verdict == "not_measured" and peak is not None:
+        return "over_budget" if peak > budget_bytes else "simulated"
+    return row.verdict
 
 
 def _overhead(row: Comparison, none: Comparison | None, both_measured: bool) -> float | None:
@@ -80,7 +87,7 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
         console.print()
         console.print(answer_table(rows, console))
     if any(r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None):
-        console.print("~ predicted, not measured", style="dim")
+        console.print("~ simulated, not measured", style="dim")
     console.print()
     console.print(bullets(_remarks(outcome, rows)))
     if outcome.plan is not None:
@@ -156,6 +163,8 @@ def _heading(outcome: SearchOutcome) -> Text:
     model = outcome.plan.model.name if outcome.plan else outcome.settings.get("model")
     text.append(f"{model} " if model else "", style="bold")
     text.append(f"on {outcome.device.name}")
+    if outcome.source == "simulated" and not outcome.dry_run:
+        text.append(" (simulated)")
     if facts := words.facts({k: v for k, v in outcome.settings.items() if k != "model"}):
         text.append(f"\n{facts}", style="dim")
     budget = outcome.budget
@@ -177,6 +186,8 @@ def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
         remarks.append("Saving everything fits this budget: nothing has to be given up, and the plan is to save all.")
     if outcome.dry_run:
         remarks.append("Dry run: nothing was measured, all numbers are simulated.")
+    elif outcome.source == "simulated":
+        remarks.append(f"Nothing was measured: all numbers are simulated for {outcome.device.name}.")
     if not outcome.dry_run:
         remarks.append(_effort(outcome))
     remarks += [f"{r.name}: {r.note}" for r in rows if len(r.note) > SHORT]
@@ -188,7 +199,7 @@ def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
 def _effort(outcome: SearchOutcome) -> str:
     total = sum(s.seconds for s in outcome.stages if not s.part)
     parts = ", ".join(f"{s.name} {words.seconds(s.seconds)}" for s in outcome.stages if s.seconds >= 0.1)
-    text = f"{words.counted(outcome.measured_trials, 'trial')} measured"
+    text = f"{words.counted(outcome.measured_trials, 'trial')} {outcome.source}"
     text += f", {outcome.resumed} of them in earlier runs," if outcome.resumed else ""
     text += f" in {words.seconds(total)}" + (f" ({parts})" if parts else "") if outcome.stages else ""
     return f"{text}. {outcome.stopped[:1].upper()}{outcome.stopped[1:]}".rstrip(". ") + "."
@@ -197,16 +208,31 @@ def _effort(outcome: SearchOutcome) -> str:
 def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     choices = plan.expand_planned()
     console.print()
-    console.print(Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {plan.status}"))
+    console.print(
+        Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {_status(plan)}")
+    )
     for pattern, choice in plan.choices.items():
         console.print(Text(f"  {pattern}: {choice}"), style="dim", soft_wrap=True)
     if outcome.plan_path is None:
         return
     console.print()
-    console.print(Text.assemble("Written to ", (str(outcome.plan_path), "bold"), ". To train with it:"), soft_wrap=True)
+    written = Text.assemble("Written to ", (str(outcome.plan_path), "bold"), ". To train with it:")
+    if plan.status == "simulated":
+        written = Text.assemble(
+            "Written to ",
+            (str(outcome.plan_path), "bold"),
+            f". On the device, `autockpt verify {outcome.plan_path}` holds it against real steps, and "
+            f"`autockpt search --resume {outcome.plan_path}` goes on with measured ones. To train with it:",
+        )
+    console.print(written, soft_wrap=True)
     console.print()
     for line in loading_lines(str(outcome.plan_path)):
         console.print(Text(f"    {line}", style="cyan"), soft_wrap=True)
+
+
+def _status(plan: Plan) -> str:
+    name = plan.environment.device.name if plan.environment is not None else ""
+    return f"simulated for {name}" if plan.status == "simulated" and name else plan.status
 
 
 def loading_lines(path: str) -> tuple[str, str, str]:

@@ -24,6 +24,7 @@ from autockpt.schema import Trial, format_binary
 
 STATES = {
     "measured": "",
+    "simulated": "",
     "out_of_memory": "out of memory",
     "over_budget": "over the budget",
     "duplicate": "known already",
@@ -133,10 +134,12 @@ def describe_trial(trial: Trial, best: Trial | None) -> str:
 
 
 def describe_numbers(trial: Trial) -> str:
-    """Step time and peak, measured where they were, else as predicted."""
+    """Step time and peak: measured, simulated where the search measures nothing, else as predicted (``~``)."""
     if trial.measured:
         return f"{words.step_time(trial.measured)}, {format_binary(trial.measured.peak_bytes)}"
     if trial.predicted:
         step = f"{words.seconds(trial.predicted.step_seconds)}, " if trial.predicted.step_seconds else ""
+        if trial.state == "simulated":
+            return f"simulated {step}{format_binary(trial.predicted.peak_bytes)}"
         return f"~{step}{format_binary(trial.predicted.peak_bytes)}"
     return ""

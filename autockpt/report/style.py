@@ -16,6 +16,7 @@ VERDICTS = {
     "fits": ("yes", "green"),
     "over_budget": ("no", "red"),
     "out_of_memory": ("OOM", "red"),
+    "simulated": ("~yes", ""),  # by its ghost run
     "not_measured": ("?", ""),
 }
 

@@ -19,7 +19,11 @@ def print_trials(trials: Sequence[Trial], front: Sequence[Trial], console: Conso
     """Print trials in the order given, a ``*`` at those on the front, then the front by itself."""
     console.print(trials_table(trials, {t.number for t in front}, console.width))
     console.print()
-    console.print(Text("Pareto front (no other measured trial is both faster and leaner)", style="bold"))
+    if any(t.state == "simulated" for t in trials):
+        console.print(Text("~ simulated, not measured", style="dim"))
+        console.print()
+    counted = "simulated" if any(t.state == "simulated" for t in front) else "measured"
+    console.print(Text(f"Pareto front (no other {counted} trial is both faster and leaner)", style="bold"))
     console.print(front_table(front) if front else "  nothing was measured yet")
 
 
@@ -68,13 +72,19 @@ def _fits(trial: Trial) -> Text:
     return Text("yes", style="green") if trial.feasible else Text("no", style="red")
 
 
+def _score_time(trial: Trial) -> str:
+    if trial.measured is not None:
+        return words.step_time(trial.measured)
+    return f"~{words.seconds(trial.score_seconds)}" if trial.score is not None and trial.score.step_seconds else "—"
+
+
 def front_table(front: Sequence[Trial]) -> Table:
     """The front, leanest first."""
     table = plain_table()
     for title, justify in (("peak", "right"), ("step", "right"), ("fits", "left"), ("#", "right"), ("name", "left")):
         table.add_column(title, justify=justify, no_wrap=title != "name")  # type: ignore[arg-type]
     for trial in front:
-        if trial.measured is not None:
-            peak, step = format_binary(trial.measured.peak_bytes), words.step_time(trial.measured)
+        if trial.score is not None:
+            peak, step = format_binary(trial.score.peak_bytes), _score_time(trial)
             table.add_row(Text(peak), Text(step), _fits(trial), Text(str(trial.number)), Text(trial.name))
     return table

@@ -57,6 +57,8 @@ class Handle:
     def __str__(self) -> str:
         state = "removed" if self._removed else "applied"
         why = self.plan.status_reason
+        if self.plan.status == "simulated" and self.plan.environment is not None:
+            why = f"for {self.plan.environment.device.name}, never measured"
         lines = [f"autockpt plan, {self.plan.status}{f' ({why})' if why else ''}, {state}:"]
         folded = fold(self.attached)
         width = max(map(len, folded), default=0)

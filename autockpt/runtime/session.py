@@ -28,7 +28,7 @@ from autockpt.runtime.guard import CacheState, GuardState, cache_owners, run_gua
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import check_nesting
 from autockpt.workload.names import unwrap
-from autockpt.workload.units import discover_units, module_of
+from autockpt.workload.units import discover_units, modules_of
 
 L = TypeVar("L", bound=ForwardListener)
 
@@ -114,7 +114,8 @@ def attach(
     then as it was.
     """
     check_nesting(choices)
-    units = [PlannedUnit(name, unwrap(module_of(model, name)), choice) for name, choice in choices.items()]
+    modules = modules_of(model, list(choices))
+    units = [PlannedUnit(n, unwrap(m), choice) for (n, choice), m in zip(choices.items(), modules, strict=True)]
     _check_free(model, units)
     session = Session(units, _ways(transport, host_budget))
     try:
@@ -135,7 +136,7 @@ def without_kv_cache(model: nn.Module) -> Session:
     The KV cache changes the order of sums, so with it even plain training has other last bits.
     """
     session = Session((), Ways())
-    blocks = [module_of(model, unit.name) for unit in discover_units(model) if unit.role == "block"]
+    blocks = modules_of(model, [unit.name for unit in discover_units(model) if unit.role == "block"])
     for owner in cache_owners(model, blocks):
         session.place("", owner, run_without_cache, CacheState(owner))
     return session

@@ -39,10 +39,10 @@ _COMMENTS = {
     "model": "the model this was made for",
     "workload": "the training step this was made for",
     "settings": "facts of that step",
-    "environment": "where it was measured",
+    "environment": "the device it was measured on, or simulated for",
     "compile": "its steps are compiled: each layer by layer.compile(), or the whole model",
     "eager": "the same choices in steps that are not compiled",
-    "predicted": "by a ghost run of this very plan",
+    "predicted": "simulated: bytes by a ghost run of this very plan, seconds by op times",
     "measured": "by real training steps; noise is relative",
     "baselines": "what everybody would try first, for comparison",
 }

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from autockpt.schema.base import Data
 from autockpt.schema.device import DeviceInfo, Environment
-from autockpt.schema.plan import Comparison, Plan
+from autockpt.schema.hardware import Hardware
+from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus
 from autockpt.schema.sizes import Budget, ResolvedBudget
 from autockpt.schema.space import SearchSpace
 from autockpt.schema.trial import Trial
@@ -28,7 +29,10 @@ class SearchRequest(Data):
     budget: Budget
     workload: WorkloadSpec
     space: SearchSpace
+    compile: CompileMode | None = Field(default=None, description="measure compiled steps")
     device: str | None = Field(default=None, description="cpu, cuda, cuda:1; None: the best there is")
+    hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
+    start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices count for nothing")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(default=40, gt=0, description="candidates measured at most, baselines included")
     timeout: float | None = Field(default=None, gt=0)
@@ -62,9 +66,16 @@ class SearchRequest(Data):
             "versions": versions,
             "seed": self.seed,
             **({"allow_inexact": True} if self.allow_inexact else {}),
+            **({"compile": self.compile} if self.compile else {}),
+            **({"hardware": self._figures(self.hardware)} if self.hardware else {}),
             **({"host_budget": self.host_budget} if self.host_budget is not None else {}),
             **more,
         }
+
+    @staticmethod
+    def _figures(hardware: Hardware) -> dict[str, Any]:
+        """What a simulation on it depends on."""
+        return hardware.model_dump(mode="json", exclude={"description", "sources", "environment", "measured"})
 
 
 def question_hash(question: Mapping[str, Any]) -> str:
@@ -83,11 +94,14 @@ class StageTime(Data):
 class SearchOutcome(Data):
     """The answer of a search.
 
-    ``plan`` is None only where the search was interrupted before anything fitting was found. ``binding`` is False where
-    saving everything fits, so that there is nothing to gain. ``smallest_peak`` is the least reachable peak in bytes.
+    ``plan`` is None only where the search was interrupted before anything fitting was found. ``source`` says what the
+    numbers are: measured, or simulated for a device that was not at hand (or, in a dry run, not used). ``binding`` is
+    False where saving everything fits, so that there is nothing to gain. ``smallest_peak`` is the least reachable peak
+    in bytes.
     """
 
     plan: Plan | None
+    source: PlanStatus = "measured"
     budget: ResolvedBudget
     device: DeviceInfo
     rows: tuple[Comparison, ...] = Field(default=(), description="none, recompute all, …; ours last")
@@ -96,7 +110,9 @@ class SearchOutcome(Data):
     dry_run: bool = False
     interrupted: bool = False
     resumed: int = Field(default=0, description="trials taken over from earlier runs of this question")
-    measured_trials: int = Field(default=0, description="in all, those of earlier runs included")
+    measured_trials: int = Field(
+        default=0, description="in all, with those of earlier runs; simulated ones where `source` is"
+    )
     stopped: str = Field(default="", description="why the search ended, in words")
     run_directory: Path | None = None
     plan_path: Path | None = Field(default=None, description="where to load the plan from")

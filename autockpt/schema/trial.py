@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -37,11 +38,14 @@ class Measurement(Data):
     graphs: int = Field(default=0, description="graphs that a plan for compiled training is compiled to")
 
 
-TrialState = Literal["measured", "out_of_memory", "over_budget", "duplicate", "predicted_over", "failed"]
+TrialState = Literal["measured", "simulated", "out_of_memory", "over_budget", "duplicate", "predicted_over", "failed"]
 
 
 class Trial(Data):
-    """One candidate of a search, whichever encoding made it."""
+    """One candidate of a search, whichever encoding made it.
+
+    State "simulated": no step was taken, in a search for hardware that is not at hand; ``predicted`` is all there is.
+    """
 
     number: int
     name: str = Field(description="none, recompute all, every-2, …, or the encoding's own words")
@@ -56,3 +60,13 @@ class Trial(Data):
     duplicate_of: int | None = None
     message: str = ""
     elapsed_seconds: float = Field(default=0.0, description="wall time since the search began, when this trial ended")
+
+    @property
+    def score(self) -> Measurement | Prediction | None:
+        """What the trial is judged by: its measurement; in a simulated search its prediction; else nothing."""
+        return self.predicted if self.state == "simulated" else self.measured
+
+    @property
+    def score_seconds(self) -> float:
+        """Step seconds by ``score``; infinite where there are none."""
+        return math.inf if self.score is None or self.score.step_seconds is None else self.score.step_seconds

@@ -191,11 +191,15 @@ class _Kinds:
         return [sid for sid in sids if sid is not None]
 
 
+_fields_set: dict[Any, set[str]] = {}
+
+
 def _bare(cls: Any, **fields: Any) -> Any:
     """A frozen record without validation, several times faster than ``model_construct``; all fields must be given."""
     record = cls.__new__(cls)
     object.__setattr__(record, "__dict__", fields)
-    object.__setattr__(record, "__pydantic_fields_set__", set(fields))
+    names = _fields_set.get(cls)  # one for all records: they are frozen, and there are hundreds of thousands
+    object.__setattr__(record, "__pydantic_fields_set__", names or _fields_set.setdefault(cls, set(fields)))
     object.__setattr__(record, "__pydantic_extra__", None)
     object.__setattr__(record, "__pydantic_private__", None)
     return record

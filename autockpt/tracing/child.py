@@ -86,6 +86,7 @@ def _prepared(run: Run, prepare: Callable[[Run], None]) -> tuple[Any, ...]:
     prepare(run)
     gc.collect()
     gc.freeze()  # what is there now stays: collections before each trace only look at what is new
+    gc.disable()  # and there is one before each trace
     workload = run.workload
     return READY, run.units, run.head, workload.settings, workload.notes
 

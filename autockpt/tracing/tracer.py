@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -95,8 +97,9 @@ class Tracer:
         fails.
         """
         choices = dict(choices or {})
-        raw = self._backend.ask("trace", choices={name: choices[name] for name in _in_order(choices, self.units)})
-        return to_graph(raw, self.units, self._notes)
+        with _uncollected():
+            raw = self._backend.ask("trace", choices={name: choices[name] for name in _in_order(choices, self.units)})
+            return to_graph(raw, self.units, self._notes)
 
     def close(self) -> None:
         """End the child process. Idempotent."""
@@ -144,6 +147,18 @@ def _ghost_or_recorded(start: Callable[[Source], GhostProcess], fallback: bool) 
             raise
         why = error.message
     return Tracer(start("recorded"), (f"A real step on the CPU was recorded, because {why}.",))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection while a graph is made: it would look again and again at records that all stay."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _InProcess:

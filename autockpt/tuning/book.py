@@ -40,31 +40,32 @@ class Book:
                 self.put(trial)
 
     def _judged(self, trial: Trial) -> Trial:
-        if trial.measured is None or self.budget_bytes is None:
+        if trial.score is None or self.budget_bytes is None:
             return trial
-        fits = trial.measured.peak_bytes <= self.budget_bytes
+        fits = trial.score.peak_bytes <= self.budget_bytes
+        if trial.state == "simulated":
+            return trial.model_copy(update={"feasible": fits})
         return trial.model_copy(update={"feasible": fits, "state": "measured" if fits else "over_budget"})
 
     @property
     def spent(self) -> int:
-        """Trials that took real steps, those that ran out of memory included."""
-        return sum(t.measured is not None or t.state == "out_of_memory" for t in self.trials)
+        """Trials that took real steps, those that ran out of memory included; in a simulation those scored by it."""
+        return sum(t.score is not None or t.state == "out_of_memory" for t in self.trials)
 
     @property
-    def measured(self) -> list[Trial]:
-        """Trials with a measurement, fitting or not."""
-        return [t for t in self.trials if t.measured is not None]
+    def scored(self) -> list[Trial]:
+        """Trials with a measurement (in a simulated search: a simulation), fitting or not."""
+        return [t for t in self.trials if t.score is not None]
 
     def ranking(self) -> list[Trial]:
-        """Measured trials within the budget, fastest first; none before the budget is known."""
+        """Scored trials within the budget, fastest first; none before the budget is known."""
         if self.budget_bytes is None:
             return []
-        fitting = [t for t in self.measured if t.feasible]
-        return sorted(fitting, key=lambda t: t.measured.step_seconds if t.measured else 0.0)
+        return sorted((t for t in self.scored if t.feasible), key=lambda t: t.score_seconds)
 
     @property
     def best(self) -> Trial | None:
-        """The fastest measured trial within the budget."""
+        """The fastest scored trial within the budget."""
         return next(iter(self.ranking()), None)
 
 

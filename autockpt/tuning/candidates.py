@@ -43,17 +43,18 @@ def from_knobs(
     referee: Referee,
     *,
     remembered: MutableMapping[tuple[Choice, ...], Ruling] | None = None,
+    calls: int = REFEREE_CALLS,
 ) -> Candidate:
     """The solver's plan under these knobs, refined until its ghost run fits ``budget``.
 
     ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them. ``remembered``
-    holds the rulings of earlier calls.
+    holds the rulings of earlier calls; at most ``calls`` new ones are asked for.
     """
     kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
     prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
     free = int(budget * float(parameters.get("margin", 0.0)))
     problem = make_problem(prices, free)
-    refined = refine(problem, referee, max_calls=REFEREE_CALLS, remembered=remembered)
+    refined = refine(problem, referee, max_calls=calls, remembered=remembered)
     fits_host = problem.host_budget is None or refined.ruling.host_bytes <= problem.host_budget
     return Candidate(dict(refined.choices), fits_host and refined.ruling.peak_bytes <= problem.budget + free)
 

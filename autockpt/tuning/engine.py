@@ -1,27 +1,23 @@
-"""The search itself: baselines, solver seeds, refit, Optuna, finals. Measuring steps is the measurer's business."""
+"""The search itself: baselines, solver seeds, refit, Optuna, finals. Judging candidates is the scorer's business."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autockpt.errors import DeviceOutOfMemory, InfeasibleError
+from autockpt.errors import InfeasibleError
 from autockpt.history.rundir import RunDirectory
-from autockpt.measuring import Measurer
 from autockpt.profiling import Profiled
 from autockpt.schema import (
     Budget,
     Choice,
-    Measurement,
     Prediction,
     Problem,
     ResolvedBudget,
     SearchSpace,
     Trial,
-    TrialState,
     covers,
     format_bytes,
     label,
@@ -30,21 +26,16 @@ from autockpt.schema import (
 from autockpt.schema.known import NONE, known_plans
 from autockpt.solvers import Ruling, exact
 from autockpt.tuning.book import Book, peak_of_trial
-from autockpt.tuning.candidates import Candidate, from_knobs, from_layers, neutral
+from autockpt.tuning.candidates import REFEREE_CALLS, Candidate, from_knobs, from_layers, neutral
 from autockpt.tuning.dryrun import infeasible
-from autockpt.tuning.finals import play, remeasured
 from autockpt.tuning.job import Clock, Limits
 from autockpt.tuning.refit import Fit, fit, unseen_bytes
+from autockpt.tuning.scoring import Score, Scorer
 from autockpt.tuning.study import Parameters, Study
 
-SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
-FINALISTS = 3
-FINAL_SECONDS = 30.0
-REFITS = (1, 3, 6)  # after so many measured candidates the solver's plans are asked for again, at the fitted prices
-MOST_REPEATS = 12  # known plans in a row before the space counts as exhausted
-CONFIRMING_STEPS = 20
+REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
 
-Confirm = Callable[[Mapping[str, Choice], int, int], Measurement]  # choices, budget in bytes, steps
+Seeds = Mapping[str, Mapping[str, Choice]]  # plans to try before others, by what they are called
 
 
 @dataclass
@@ -63,23 +54,28 @@ class Found:
 
 
 class Engine:
-    """One search over one profiled workload, on one device. Trials are written to the run directory as they end."""
+    """One search over one profiled workload, on one device. Trials are written to the run directory as they end.
+
+    ``seeds`` are plans from elsewhere that are tried right after the well-known ones.
+    """
 
     def __init__(
         self,
         *,
         profiled: Profiled,
-        measurer: Measurer,
+        scorer: Scorer,
         budget: Budget,
         space: SearchSpace,
         limits: Limits,
         run: RunDirectory | None,
         storage: str,
         clock: Clock,
-        confirm: Confirm | None = None,
+        seeds: Seeds | None = None,
+        referee_calls: int = REFEREE_CALLS,
     ) -> None:
-        self.profiled, self.measurer, self.space, self.limits = profiled, measurer, space, limits
-        self.storage, self.clock, self.confirm = storage, clock, confirm
+        self.profiled, self.scorer, self.space, self.limits = profiled, scorer, space, limits
+        self.storage, self.clock, self.seeds = storage, clock, dict(seeds or {})
+        self.referee_calls = referee_calls
         self.listener = clock.listener
         self.asked = budget
         self.units = tuple(u.name for u in profiled.blocks)
@@ -114,6 +110,7 @@ class Engine:
                 best = self.book.find(self.known[NONE])
             else:
                 with self.clock.stage("search", max(0, self.limits.trials - self.book.spent)):
+                    self._try_seeds()
                     self._search(study)
                 with self.clock.stage("finals"):
                     best = self._finals()
@@ -146,7 +143,7 @@ class Engine:
     @property
     def prices(self) -> Fit:
         """What choices cost by all that was measured so far."""
-        return fit(self.unpriced, self.book.measured)
+        return fit(self.unpriced, self.book.scored)
 
     def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
         """The planning problem at these prices, with ``free`` bytes of the budget left unused."""
@@ -155,7 +152,7 @@ class Engine:
     @property
     def _ceiling(self) -> int:
         """Most bytes that a ghost run may show: the budget less the context and less what ghost runs seem to miss."""
-        return self.budget.bytes - self.device.overhead_bytes - unseen_bytes(self.book.measured)
+        return self.budget.bytes - self.device.overhead_bytes - unseen_bytes(self.book.scored)
 
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
         return self.profiled.predictor.predict(choices)
@@ -171,15 +168,26 @@ class Engine:
 
     def _solved(self, parameters: Parameters) -> Candidate:
         return from_knobs(
-            parameters, self.budget.bytes, self.prices.scale, self._problem, self.profiled.rule, remembered=self.rulings
+            parameters,
+            self.budget.bytes,
+            self.prices.scale,
+            self._problem,
+            self.profiled.rule,
+            remembered=self.rulings,
+            calls=self.referee_calls,
         )
 
     def _seeds(self) -> list[Parameters]:
         """The solver's plans at several margins, in the terms of the encoding."""
         if self.space.encoding == "knobs":
             return [neutral(self.space, margin) for margin in self.space.margins]
-        plans = [*self.known.values(), *(self._solved({"margin": m}).choices for m in self.space.margins)]
-        return [{name: label(choice) for name, choice in plan.items()} for plan in plans]
+        solved = (self._solved({"margin": m}).choices for m in self.space.margins)
+        plans = [*self.known.values(), *self.seeds.values(), *solved]
+        labels: list[Parameters] = [{name: label(choice) for name, choice in plan.items()} for plan in plans]
+        return [point for point in labels if all(point[n] in menu for n, menu in self._menus().items())]
+
+    def _menus(self) -> dict[str, list[str]]:
+        return {unit.name: [label(option.choice) for option in unit.options] for unit in self.unpriced.units}
 
     # -- the budget -------------------------------------------------------------------------------------------------
 
@@ -193,11 +201,11 @@ class Engine:
         known = {name: c for name, c in self.known.items() if not self._over_host(c)}
         peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.book.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
-        leanest = min(self.smallest_peak + unseen_bytes(self.book.measured), *peaks.values())
+        leanest = min(self.smallest_peak + unseen_bytes(self.book.scored), *peaks.values())
         size = self.asked.resolve(peaks[NONE], leanest, self.room)
         self.budget = self.budget.model_copy(update={"bytes": size})
         none = self.book.find(self.known[NONE])
-        if self.asked.kind in ("share", "activation_share") and none is not None and none.measured is None:
+        if self.asked.kind in ("share", "activation_share") and none is not None and none.score is None:
             self.notes.append("save-everything does not fit the device: the percentage is of its simulated peak")
         if size > self.room:
             free = format_bytes(self.room)
@@ -215,13 +223,20 @@ class Engine:
                 self._try(choices, name, "baseline", {}, enforce=False)
             else:
                 self.listener.advance()
-        if not self.book.measured:
+        if not self.book.scored and self.scorer.source == "measured":
             raise self._infeasible()
 
     def _open_study(self) -> Study:
         seed = self.limits.seed + self.book.resumed
         menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
         return Study(self.space, menus, name="search", storage=self.storage, seed=seed)
+
+    def _try_seeds(self) -> None:
+        """Plans from elsewhere, whatever they cost there: here they are ghost-run and scored like any other."""
+        for name, choices in self.seeds.items():
+            if self.book.find(dict(choices)) is None:
+                fits = self._predict(choices).peak_bytes <= self.budget.bytes
+                self._try(dict(choices), name, "seed", {}, fits=fits)
 
     def _search(self, study: Study) -> None:
         study.enqueue(self._seeds())
@@ -250,18 +265,14 @@ class Engine:
         enforce: bool = True,
         fits: bool = True,
     ) -> Trial:
-        """Measure a plan with real steps where its ghost run says that this can be worth it; write it down."""
+        """Score a plan where its ghost run says that this can be worth it; write it down."""
         predicted = self._predict(choices)
-        state: TrialState = "predicted_over"
-        measured, message = None, f"simulated {format_bytes(predicted.peak_bytes)}"
+        score = Score("predicted_over", message=f"simulated {format_bytes(predicted.peak_bytes)}")
         if self._over_host(choices):
-            message += f", {format_bytes(predicted.host_bytes)} on the host"
+            on_host = f"{score.message}, {format_bytes(predicted.host_bytes)} on the host"
+            score = Score("predicted_over", message=on_host)
         elif predicted.peak_bytes <= self.room and (fits or not enforce):
-            try:
-                measured, message = self._measure(choices, predicted, enforce), ""
-                state = "measured"
-            except DeviceOutOfMemory as error:
-                state, message = "out_of_memory", error.message
+            score = self.scorer.score(choices, predicted, self.budget.bytes if enforce else None)
         trial = self.book.put(
             Trial(
                 number=len(self.book.trials),
@@ -269,22 +280,17 @@ class Engine:
                 encoding=encoding,
                 choices=choices,
                 plan_hash=plan_hash(choices),
-                state=state,
-                feasible=state == "measured",
+                state=score.state,
+                feasible=score.state in ("measured", "simulated"),
                 predicted=predicted,
-                measured=measured,
+                measured=score.measured,
                 parameters=parameters,
-                message=message,
+                message=score.message,
                 elapsed_seconds=time.monotonic() - self.started,
             )
         )
         self.listener.trial(trial, self.book.best)
         return trial
-
-    def _measure(self, choices: Mapping[str, Choice], predicted: Prediction, enforce: bool) -> Measurement:
-        steps = max(3, min(10, round(SECONDS_PER_TRIAL / max(predicted.step_seconds or 1.0, 1e-3))))
-        with self.clock.part("measured steps"):
-            return self.measurer.measure(choices, steps=steps, budget_bytes=self.budget.bytes if enforce else None)
 
     def _tell(self, study: Study, number: int, trial: Trial) -> None:
         """Seconds and violation: measured where there is a measurement, predicted where it did not fit."""
@@ -301,7 +307,7 @@ class Engine:
             self.stopped = f"all {self.limits.trials} trials are used"
         elif self._seconds_left <= 0:
             self.stopped = f"the time limit of {self.limits.timeout:g} s was reached"
-        elif repeats >= MOST_REPEATS:
+        elif repeats >= self.scorer.most_repeats:
             self.stopped = "the space offers no further plan within the budget"
         elif self._nothing_left():
             self.stopped = "no plan can be faster than the best by more than the noise, by the refitted bound"
@@ -315,15 +321,16 @@ class Engine:
     def _nothing_left(self) -> bool:
         """Whether the refitted solver's optimum, less the largest error seen of its predictions, is beaten already."""
         best = self.book.best
-        candidates = [t for t in self.book.measured if t.encoding != "baseline"]
-        if best is None or best.measured is None or len(candidates) < len(self.space.margins):
+        candidates = [t for t in self.book.scored if t.encoding != "baseline"]
+        if best is None or best.score is None or len(candidates) < len(self.space.margins):
             return False
         prices = self.prices
         optimum = exact(self._problem(prices.scale, 0))
         if not optimum.feasible:
             return False
         bound = prices.predict(self.unpriced, optimum.choices) - prices.error_seconds
-        return best.measured.step_seconds * (1 - best.measured.noise) <= bound
+        noise = best.measured.noise if best.measured is not None else 0.0
+        return best.score_seconds * (1 - noise) <= bound
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -334,46 +341,8 @@ class Engine:
         return self.book.best
 
     def _finals(self) -> Trial | None:
-        """Measure the best few again side by side, confirm the winner, and return it with its final numbers."""
-        finalists = self.book.ranking()[:FINALISTS]
-        while finalists:
-            winner = self._winner(finalists)
-            if self.confirm is None or (winner := self._confirmed(winner)).feasible:
-                return winner
-            finalists = [t for t in finalists if t.number != winner.number]
-        return None
-
-    def _winner(self, finalists: list[Trial]) -> Trial:
-        """The finalist that wins side by side; the times of the finals go into all trials that took part.
-
-        Every well-known plan that ran takes part: the answer's table sets their step times against one another.
-        """
-        taking_part = {t.number for t in finalists}
-        beside = [self.book.find(choices) for choices in self.known.values()]
-        extra = [t for t in beside if t is not None and t.measured is not None and t.number not in taking_part]
-        with self.clock.part("measured steps"):
-            final = play(finalists, extra, self._side_by_side, seconds=min(FINAL_SECONDS, self._seconds_left))
-        for number, times in final.times.items():
-            trial = self.book.trials[number]
-            self.book.put(trial.model_copy(update={"measured": remeasured(trial, times)}))
-        if final.undecided:
-            others = ", ".join(f"#{n}" for n in final.undecided)
-            self.notes.append(f"trial #{final.winner} and {others} cannot be told apart at the noise of this machine")
-        return self.book.trials[final.winner]
-
-    def _side_by_side(self, plans: Mapping[str, Mapping[str, Choice]], rounds: int) -> Mapping[str, list[float]]:
-        return self.measurer.compare(plans, rounds=rounds)
-
-    def _confirmed(self, winner: Trial) -> Trial:
-        """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""
-        assert self.confirm is not None and winner.measured is not None
-        with suppress(DeviceOutOfMemory), self.clock.part("measured steps"):
-            again = self.confirm(winner.choices, self.budget.bytes, CONFIRMING_STEPS)
-            if again.peak_bytes <= self.budget.bytes:
-                peak = max(again.peak_bytes, winner.measured.peak_bytes)
-                return self.book.put(
-                    winner.model_copy(update={"measured": winner.measured.model_copy(update={"peak_bytes": peak})})
-                )
-        where = f"over {CONFIRMING_STEPS} steps in a fresh process"
-        self.notes.append(f"trial #{winner.number} did not hold the budget {where}")
-        return self.book.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
+        """The plan to name; every well-known plan is timed beside it: the table sets their step times against it."""
+        beside = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
+        best = self.scorer.winner(self.book, beside, self.budget.bytes, self._seconds_left)
+        self.notes.extend(self.scorer.notes)
+        return best

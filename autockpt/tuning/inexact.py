@@ -5,14 +5,14 @@ Decided by ghost runs and nominal rates before anything is measured, so that one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autockpt.errors import InfeasibleError
 from autockpt.measuring import Measurer
 from autockpt.profiling import Profiled, Uniform, build_profile, leanest, nominal_op_times, uniform_graphs
-from autockpt.schema import Budget, Choice, Environment, Graph, Measurement, SearchSpace, Unit, format_bytes
+from autockpt.schema import Budget, Choice, Environment, Graph, Measurement, OpTimes, SearchSpace, Unit, format_bytes
 from autockpt.schema.choices import CHUNKED_LOSS, ChunkedLoss, dump_choice
 from autockpt.schema.known import NONE, known_plans
 from autockpt.tracing import Tracer
@@ -76,18 +76,22 @@ class Settled:
         return sorted(f"{name}: {choice}" if choice != CHUNKED_LOSS else name for name, choice in self.fixed.items())
 
 
+Times = Callable[[Uniform], OpTimes]  # op times that cover these ghost runs
+
+
 def settle(
     tracer: Tracer,
     uniform: Uniform,
     budget: Budget,
     space: SearchSpace,
-    environment: Environment,
+    times: Times,
     others: int,
     host_budget: int | None = None,
 ) -> Settled:
     """Use ``chunked_loss`` on the output head where the budget cannot be reached without, or it is predicted faster.
 
-    A share of a budget is meant of the exact plans, and turned into bytes here. ``others``: device bytes in use.
+    A share of a budget is meant of the exact plans, and turned into bytes here. ``times`` are good enough for ranking.
+    ``others``: device bytes in use.
     """
     plain = Settled({}, tracer, uniform, budget)
     if tracer.head is None:
@@ -95,14 +99,17 @@ def settle(
     name = tracer.head.name
     head = chunk_size(tracer, name, uniform)
     fixed: dict[str, Choice] = {name: head}
-    exact = _profiled(tracer, uniform, environment, others, host_budget)
+    exact = build_profile(tracer, times(uniform), uniform, used_by_others=others, host_budget=host_budget)
     size = _bytes(exact, budget, space)
     chunked = FixedTracer(tracer, fixed)
     blocks = [unit for unit in tracer.units if unit.role == "block"]
     other_uniform = uniform_graphs(chunked, blocks, space.choices)
     in_bytes = budget if budget.kind in ("bytes", "auto") else Budget(text=budget.text, kind="bytes", size=size)
     without = _seconds(exact, in_bytes, space)
-    with_it = _seconds(_profiled(chunked, other_uniform, environment, others, host_budget), in_bytes, space)
+    with_chunks = build_profile(
+        chunked, times(other_uniform), other_uniform, used_by_others=others, host_budget=host_budget
+    )
+    with_it = _seconds(with_chunks, in_bytes, space)
     if with_it is None or (without is not None and without <= with_it):
         return plain
     why = "the budget cannot be reached without it" if without is None else "it is predicted to be faster"
@@ -157,11 +164,9 @@ def units_of(units: Sequence[Unit], head: Unit | None, fixed: Mapping[str, Choic
     return (*units, *([head] if head is not None and head.name in fixed else []))
 
 
-def _profiled(
-    traces: Tracer | FixedTracer, uniform: Uniform, environment: Environment, others: int, host_budget: int | None
-) -> Profiled:
-    times = nominal_op_times(environment, leanest(uniform)[1])
-    return build_profile(traces, times, uniform, used_by_others=others, host_budget=host_budget)
+def nominal(environment: Environment) -> Times:
+    """Nominal rates of the kind of device."""
+    return lambda uniform: nominal_op_times(environment, leanest(uniform)[1])
 
 
 def _bytes(profiled: Profiled, budget: Budget, space: SearchSpace) -> int:

@@ -26,8 +26,8 @@ class Limits:
 class Job:
     """One question: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
 
-    ``fixed`` are choices that every plan has besides those for blocks, ``host_budget`` bounds what offloading may claim
-    on the host, in bytes.
+    ``fixed`` are choices that every plan has besides those for blocks, ``seeds`` plans to try early, by name;
+    ``host_budget`` bounds what offloading may claim on the host, in bytes.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Job:
     notes: tuple[str, ...] = field(default=())
     host_budget: int | None = None
     fixed: Mapping[str, Choice] = field(default_factory=dict)
+    seeds: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
 
     @property
     def workload_key(self) -> str:

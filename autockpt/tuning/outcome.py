@@ -27,7 +27,7 @@ from autockpt.workload import fingerprint
 _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget", "out_of_memory": "out_of_memory"}
 
 
-def measured_rows(
+def scored_rows(
     known: Mapping[str, Mapping[str, Choice]],
     trials: Sequence[Trial],
     best: Trial | None,

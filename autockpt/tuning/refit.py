@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,12 +34,12 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
 
     ``problem`` must carry unscaled prices.
     """
-    measured = [t for t in trials if t.measured is not None]
-    if not measured:
+    scored = [t for t in trials if math.isfinite(t.score_seconds) and _priced(problem, t.choices)]
+    if not scored:
         return Fit(problem.base_seconds)
-    rows = [_features(problem, t.choices) for t in measured]
+    rows = [_features(problem, t.choices) for t in scored]
     kinds = sorted({kind for row in rows for kind in row})
-    seconds = np.array([t.measured.step_seconds for t in measured if t.measured])
+    seconds = np.array([t.score_seconds for t in scored])
     matrix = np.array([[1.0] + [row.get(kind, 0.0) for kind in kinds] for row in rows])
     # The prior pulls each scale to 1 with the weight of a fraction of a typical trial; the base is left free.
     spread = np.maximum(np.abs(matrix[:, 1:]).max(axis=0, initial=0.0), 1e-9)
@@ -49,15 +50,18 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     scale = {kind: float(np.clip(value, *SCALE_RANGE)) for kind, value in zip(kinds, solution[1:], strict=True)}
     base = float(np.median(seconds - matrix[:, 1:] @ np.array([scale[kind] for kind in kinds])))
     partial = Fit(base, scale)
-    errors = [
-        abs(partial.predict(problem, t.choices) - t.measured.step_seconds) for t in measured if t.measured is not None
-    ]
+    errors = [abs(partial.predict(problem, t.choices) - t.score_seconds) for t in scored]
     return Fit(base, scale, max(errors))
 
 
 def unseen_bytes(trials: Sequence[Trial]) -> int:
     """The most bytes by which a measured peak exceeded its prediction; zero where none did."""
     return max([0, *(t.measured.peak_bytes - t.predicted.peak_bytes for t in trials if t.measured and t.predicted)])
+
+
+def _priced(problem: Problem, choices: Mapping[str, Choice]) -> bool:
+    """Whether the problem knows a price for every choice: plans from elsewhere may have others."""
+    return all(choices.get(unit.name) in [option.choice for option in unit.options] for unit in problem.units)
 
 
 def _features(problem: Problem, choices: Mapping[str, Choice]) -> dict[str, float]:

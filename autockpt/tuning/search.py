@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from autockpt.devices import get_device, process_environment
-from autockpt.errors import DeviceOutOfMemory, InfeasibleError, PlanError, RunDirectoryError, UsageError
+from autockpt.devices import Device, get_device, process_environment
+from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
@@ -20,7 +21,6 @@ from autockpt.profiling import (
     leanest,
     measure_op_times,
     nominal_op_times,
-    uniform_graphs,
     used_by_others,
     wants_disk,
     within_host,
@@ -28,6 +28,7 @@ from autockpt.profiling import (
 from autockpt.schema import (
     Budget,
     Choice,
+    Environment,
     Listener,
     Measurement,
     Plan,
@@ -42,23 +43,28 @@ from autockpt.schema import (
 )
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
-from autockpt.tuning.dryrun import foresee
-from autockpt.tuning.engine import Confirm, Engine
-from autockpt.tuning.inexact import FixedMeasurer, Settled, settle, units_of, way_out
+from autockpt.tuning.inexact import FixedMeasurer, Settled, nominal, settle, units_of, way_out
 from autockpt.tuning.job import Clock, Job, Limits
-from autockpt.tuning.outcome import make_plan, measured_rows, plain, simulated_rows
+from autockpt.tuning.outcome import plain
+from autockpt.tuning.remedies import Bench, explained
+from autockpt.tuning.scoring import Confirm, RealSteps
+from autockpt.tuning.simulated import simulate_search
+from autockpt.tuning.stages import find_plan, foresee_plan, job_of, kept, uniform_plans
 from autockpt.workload import fingerprint, from_live, refuse_simulated
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
     """Search for the workload that ``request`` describes; steps are measured in a worker process.
 
-    Writes the run's directory and plan. Raises UsageError, WorkloadError, InfeasibleError, RunDirectoryError or
+    Where ``request.hardware`` is given, nothing is measured: the search is simulated for it. Writes the run's
+    directory and plan. Raises UsageError, WorkloadError, InfeasibleError, RunDirectoryError or
     MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the best plan so far.
     """
     clock = Clock(listener or Silence())
-    refuse_simulated(request.workload)
     _refuse_unwritable(request)
+    if request.hardware is not None:
+        return simulate_search(request, request.hardware, clock)
+    refuse_simulated(request.workload)
     device = get_device(request.device)
     with ExitStack() as stack:
         # The worker imports and builds while the ghost runs go on here.
@@ -68,35 +74,18 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
             stack.enter_context(worker)
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
-            uniform, space, refused = _uniform(tracer, request.space)
+            uniform, space, refused = uniform_plans(tracer, request.space)
         settled = Settled({}, tracer, uniform, request.budget)
         here = environment_of(device, {**process_environment(request.device), **os.environ})
         if request.allow_inexact:
             with clock.stage("weigh chunked_loss"):
                 others = device.used_by_others()
-                settled = settle(tracer, uniform, request.budget, space, here, others, request.host_budget)
-        else:
-            stack.enter_context(_naming_the_way_out(tracer, uniform, here.device.overhead_bytes))
-        job = Job(
-            name=request.workload.model,
-            spec=request.workload,
-            settings=dict(tracer.settings),
-            notes=(
-                *request.notes,
-                *([settled.note] if settled.note else []),
-                *tracer.notes,
-                *uniform["save"][1].notes,
-                *refused,
-            ),
-            budget=settled.budget,
-            space=space,
-            limits=Limits(request.trials, request.timeout, request.seed),
-            host_budget=request.host_budget,
-            fixed=settled.fixed,
-        )
+                settled = settle(tracer, uniform, request.budget, space, nominal(here), others, request.host_budget)
+        stack.enter_context(_naming_ways_out(request, tracer, uniform, device, here, clock))
+        job = job_of(request, tracer, settled, space, refused)
         units = units_of(tracer.units, tracer.head, settled.fixed)
         if worker is None:
-            outcome = _foreseen(job, units, settled, clock, request.device)
+            outcome = _dry_run(job, units, settled, clock, request.device)
         else:
             with clock.stage("build"):
                 environment = worker.environment
@@ -113,14 +102,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
             stack.enter_context(run.lock())
             run.add_command(request.command)
             outcome = _searched(job, units, settled, worker, run, request.storage or run.storage, clock)
-        if request.plan_out is not None and outcome.plan is not None:
-            try:
-                set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
-            except PlanError as error:
-                kept = f"It is kept in {outcome.plan_path}." if outcome.plan_path else error.remedy
-                raise PlanError(error.message, remedy=kept) from None
-            outcome = outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
-        return outcome
+        return kept(request, outcome)
 
 
 def _refuse_unwritable(request: SearchRequest) -> None:
@@ -187,13 +169,13 @@ def search(
         measurer = stack.enter_context(LocalMeasurer(workload, host_budget=host))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_workload(workload))
-            uniform, chosen, refused = _uniform(tracer, chosen)
+            uniform, chosen, refused = uniform_plans(tracer, chosen)
         settled = Settled({}, tracer, uniform, parsed)
         environment = measurer.environment
         if allow_inexact:
             with clock.stage("weigh chunked_loss"):
                 others = used_by_others(measurer)
-                settled = settle(tracer, uniform, parsed, chosen, environment, others, host)
+                settled = settle(tracer, uniform, parsed, chosen, nominal(environment), others, host)
         else:
             way = "allow_inexact=True"
             stack.enter_context(_naming_the_way_out(tracer, uniform, environment.device.overhead_bytes, way))
@@ -238,25 +220,6 @@ def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
     return Limits(trials, timeout, seed)
 
 
-def _uniform(tracer: Tracer, space: SearchSpace) -> tuple[Uniform, SearchSpace, tuple[str, ...]]:
-    """Ghost runs of the uniform plans, the space without choices that the model refuses, and a note on those.
-
-    Raises UsageError for a model without blocks to choose for.
-    """
-    blocks = tuple(u for u in tracer.units if u.role == "block")
-    if not blocks:
-        raise UsageError(
-            "the model has no repeated blocks, so there is nothing to choose per layer",
-            remedy="autockpt plans for members of an nn.ModuleList or nn.Sequential, and for transformers' layers.",
-        )
-    uniform = uniform_graphs(tracer, blocks, space.choices)
-    refused = [kind for kind in space.choices if kind not in uniform]
-    if not refused:
-        return uniform, space, ()
-    note = f"not for this model: {', '.join(refused)} (apply such a plan to see why)"
-    return uniform, space.restricted(tuple(uniform)), (note,)
-
-
 def _directory_of_live(
     job: Job, measurer: Measurer, tracer: Tracer, out: Path, budget: str, settled: Settled
 ) -> RunDirectory:
@@ -274,6 +237,23 @@ def _directory_of_live(
         **({"fixed": settled.described} if settled.fixed else {}),
     }
     return RunDirectory.enter(out, question, model=job.name, device=environment.device.kind, budget=budget)
+
+
+@contextmanager
+def _naming_ways_out(
+    request: SearchRequest, tracer: Tracer, uniform: Uniform, device: Device, environment: Environment, clock: Clock
+) -> Iterator[None]:
+    """A budget that nothing fits is said with changes of the job that would fit."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if request.budget.kind not in ("bytes", "auto"):
+            overhead = environment.device.overhead_bytes
+            raise error if request.allow_inexact else way_out(error, tracer, uniform, overhead) from None
+        room = environment.device.capacity_bytes - device.used_by_others()
+        budget = min(request.budget.size or room, room)
+        bench = Bench(budget, device.torch_device, nominal(environment), tuple(uniform), seconds=False)
+        raise explained(error, request, tracer.settings, uniform, bench, clock) from None
 
 
 @contextmanager
@@ -314,112 +294,35 @@ def _searched(
     storage: str,
     clock: Clock,
 ) -> SearchOutcome:
-    """Profile, search and write the plan."""
-    environment = measurer.environment
+    """Profile on the device, search by real steps, write the plan."""
     confirm = _confirmation(job, measurer)
     if settled.fixed:
         measurer = cast(Measurer, FixedMeasurer(measurer, settled.fixed))
     with clock.stage("profile"):
         profiled = _profiled(job, settled, measurer, clock)
-    if run is not None:
-        run.write_environment(environment)
-        run.write_graph(profiled.base)
-        run.write_profile(profiled.profile)
-    engine = Engine(
-        profiled=profiled,
-        measurer=measurer,
-        budget=job.budget,
-        space=job.space,
-        limits=job.limits,
-        run=run,
-        storage=storage,
-        clock=clock,
-        confirm=confirm,
-    )
-    found = engine.run()
-    rows = measured_rows(engine.known, found.trials, found.best, job.host_budget)
-    plan = None
-    if found.best is not None:
-        plan = make_plan(
-            job,
-            found.best.choices,
-            units,
-            environment,
-            found.budget,
-            source="measured",
-            rows=rows,
-            notes=found.notes,
-            host_budget=job.host_budget,
-        )
-        if run is not None:
-            run.write_plan(plan)
-    return SearchOutcome(
-        plan=plan,
-        budget=found.budget,
-        device=environment.device,
-        rows=rows,
-        settings=plain(job.settings),
-        binding=found.binding,
-        interrupted=found.interrupted,
-        resumed=found.resumed,
-        measured_trials=sum(t.measured is not None for t in found.trials),
-        stopped=found.stopped,
-        run_directory=run.path if run else None,
-        plan_path=run.plan_path if run and plan else None,
-        set_aside=run.set_aside if run else None,
-        smallest_peak=found.smallest_peak,
-        stages=tuple(clock.stages),
-        notes=(*job.notes, *found.notes),
-    )
+    return find_plan(job, units, profiled, RealSteps(measurer, clock, confirm), run, storage, clock)
 
 
-def _foreseen(
-    job: Job, units: Sequence[Unit], settled: Settled, clock: Clock, device_name: str | None
-) -> SearchOutcome:
+def _dry_run(job: Job, units: Sequence[Unit], settled: Settled, clock: Clock, device_name: str | None) -> SearchOutcome:
     """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
     device = get_device(device_name)
     environment = environment_of(device, {**process_environment(device_name), **os.environ})
     _, graph = leanest(within_host(settled.uniform, environment.device, job.host_budget))
     disk = wants_disk(settled.uniform, environment.device, job.host_budget)
     times = cached_op_times(environment, graph, job.workload_key, disk=disk)
-    notes = list(job.notes)
     if times is None:
-        notes.append(
+        note = (
             "no op times of this workload are known on this device: choices were ranked by nominal rates, "
             "and no step times are given (a search without --dry-run measures them)"
         )
+        job = replace(job, notes=(*job.notes, note))
     with clock.stage("solve"):
         times_used = times or nominal_op_times(environment, graph)
         others = device.used_by_others()
         profiled = build_profile(
             settled.traces, times_used, settled.uniform, used_by_others=others, host_budget=job.host_budget
         )
-        foreseen = foresee(profiled, job.budget, job.space)
-    rows = simulated_rows(foreseen.predictions, seconds=times is not None, host_budget=job.host_budget)
-    resolved = foreseen.budget
-    return SearchOutcome(
-        plan=make_plan(
-            job,
-            foreseen.choices,
-            units,
-            environment,
-            resolved,
-            source="simulated",
-            rows=rows,
-            notes=notes,
-            host_budget=job.host_budget,
-        ),
-        budget=resolved,
-        device=environment.device,
-        rows=rows,
-        settings=plain(job.settings),
-        binding=foreseen.binding,
-        dry_run=True,
-        stopped="dry run",
-        smallest_peak=foreseen.smallest_peak,
-        stages=tuple(clock.stages),
-        notes=tuple(notes),
-    )
+    return foresee_plan(job, units, profiled, clock, seconds=times is not None)
 
 
 def _confirmation(job: Job, measurer: Measurer) -> Confirm | None:

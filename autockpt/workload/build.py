@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -225,7 +226,7 @@ def _eight_bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     if parameters[0].device.type != "cuda":
         raise UsageError("the optimizer adamw8bit runs on CUDA only", remedy=remedy)
     try:
-        import bitsandbytes
+        bitsandbytes: Any = importlib.import_module("bitsandbytes")
     except ImportError:
         raise UsageError(
             "the optimizer adamw8bit is bitsandbytes', which is not installed",

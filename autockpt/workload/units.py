@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -80,14 +80,27 @@ def module_of(model: nn.Module, unit_name: str) -> nn.Module:
 
     Raises PlanError where the model has no such module, or several that could be meant.
     """
-    exact, longer = None, {}
+    return modules_of(model, [unit_name])[0]
+
+
+def modules_of(model: nn.Module, unit_names: Sequence[str]) -> list[nn.Module]:
+    """The modules behind units' names, in their order, found in one walk over the model; errors as ``module_of``."""
+    exact: dict[str, nn.Module] = {}
+    longer: dict[str, dict[str, nn.Module]] = {}
+    wanted = set(unit_names)
     for name, module in named_units(model):
-        if name == unit_name:
-            exact = module
-        elif name.endswith("." + unit_name):
-            longer[name] = module
-    if exact is not None:
-        return exact
+        if name in wanted:
+            exact[name] = module
+        ending = name
+        while ending:  # every ending of the name that begins at a component
+            _, _, ending = ending.partition(".")
+            if ending in wanted:
+                longer.setdefault(ending, {})[name] = module
+    return [exact[name] if name in exact else _only(name, longer.get(name, {})) for name in unit_names]
+
+
+def _only(unit_name: str, longer: Mapping[str, nn.Module]) -> nn.Module:
+    """The one module whose name ends with the unit's."""
     if len(longer) == 1:
         return next(iter(longer.values()))
     if longer:

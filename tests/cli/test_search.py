@@ -60,20 +60,80 @@ def test_json_is_the_outcome(autockpt, asked: list[SearchRequest]) -> None:
     assert SearchOutcome.model_validate(result.json) == outcome(notes=())
 
 
-@pytest.mark.parametrize(("kind", "model"), [("cuda", "llama-1b"), ("cpu", "llama-small")])
-def test_a_budget_alone_is_enough(autockpt, asked: list[SearchRequest], replace, kind: str, model: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "model"), [("cuda", (), "llama-1b"), ("cpu", ("--device", "cpu"), "llama-small")]
+)
+def test_a_budget_and_a_device_are_enough(
+    autockpt, asked: list[SearchRequest], replace, kind: str, options: tuple[str, ...], model: str
+) -> None:
     device(replace, kind)
-    result = autockpt("search", "--budget", "24GB")
-    assert result.code == 0 and asked[0].workload.model == model
+    result = autockpt("search", "--budget", "24GB", *options)
+    assert result.code == 0 and asked[0].workload.model == model and asked[0].hardware is None
     assert f"built-in {model} on {kind}" in result.err and f"built-in {model} on {kind}" in " ".join(result.out.split())
+
+
+def test_a_budget_alone_is_simulated_where_there_is_no_accelerator_and_says_how_to_measure(
+    autockpt, asked: list[SearchRequest], replace
+) -> None:
+    device(replace, "cpu")
+    result = autockpt("search", "--budget", "24GB")
+    (request,) = asked
+    assert result.code == 0 and request.workload.model == "llama-1b"
+    assert request.hardware is not None and request.hardware.name == "rtx4090" and request.device is None
+    for said in (result.err, " ".join(result.out.split())):
+        assert "simulates llama-1b" in said and "--device cpu" in said and "nothing is measured" in said
+
+
+@pytest.mark.parametrize("options", [("--model", "llama-small"), ("--model", "llama-small", "--device", "cpu")])
+def test_a_model_of_ones_own_is_measured(autockpt, asked: list[SearchRequest], replace, options) -> None:
+    device(replace, "cpu")
+    assert autockpt("search", "--budget", "45%act", *options).code == 0
+    assert asked[0].hardware is None and asked[0].workload.model == "llama-small"
+
+
+def test_hardware_is_simulated_and_its_memory_is_the_budget(autockpt, asked: list[SearchRequest]) -> None:
+    assert autockpt("search", "--hardware", "RTX 4090", "--model", "llama-8b", "--lora", "16").code == 0
+    (request,) = asked
+    assert request.hardware is not None and request.hardware.name == "rtx4090"
+    assert request.budget.kind == "auto" and request.workload.dtype is None
+
+
+def test_a_plan_or_run_to_start_from_fills_in_what_is_not_said(
+    autockpt, asked: list[SearchRequest], tmp_path: Path
+) -> None:
+    from autockpt.schema import ResolvedBudget, WorkloadSpec
+
+    made = outcome(dry_run=True).plan
+    assert made is not None
+    spec = WorkloadSpec(model="llama-8b", lora=16, batch_size=2)
+    budget = ResolvedBudget(asked="20GB", bytes=20 * 10**9)
+    made.model_copy(update={"workload": spec, "budget": budget}).save(tmp_path / "run" / "plan.yaml")
+    (tmp_path / "run" / "question.json").write_text("{}")
+    for where in (tmp_path / "run" / "plan.yaml", tmp_path / "run"):
+        asked.clear()
+        assert autockpt("search", "--resume", str(where), "--batch-size", "1", "--device", "cpu").code == 0
+        (request,) = asked
+        assert request.start is not None and request.start.status == "simulated" and request.hardware is None
+        assert (request.workload.model, request.workload.lora, request.workload.batch_size) == ("llama-8b", 16, 1)
+        assert request.budget.text == "20GB"
+
+
+def test_a_run_without_a_plan_cannot_be_started_from(autockpt, asked: list[SearchRequest], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "question.json").write_text("{}")
+    result = autockpt("search", "--resume", str(tmp_path / "run"))
+    assert result.code == 2 and "holds no plan" in result.err and not asked
 
 
 def test_default_models_exist() -> None:
     import search_spaces.models
-    from autockpt.cli.search import DEFAULT_MODELS, SMALL_MODEL
+    from autockpt.cli.search import DEFAULT_HARDWARE, DEFAULT_MODELS, SIMULATED_MODEL, SMALL_MODEL
+    from search_spaces.hardware import load_hardware
 
     folder = Path(search_spaces.models.__path__[0])
-    assert all((folder / f"{name}.yaml").is_file() for name in (*DEFAULT_MODELS.values(), SMALL_MODEL))
+    names = (*DEFAULT_MODELS.values(), SMALL_MODEL, SIMULATED_MODEL)
+    assert all((folder / f"{name}.yaml").is_file() for name in names)
+    assert 23.5e9 < load_hardware(DEFAULT_HARDWARE).memory_bytes < 26e9
 
 
 @pytest.mark.parametrize(
@@ -88,6 +148,10 @@ def test_default_models_exist() -> None:
         (("--budget", "24GB", "--host-budget", "60%"), "memory size"),
         (("--budget", "24GB", "--timeout", "soon"), "duration"),
         (("--budget", "24GB", "--model", "x", "--dtype", "fp8"), "--dtype fp8"),
+        (("--hardware", "rtx4909"), "Did you mean rtx4090?"),
+        (("--hardware", "rtx4090", "--device", "cpu"), "--device cpu measures"),
+        (("--hardware", "rtx4090", "--model", "x", "--weights"), "loads no weights"),
+        (("--resume", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )
 def test_wrong_questions_end_before_anything_starts(autockpt, asked, arguments: tuple[str, ...], word: str) -> None:

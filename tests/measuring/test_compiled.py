@@ -43,7 +43,8 @@ def test_budgets_and_recompute_take_fewer_bytes_and_leave_nothing_behind(mode: C
     tight = runner.measure(TIGHT_ALL, steps=1)
     assert recomputed.peak_bytes < plain.peak_bytes
     assert tight.peak_bytes < plain.peak_bytes
-    assert plain.graphs == recomputed.graphs == tight.graphs == 1
+    # the first layer's input needs no gradient: another graph
+    assert {plain.graphs, recomputed.graphs, tight.graphs} == {2 if mode == "layers" else 1}
     assert all(m.compile_seconds > 0 for m in (plain, recomputed, tight))
     for name, module in model.named_modules():
         assert {k: v for k, v in module.__dict__.items() if v is not None} == {
@@ -58,7 +59,7 @@ def test_layers_of_a_kind_and_choice_are_compiled_once_whatever_the_plan():
     runner.measure({**TIGHT_ALL, "layers.0": RECOMPUTE}, steps=1)
     times = runner.compiler.times  # type: ignore[union-attr]
     again = runner.measure({**RECOMPUTE_ALL, "layers.3": TIGHT}, steps=1)
-    assert again.compile_seconds == 0 and again.graphs == 2
+    assert again.compile_seconds == 0 and again.graphs == 3
     assert runner.compiler.times == times  # type: ignore[union-attr]
 
 
@@ -66,7 +67,7 @@ def test_a_budget_is_refused_where_random_numbers_are_drawn():
     runner = runner_of("layers", Stack(dropout=0.1))
     with pytest.raises(ConflictError, match="pytorch#190758"):
         runner.measure(TIGHT_ALL, steps=1)
-    assert runner.measure(RECOMPUTE_ALL, steps=1).graphs == 1
+    assert runner.measure(RECOMPUTE_ALL, steps=1).graphs == 2
     assert torch._functorch.config.activation_memory_budget == 1.0
 
 

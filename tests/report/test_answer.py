@@ -83,7 +83,7 @@ def test_save_everything_that_does_not_fit_says_so() -> None:
     text = printed(outcome(none_fits=False), 80)
     assert "OOM" in cells(text, "none") and "does not fit" in cells(text, "none")
     assert "(simulated 612 MiB)" in text and "~409 ms" in cells(text, "none")
-    assert "~+10.3 %" in cells(text, "ours") and "~ predicted, not measured" in text
+    assert "~+10.3 %" in cells(text, "ours") and "~ simulated, not measured" in text
     unmeasured = outcome(rows=(row("none", "not_measured", 612, 0.4, None), row("ours", "fits", 441, 0.5, None)))
     assert "does not fit" in cells(printed(unmeasured), "none") and " no " in cells(printed(unmeasured), "none")
 

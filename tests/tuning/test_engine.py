@@ -9,9 +9,20 @@ import pytest
 
 from autockpt.errors import InfeasibleError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import SAVE, Measurement, Silence, Trial, load_space, parse_budget, plan_hash
+from autockpt.schema import (
+    RECOMPUTE,
+    SAVE,
+    Measurement,
+    Silence,
+    Trial,
+    load_space,
+    parse_budget,
+    parse_choice,
+    plan_hash,
+)
 from autockpt.tuning.engine import Engine, Found
 from autockpt.tuning.job import Clock, Limits
+from autockpt.tuning.scoring import RealSteps, Simulated
 from tests.tuning.device import MadeUpDevice
 
 
@@ -41,20 +52,23 @@ def search(
     listener: Any = None,
     clock: Clock | None = None,
     timeout: float | None = None,
+    confirm: Any = None,
+    simulated: bool = False,
+    seeds: Any = None,
     host_budget: int | None = None,
-    **rest: Any,
 ) -> Found:
     storage = run.storage if run else "sqlite://"
+    clock = clock or Clock(listener or Silence())
     engine = Engine(
         profiled=device.profiled(host_budget=host_budget),
-        measurer=device,
+        scorer=Simulated() if simulated else RealSteps(device, clock, confirm),
         budget=parse_budget(budget),
         space=load_space(space),
         limits=Limits(trials, timeout),
         run=run,
         storage=storage,
-        clock=clock or Clock(listener or Silence()),
-        **rest,
+        clock=clock,
+        seeds=seeds,
     )
     return engine.run()
 
@@ -215,6 +229,46 @@ def test_the_time_limit_holds_for_the_whole_search_and_still_names_a_plan() -> N
     assert "time limit" in found.stopped and all(t.encoding == "baseline" for t in found.trials)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.steps == 3  # one batch of interleaved cycles, no more
+
+
+def test_a_simulated_search_measures_nothing_and_names_the_fastest_that_fits() -> None:
+    device, watcher = MadeUpDevice(), Watcher()
+    found = search(device, "50%act", simulated=True, listener=watcher)
+    assert device.measured == []
+    assert found.best is not None and found.best.state == "simulated" and found.best.feasible
+    assert all(t.measured is None for t in found.trials)
+    scored = [t for t in found.trials if t.state == "simulated"]
+    assert {t.feasible for t in scored} == {True, False}  # saving everything does not fit, and is scored all the same
+    assert found.best.score_seconds == min(t.score_seconds for t in scored if t.feasible)
+    believed = device.profiled().predictor
+    assert found.best.predicted == believed.predict(found.best.choices)
+    assert found.best.predicted.peak_bytes <= found.budget.bytes
+
+
+def test_a_simulated_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    first = search(MadeUpDevice(), "50%act", simulated=True, run=run_in(tmp_path), trials=5)
+    again = search(MadeUpDevice(), "50%act", simulated=True, run=run_in(tmp_path))
+    assert again.resumed == len(first.trials)
+    assert [t.choices for t in again.trials[: again.resumed]] == [t.choices for t in first.trials]
+
+
+@pytest.mark.parametrize("space", ["knobs", "layers"])
+def test_plans_from_elsewhere_are_tried_first_and_scored_here(space: str) -> None:
+    device = MadeUpDevice()
+    choices = {name: RECOMPUTE if i < 5 else SAVE for i, name in enumerate(device.names)}
+    found = search(device, "60%act", space=space, seeds={"simulated plan": choices})
+    seed = next(t for t in found.trials if t.encoding == "seed")
+    assert seed.choices == choices and seed.measured is not None
+    assert seed.measured.step_seconds == device.true_seconds(choices)
+    assert all(t.encoding in ("baseline", "seed") for t in found.trials[: seed.number + 1])
+
+
+def test_a_plan_from_elsewhere_with_choices_that_have_no_price_here_does_not_stop_the_search() -> None:
+    device = MadeUpDevice()
+    odd = dict.fromkeys(device.names, parse_choice({"kind": "selective", "keep": ["f"]}))
+    odd = {name: odd[name] if i == 0 else RECOMPUTE for i, name in enumerate(device.names)}
+    found = search(device, "60%act", seeds={"measured plan": odd})
+    assert any(t.choices == odd for t in found.trials) and found.best is not None
 
 
 @pytest.mark.parametrize("space", ["knobs", "layers"])

@@ -1,0 +1,100 @@
+"""What a plan promises held against what was measured: peaks, step times, and simulations of either."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from autockpt.history.statistics import Interval
+from autockpt.history.statistics import judge as judge_interval
+from autockpt.schema.plan import Plan
+from autockpt.schema.sizes import format_bytes
+from autockpt.schema.trial import Measurement
+from autockpt.schema.verification import Check, CheckState
+
+PEAK_SLACK = 0.01
+"""A measured peak may exceed a promised one by this share: allocators differ a little from run to run."""
+TIME_SLACK = 0.10
+"""A step may be slower than promised by this share, and the noise of both measurements."""
+SIMULATED_PEAK_SLACK = 0.05
+"""The same for a peak that was simulated for a GPU: its allocator is modelled."""
+
+
+def simulated_for(plan: Plan) -> str:
+    """The device that a plan's numbers were simulated for."""
+    return plan.environment.device.name if plan.environment is not None else "a device that the plan does not name"
+
+
+def _judge_simulation(plan: Plan, measured: Measurement, kind: str | None) -> Check:
+    """The measured peak against the budget and the simulated one; that of another kind of device is only compared."""
+    assert plan.predicted is not None
+    foreseen = plan.predicted.peak_bytes
+    parts = [
+        format_bytes(measured.peak_bytes),
+        f"simulated {format_bytes(foreseen)} for {simulated_for(plan)} ({measured.peak_bytes / foreseen - 1:+.1%})",
+    ]
+    planned = plan.environment.device.kind if plan.environment is not None else None
+    slack = PEAK_SLACK if planned == "cpu" else SIMULATED_PEAK_SLACK
+    state: CheckState = "passed" if measured.peak_bytes <= foreseen * (1 + slack) else "failed"
+    if plan.budget is not None:
+        parts.append(f"budget {format_bytes(plan.budget.bytes)}")
+        if measured.peak_bytes > plan.budget.bytes:
+            state = "failed"
+    if planned is not None and kind is not None and planned != kind:
+        parts.append("another kind of device, so the two are not held against each other")
+        state = "skipped"
+    return Check(name="peak", state=state, detail=", ".join(parts))
+
+
+def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Check:
+    """The measured peak, on a device of ``kind`` (None: the plan's), against the budget and the promised peak."""
+    if plan.status == "simulated" and plan.predicted is not None:
+        return _judge_simulation(plan, measured, kind)
+    promise = plan.measured or plan.predicted if plan.status != "unmeasured" else None
+    here = format_bytes(measured.peak_bytes)
+    parts, state = [here], cast(CheckState, "skipped")
+    if promise is not None:
+        parts.append(f"promised {format_bytes(promise.peak_bytes)}")
+        state = "passed" if measured.peak_bytes <= promise.peak_bytes * (1 + PEAK_SLACK) else "failed"
+    if plan.budget is not None:
+        parts.append(f"budget {format_bytes(plan.budget.bytes)}")
+        if measured.peak_bytes > plan.budget.bytes:
+            state = "failed"
+        elif state == "skipped":
+            state = "passed"
+    if state == "skipped":
+        parts.append("nothing was promised")
+    return Check(name="peak", state=state, detail=", ".join(parts))
+
+
+def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
+    """The measured step time against the promised one, where both come from the same kind of device."""
+    here = f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"
+    promise = plan.measured if plan.status == "measured" else None
+    if plan.status == "simulated" and plan.predicted is not None and plan.predicted.step_seconds:
+        foreseen = plan.predicted.step_seconds
+        error = measured.step_seconds / foreseen - 1
+        simulated = f"simulated {foreseen * 1e3:.1f} ms for {simulated_for(plan)} ({error:+.0%})"
+        return Check(name="step time", state="skipped", detail=f"{here}, {simulated}; a simulation is no promise")
+    if promise is None:
+        return Check(name="step time", state="skipped", detail=f"{here}, nothing measured was promised")
+    detail = f"{here}, promised {promise.step_seconds * 1e3:.1f} ms ± {promise.noise:.1%}"
+    if not same_device:
+        return Check(name="step time", state="skipped", detail=f"{detail} on another device")
+    limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
+    return Check(name="step time", state="passed" if measured.step_seconds <= limit else "failed", detail=detail)
+
+
+def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
+    """The step time as so many times that of a well-known plan, measured in turns, against the same ratio as promised.
+
+    ``reference`` is what was measured of that plan when ``plan`` was made. Fails only where the ratio is surely worse.
+    """
+    assert plan.measured is not None
+    promise = plan.measured.step_seconds / reference.step_seconds
+    limit = promise * (1 + TIME_SLACK + plan.measured.noise + reference.noise)
+    detail = (
+        f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}, {ratio.value:.3f} times {name!r} "
+        f"[{ratio.low:.3f}, {ratio.high:.3f}]; promised {plan.measured.step_seconds * 1e3:.1f} ms, {promise:.3f} times"
+    )
+    broken = judge_interval(ratio, limit) == "slower"
+    return Check(name="step time", state="failed" if broken else "passed", detail=detail)

@@ -1,0 +1,122 @@
+"""Deep models of equal blocks are profiled on a shallow twin: a choice costs the same in each of them.
+
+What a twin says is only used for what choices cost one block; peaks and step times of plans are those of ghost runs of
+the whole model, as ever.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from autockpt.errors import AutockptError
+from autockpt.profiling import Predictor, Profiled, Uniform, uniform_graphs
+from autockpt.profiling.menus import representatives
+from autockpt.schema import RECOMPUTE, Choice, Graph, SearchSpace, Unit, WorkloadSpec, plan_hash
+from autockpt.tracing import Tracer
+from autockpt.workload.shallow import shallow_twin
+
+DEEP = 16  # blocks from which on a twin is worth its while
+TWIN_BLOCKS = 6
+REMEMBERED_GRAPHS = 2  # 0.1 GB each for 80 blocks
+OPS_PER_CANDIDATE = 60_000  # ghost-run for one candidate: fewer ghost runs of deeper models
+FEWEST_CALLS, MOST_CALLS = 3, 8
+
+
+def twin_uniform(
+    stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph, space: SearchSpace, device: torch.device
+) -> tuple[Tracer, Uniform] | None:
+    """A tracer of the shallow twin, kept open by ``stack``, and its ghost runs; None where the model has no such twin.
+
+    ``base`` is the ghost run of the whole model with every unit on save.
+    """
+    blocks = base.blocks()
+    if len(blocks) < DEEP or base.source != "ghost":
+        return None
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autockpt-")))
+    twin = shallow_twin(spec, tracer.settings, TWIN_BLOCKS, folder)
+    if twin is None:
+        return None
+    try:
+        small = stack.enter_context(Tracer.from_spec(twin, device=device, fallback=False))
+        alike = small.trace()
+        if len(small_blocks := alike.blocks()) != TWIN_BLOCKS or _matching(alike, base) is None:
+            return None
+        return small, uniform_graphs(small, small_blocks, space.choices)
+    except AutockptError:
+        return None
+
+
+def transplanted(small: Profiled, base: Graph, traces: Callable[[Mapping[str, Choice]], Graph]) -> Profiled:
+    """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin."""
+    times = small.profile.op_times
+    predictor = Predictor(Remembering(traces), times, small.host_budget)
+    predictor.learn({}, base)
+    by_kind = {menu.kind: menu for menu in small.profile.menus}
+    twins = _matching(small.base, base) or {}
+    menus = tuple(
+        by_kind[twins[kind]].model_copy(update={"kind": kind, "representative": unit.name})
+        for kind, unit in representatives(base.blocks()).items()
+    )
+    lean = dict.fromkeys((unit.name for unit in base.blocks()), menus[-1].items[-1].choice)
+    lean |= {name: RECOMPUTE for name in lean if RECOMPUTE in [item.choice for item in menus[-1].items]}
+    leanest = traces(lean)
+    predictor.learn(lean, leanest)
+    profile = small.profile.model_copy(
+        update={
+            "menus": menus,
+            "save_all_peak_bytes": base.peak_bytes,
+            "save_all_seconds": predictor.simulation(base).step_seconds,
+            "leanest_peak_bytes": min(base.peak_bytes, leanest.peak_bytes),
+        }
+    )
+    return Profiled(profile, base, predictor, small.used_by_others)
+
+
+def calls_per_candidate(base: Graph) -> int:
+    """Ghost runs to spend on refining one candidate."""
+    return max(FEWEST_CALLS, min(MOST_CALLS, OPS_PER_CANDIDATE // max(1, len(base.ops))))
+
+
+class Remembering:
+    """Ghost runs by plan, the last few remembered."""
+
+    def __init__(self, trace: Callable[[Mapping[str, Choice]], Graph]) -> None:
+        self._trace = trace
+        self._graphs: OrderedDict[str, Graph] = OrderedDict()
+
+    def __call__(self, choices: Mapping[str, Choice]) -> Graph:
+        key = plan_hash(choices)
+        if key not in self._graphs:
+            self._graphs[key] = self._trace(choices)
+        self._graphs.move_to_end(key)
+        while len(self._graphs) > REMEMBERED_GRAPHS:
+            self._graphs.popitem(last=False)
+        return self._graphs[key]
+
+
+def _matching(small: Graph, whole: Graph) -> dict[int, int] | None:
+    """For each kind of block of the whole model the kind of its twin's that does the same; None where one has none.
+
+    With adapters the first block is of a kind of its own: nothing before it needs gradients.
+    """
+    known = {kind: _inside(small, unit) for kind, unit in representatives(small.blocks()).items()}
+    found: dict[int, int] = {}
+    for kind, unit in representatives(whole.blocks()).items():
+        inside = _inside(whole, unit)
+        match = next((other for other, theirs in known.items() if theirs == inside), None)
+        if match is None:
+            return None
+        found[kind] = match
+    return found
+
+
+def _inside(graph: Graph, unit: Unit) -> tuple[str, list[tuple[str, str]], list[tuple[str, int]]]:
+    """What a block runs and what its storages take, in a form that two models can be compared by."""
+    ops = [(op.phase, graph.signatures[op.signature]) for op in graph.ops if op.unit == unit.name]
+    return unit.cls, ops, sorted((s.kind, s.bytes) for s in graph.storages if s.unit == unit.name)

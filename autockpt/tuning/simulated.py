@@ -1,0 +1,145 @@
+"""Searching for hardware that is not at hand: ghost runs and modelled op times in place of real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from autockpt.errors import InfeasibleError
+from autockpt.history.rundir import RunDirectory
+from autockpt.measuring.environment import installed_versions
+from autockpt.profiling import Profiled, Uniform, build_profile, uniform_graphs
+from autockpt.profiling.roofline import roofline_times
+from autockpt.schema import SAVE, Budget, Graph, OpTimes, SearchOutcome, SearchRequest, SearchSpace, format_bytes
+from autockpt.schema.hardware import Hardware
+from autockpt.tracing import Tracer
+from autockpt.tuning.depth import DEEP, calls_per_candidate, transplanted, twin_uniform
+from autockpt.tuning.inexact import Settled, settle, units_of
+from autockpt.tuning.job import Clock
+from autockpt.tuning.remedies import Bench, explained
+from autockpt.tuning.scoring import Simulated
+from autockpt.tuning.stages import allowed, blocks_of, find_plan, foresee_plan, job_of, kept, uniform_plans
+from autockpt.workload import fingerprint
+
+TORCH_DEVICES = {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "cpu": "cpu"}
+
+
+def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) -> SearchOutcome:
+    """Search for ``hardware`` by simulation alone: no weights, no step, and a plan that says so.
+
+    Bytes are by ghost run, seconds by roofline. Writes the run's directory and plan. Raises what ``run_search`` does.
+    """
+    with ExitStack() as stack:
+        with clock.stage("trace"):
+            tracer = stack.enter_context(Tracer.from_spec(request.workload, device=torch_device(hardware)))
+            traced = _traced(stack, request, tracer, hardware)
+        budget, capped = within(request.budget, hardware)
+        stack.enter_context(_naming_ways_out(request, traced, hardware, clock))
+        settled = Settled({}, tracer, traced.uniform, budget)
+        if request.allow_inexact:
+            with clock.stage("weigh chunked_loss"):
+                settled = settle(
+                    tracer,
+                    traced.uniform,
+                    budget,
+                    traced.space,
+                    lambda r: modelled(hardware, r),
+                    0,
+                    request.host_budget,
+                )
+        job = job_of(request, tracer, settled, traced.space, (*traced.notes, *capped))
+        job = replace(job, settings={**job.settings, "device": f"{hardware.name}, simulated"})
+        units = units_of(tracer.units, tracer.head, settled.fixed)
+        with clock.stage("profile"):
+            profiled = _profiled(traced, settled, hardware, request.host_budget)
+        environment = profiled.profile.op_times.environment
+        if request.dry_run:
+            return kept(request, foresee_plan(job, units, profiled, clock, seconds=True))
+        more = {"fixed": settled.described} if settled.fixed else {}
+        question = request.question(environment, model_fingerprint=fingerprint(tracer.units), **more)
+        run = RunDirectory.enter(
+            request.out,
+            question,
+            model=job.name,
+            device=hardware.name,
+            budget=request.budget.text,
+            fresh=request.fresh,
+        )
+        stack.enter_context(run.lock())
+        run.add_command(request.command)
+        storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
+        return kept(request, find_plan(job, units, profiled, Simulated(), run, storage, clock, referee_calls=calls))
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """Ghost runs of the uniform plans, of the whole model or, with ``twin``, of a shallow one beside the plain step."""
+
+    tracer: Tracer
+    uniform: Uniform
+    space: SearchSpace
+    notes: tuple[str, ...]
+    twin: tuple[Tracer, Uniform] | None = None
+
+
+def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware) -> _Traced:
+    blocks = blocks_of(tracer)
+    if len(blocks) >= DEEP and not request.allow_inexact:
+        plain = uniform_graphs(tracer, blocks, (SAVE.kind,))
+        base = plain[SAVE.kind][1]
+        twin = twin_uniform(stack, request.workload, tracer, base, request.space, torch_device(hardware))
+        if twin is not None:
+            return _Traced(tracer, plain, *allowed(request.space, twin[1]), twin)
+    return _Traced(tracer, *uniform_plans(tracer, request.space))
+
+
+def _profiled(traced: _Traced, settled: Settled, hardware: Hardware, host_budget: int | None) -> Profiled:
+    if traced.twin is None:
+        times = modelled(hardware, settled.uniform)
+        return build_profile(settled.traces, times, settled.uniform, host_budget=host_budget)
+    twin, uniform = traced.twin
+    times = modelled(hardware, {**uniform, "whole": traced.uniform[SAVE.kind]})
+    return transplanted(
+        build_profile(twin, times, uniform, host_budget=host_budget), traced.uniform[SAVE.kind][1], traced.tracer.trace
+    )
+
+
+@contextmanager
+def _naming_ways_out(request: SearchRequest, traced: _Traced, hardware: Hardware, clock: Clock) -> Iterator[None]:
+    """A budget that nothing fits is said with changes of the job that would fit."""
+    try:
+        yield
+    except InfeasibleError as error:
+        budget = min(request.budget.size or hardware.memory_bytes, hardware.memory_bytes)
+        kinds = tuple(traced.space.choices)
+        bench = Bench(budget, torch_device(hardware), lambda runs: modelled(hardware, runs), kinds)
+        uniform = traced.uniform
+        if traced.twin is not None:
+            blocks = blocks_of(traced.tracer)
+            uniform = uniform_graphs(traced.tracer, blocks, [k for k in ("recompute", "save") if k in kinds])
+        raise explained(error, request, traced.tracer.settings, uniform, bench, clock) from None
+
+
+def torch_device(hardware: Hardware) -> torch.device:
+    """The device that a step on this hardware would name."""
+    return torch.device(TORCH_DEVICES[hardware.kind])
+
+
+def modelled(hardware: Hardware, uniform: Uniform) -> OpTimes:
+    """Op times of the hardware for all that the ghost runs of the uniform plans execute."""
+    graphs: list[Graph] = [graph for _, graph in uniform.values()]
+    times = roofline_times(hardware, graphs)
+    versions = installed_versions() | times.environment.versions
+    return times.model_copy(update={"environment": times.environment.model_copy(update={"versions": versions})})
+
+
+def within(budget: Budget, hardware: Hardware) -> tuple[Budget, tuple[str, ...]]:
+    """The budget, at most what the hardware has (its context is part of every peak), and a note where that is less."""
+    most = hardware.memory_bytes
+    if budget.kind != "bytes" or (budget.size or 0) <= most:
+        return budget, ()
+    note = f"{hardware.name} has {format_bytes(most)}, less than the budget: planned for what it has"
+    return budget.model_copy(update={"size": most}), (note,)

@@ -1,0 +1,201 @@
+"""The stages that every search goes through, whether it measures or simulates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autockpt.errors import PlanError, UsageError
+from autockpt.history.rundir import RunDirectory
+from autockpt.profiling import Profiled, Uniform, uniform_graphs
+from autockpt.schema import SAVE, Choice, SearchOutcome, SearchRequest, SearchSpace, Unit
+from autockpt.tracing import Tracer
+from autockpt.tuning.candidates import REFEREE_CALLS
+from autockpt.tuning.dryrun import foresee
+from autockpt.tuning.engine import Engine
+from autockpt.tuning.inexact import Settled
+from autockpt.tuning.job import Clock, Job, Limits
+from autockpt.tuning.outcome import make_plan, plain, scored_rows, simulated_rows
+from autockpt.tuning.scoring import Scorer
+
+
+def uniform_plans(tracer: Tracer, space: SearchSpace) -> tuple[Uniform, SearchSpace, tuple[str, ...]]:
+    """Ghost runs of the uniform plans, the space without choices that the model refuses, and a note on those.
+
+    Raises UsageError for a model without blocks to choose for.
+    """
+    uniform = uniform_graphs(tracer, blocks_of(tracer), space.choices)
+    return uniform, *allowed(space, uniform)
+
+
+def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
+    """The blocks to choose for. Raises UsageError where there are none."""
+    blocks = tuple(u for u in tracer.units if u.role == "block")
+    if not blocks:
+        raise UsageError(
+            "the model has no repeated blocks, so there is nothing to choose per layer",
+            remedy="autockpt plans for members of an nn.ModuleList or nn.Sequential, and for transformers' layers.",
+        )
+    return blocks
+
+
+def allowed(space: SearchSpace, uniform: Uniform) -> tuple[SearchSpace, tuple[str, ...]]:
+    """The space without choices that have no ghost run, because the model refuses them, and a note on those."""
+    refused = [kind for kind in space.choices if kind not in uniform]
+    if not refused:
+        return space, ()
+    note = f"not for this model: {', '.join(refused)} (apply such a plan to see why)"
+    return space.restricted(tuple(uniform)), (note,)
+
+
+def job_of(request: SearchRequest, tracer: Tracer, settled: Settled, space: SearchSpace, refused: Sequence[str]) -> Job:
+    """The question of a described workload, with what became known of it; ``refused``: notes of ``uniform_plans``."""
+    seeds, doubts = _seeds(request, tracer)
+    return Job(
+        name=request.workload.model,
+        spec=request.workload,
+        settings=dict(tracer.settings),
+        notes=(
+            *request.notes,
+            *([settled.note] if settled.note else []),
+            *tracer.notes,
+            *settled.uniform["save"][1].notes,
+            *refused,
+            *doubts,
+        ),
+        budget=settled.budget,
+        space=space,
+        limits=Limits(request.trials, request.timeout, request.seed),
+        host_budget=request.host_budget,
+        fixed=settled.fixed,
+        seeds=seeds,
+    )
+
+
+def _seeds(request: SearchRequest, tracer: Tracer) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
+    """The choices for blocks of the plan to start from. Raises PlanError where it belongs to another model."""
+    plan = request.start
+    if plan is None:
+        return {}, ()
+    blocks = [u.name for u in tracer.units if u.role == "block"]
+    chosen = plan.choices_for(tracer.units, tracer.head)
+    left_out = sorted(name for name, choice in chosen.items() if name not in blocks and choice.kind != "save")
+    notes = (f"of the plan to start from, {', '.join(left_out)} was left out",) if left_out else ()
+    return {f"{plan.status} plan": {name: chosen.get(name, SAVE) for name in blocks}}, notes
+
+
+def kept(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:
+    """The outcome, its plan written where the request wants it besides."""
+    if request.plan_out is None or outcome.plan is None:
+        return outcome
+    try:
+        set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
+    except PlanError as error:
+        where = f"It is kept in {outcome.plan_path}." if outcome.plan_path else error.remedy
+        raise PlanError(error.message, remedy=where) from None
+    return outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
+
+
+def find_plan(
+    job: Job,
+    units: Sequence[Unit],
+    profiled: Profiled,
+    scorer: Scorer,
+    run: RunDirectory | None,
+    storage: str,
+    clock: Clock,
+    *,
+    referee_calls: int = REFEREE_CALLS,
+) -> SearchOutcome:
+    """Search a profiled workload and write the plan; ``scorer`` says what is measured. Raises InfeasibleError.
+
+    ``referee_calls`` are the ghost runs that may be spent on refining one candidate.
+    """
+    environment = profiled.profile.op_times.environment
+    if run is not None:
+        run.write_environment(environment)
+        run.write_graph(profiled.base)
+        run.write_profile(profiled.profile)
+    engine = Engine(
+        profiled=profiled,
+        scorer=scorer,
+        budget=job.budget,
+        space=job.space,
+        limits=job.limits,
+        run=run,
+        storage=storage,
+        clock=clock,
+        seeds=job.seeds,
+        referee_calls=referee_calls,
+    )
+    found = engine.run()
+    rows = scored_rows(engine.known, found.trials, found.best, job.host_budget)
+    plan = None
+    if found.best is not None:
+        notes = (*job.notes, *found.notes) if scorer.source == "simulated" else found.notes
+        plan = make_plan(
+            job,
+            found.best.choices,
+            units,
+            environment,
+            found.budget,
+            source=scorer.source,
+            rows=rows,
+            notes=notes,
+            host_budget=job.host_budget,
+        )
+        if run is not None:
+            run.write_plan(plan)
+    return SearchOutcome(
+        plan=plan,
+        source=scorer.source,
+        budget=found.budget,
+        device=environment.device,
+        rows=rows,
+        settings=plain(job.settings),
+        binding=found.binding,
+        interrupted=found.interrupted,
+        resumed=found.resumed,
+        measured_trials=sum(t.score is not None for t in found.trials),
+        stopped=found.stopped,
+        run_directory=run.path if run else None,
+        plan_path=run.plan_path if run and plan else None,
+        set_aside=run.set_aside if run else None,
+        smallest_peak=found.smallest_peak,
+        stages=tuple(clock.stages),
+        notes=(*job.notes, *found.notes),
+    )
+
+
+def foresee_plan(job: Job, units: Sequence[Unit], profiled: Profiled, clock: Clock, *, seconds: bool) -> SearchOutcome:
+    """The solver's plan and what ghost runs say of it and of the well-known ones; nothing is tried or written.
+
+    ``seconds``: whether op times are good for more than ranking. Raises InfeasibleError.
+    """
+    with clock.stage("solve"):
+        foreseen = foresee(profiled, job.budget, job.space)
+    environment = profiled.profile.op_times.environment
+    rows = simulated_rows(foreseen.predictions, seconds=seconds, host_budget=job.host_budget)
+    return SearchOutcome(
+        plan=make_plan(
+            job,
+            foreseen.choices,
+            units,
+            environment,
+            foreseen.budget,
+            source="simulated",
+            rows=rows,
+            notes=job.notes,
+            host_budget=job.host_budget,
+        ),
+        source="simulated",
+        budget=foreseen.budget,
+        device=environment.device,
+        rows=rows,
+        settings=plain(job.settings),
+        binding=foreseen.binding,
+        dry_run=True,
+        stopped="dry run",
+        smallest_peak=foreseen.smallest_peak,
+        stages=tuple(clock.stages),
+        notes=job.notes,
+    )

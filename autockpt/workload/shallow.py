@@ -1,0 +1,43 @@
+"""The same model with fewer blocks, for whatever costs the same in every block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autockpt.errors import AutockptError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.configs import find_config, quiet
+from autockpt.workload.factory import is_factory
+
+_PER_LAYER = ("layer_types", "mlp_layer_types")  # lists in transformers' configurations with an entry per layer
+
+
+def shallow_twin(spec: WorkloadSpec, settings: Mapping[str, Any], blocks: int, folder: Path) -> WorkloadSpec | None:
+    """The workload of ``spec`` with ``blocks`` blocks, its configuration written to ``folder``; None where unknown how.
+
+    ``settings`` are the resolved ones of the whole workload, whose shape the twin keeps. Only decoder-only models of
+    transformers whose configuration counts their layers have twins; the caller checks that the blocks are alike.
+    """
+    if is_factory(spec.model) or spec.trust_remote_code:
+        return None
+    try:
+        with quiet():
+            source = find_config(spec)
+    except AutockptError:
+        return None
+    config = source.config.to_dict()
+    if not isinstance(config.get("num_hidden_layers"), int) or config.get("is_encoder_decoder"):
+        return None
+    config |= {"num_hidden_layers": blocks}
+    config |= {name: config[name][:blocks] for name in _PER_LAYER if isinstance(config.get(name), list)}
+    if source.architecture is not None:
+        config["architectures"] = [source.architecture]
+    path = folder / "config.json"
+    path.write_text(json.dumps(config, default=str), encoding="utf-8")
+    shape = {name: settings.get(name) for name in ("batch_size", "seq_len", "dtype")}
+    if spec.pad_to is not None or spec.seq_len is not None:
+        shape["seq_len"] = spec.seq_len
+    return spec.model_copy(update={**shape, "model": str(path)})

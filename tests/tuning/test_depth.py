@@ -1,0 +1,83 @@
+"""What a shallow twin says about one block is what the whole model says."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from autockpt.profiling import build_profile, uniform_graphs
+from autockpt.schema import SAVE, WorkloadSpec, load_space, plan_hash
+from autockpt.tracing import Tracer
+from autockpt.tuning import depth
+from autockpt.tuning.simulated import modelled
+from search_spaces.hardware import load_hardware
+
+BLOCKS = 16
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkloadSpec:
+    folder = tmp_path_factory.mktemp("deep")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=BLOCKS, num_attention_heads=2
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return WorkloadSpec(model=str(folder), batch_size=2, seq_len=32)
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_the_menus_are_those_of_the_whole_model(spec: WorkloadSpec, lora: int | None) -> None:
+    spec = spec.model_copy(update={"lora": lora})
+    device, card, space = torch.device("cuda"), load_hardware("rtx4090"), load_space("knobs")
+    space = space.restricted(("recompute", "offload"))
+    with ExitStack() as stack:
+        tracer = stack.enter_context(Tracer.from_spec(spec, device=device))
+        blocks = [u for u in tracer.units if u.role == "block"]
+        whole = uniform_graphs(tracer, blocks, space.choices)
+        twin = depth.twin_uniform(stack, spec, tracer, whole["save"][1], space, device)
+        assert twin is not None and len(twin[1]["save"][1].blocks()) == depth.TWIN_BLOCKS
+        times = modelled(card, {**twin[1], **{f"whole {k}": v for k, v in whole.items()}})
+        mine = depth.transplanted(build_profile(twin[0], times, twin[1]), whole["save"][1], tracer.trace)
+        real = build_profile(tracer, times, whole)
+        assert [m.representative for m in mine.profile.menus] == [m.representative for m in real.profile.menus]
+        for menu, reference in zip(mine.profile.menus, real.profile.menus, strict=True):
+            for item, other in zip(menu.items, reference.items, strict=True):
+                assert (item.choice, item.kept_bytes) == (other.choice, other.kept_bytes)
+                assert item.forward_seconds == pytest.approx(other.forward_seconds)
+                assert item.recompute_seconds == pytest.approx(other.recompute_seconds)
+        assert {u.name for u in mine.problem(0).units} == {u.name for u in blocks}
+        plan = {u.name: whole["recompute"][0][u.name] if i < 5 else SAVE for i, u in enumerate(blocks)}
+        assert mine.predictor.predict(plan) == real.predictor.predict(plan)
+
+
+def test_shallow_models_have_no_twin(spec: WorkloadSpec) -> None:
+    small = WorkloadSpec(model="llama-tiny")
+    with ExitStack() as stack:
+        tracer = stack.enter_context(Tracer.from_spec(small))
+        base = tracer.trace()
+        assert depth.twin_uniform(stack, small, tracer, base, load_space("knobs"), torch.device("cpu")) is None
+
+
+def test_deeper_models_get_fewer_ghost_runs_per_candidate() -> None:
+    class Graph:
+        def __init__(self, ops: int) -> None:
+            self.ops = range(ops)
+
+    calls = [depth.calls_per_candidate(Graph(n)) for n in (0, 100, 10_000, 1_000_000)]  # type: ignore[arg-type]
+    assert calls == [8, 8, 6, 3]
+
+
+def test_remembered_ghost_runs_are_not_repeated(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def trace(choices):
+        asked.append(plan_hash(choices))
+        return len(asked)
+
+    remembering = depth.Remembering(trace)
+    assert remembering({}) == remembering({"a": SAVE}) == 1 and len(asked) == 1

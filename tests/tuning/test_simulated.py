@@ -1,0 +1,127 @@
+"""Searches for hardware that is not at hand: nothing is measured, and everything says so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autockpt.errors import InfeasibleError
+from autockpt.history.rundir import RunDirectory
+from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
+from autockpt.schema.hardware import Hardware
+from autockpt.tracing import Tracer
+from autockpt.tuning import run_search
+from autockpt.tuning.simulated import within
+from search_spaces.hardware import load_hardware
+
+
+@pytest.fixture(autouse=True)
+def no_step_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a simulated search measures nothing")
+
+    monkeypatch.setattr(sys.modules["autockpt.tuning.search"], "WorkerMeasurer", refuse)
+
+
+@pytest.fixture(scope="module")
+def card() -> Hardware:
+    return load_hardware("rtx4090")
+
+
+def ask(out: Path, hardware: Hardware, budget: str = "60%act", **more: Any) -> SearchRequest:
+    space = load_space("knobs").restricted(("recompute", "offload"))
+    data = {"budget": parse_budget(budget), "workload": WorkloadSpec(model="llama-tiny"), "space": space, "out": out}
+    return SearchRequest.model_validate(data | {"hardware": hardware, "trials": 6} | more)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, card: Hardware) -> SearchOutcome:
+    return run_search(ask(tmp_path_factory.mktemp("runs"), card))
+
+
+def test_the_plan_says_what_it_is_and_claims_no_measurement(found: SearchOutcome, card: Hardware) -> None:
+    assert found.plan is not None and found.plan_path is not None
+    plan = Plan.load(found.plan_path)
+    assert plan.source == plan.status == found.source == "simulated"
+    assert plan.measured is None and all(row.measured is None for row in (*plan.baselines, *found.rows))
+    assert plan.predicted is not None and plan.predicted.step_seconds
+    assert plan.environment is not None and plan.environment.device.kind == "cuda"
+    assert plan.environment.device.capacity_bytes == card.memory_bytes
+    assert "torch" in plan.environment.versions
+    assert "simulated" in str(plan.settings["device"])
+    assert plan.predicted.peak_bytes <= found.budget.bytes < found.rows[0].predicted.peak_bytes  # type: ignore[union-attr]
+
+
+def test_what_it_promises_is_what_a_ghost_run_of_the_plan_shows(found: SearchOutcome, card: Hardware) -> None:
+    assert found.plan is not None and found.plan.predicted is not None
+    with Tracer.from_spec(WorkloadSpec(model="llama-tiny"), device=torch.device("cuda")) as tracer:
+        graph = tracer.trace(found.plan.choices_for(tracer.units, tracer.head))
+    assert found.plan.predicted.peak_bytes >= graph.peak_bytes + card.context_bytes
+
+
+def test_the_run_is_kept_like_a_measured_one(found: SearchOutcome, card: Hardware) -> None:
+    assert found.run_directory is not None and card.name in found.run_directory.name
+    run = RunDirectory.open(found.run_directory)
+    trials = run.trials()
+    assert trials and {t.state for t in trials} <= {"simulated", "predicted_over"}
+    assert all(t.measured is None for t in trials)
+    assert run.environment() and run.graph() and run.profile() and run.question["hardware"]["name"] == card.name
+
+
+def test_other_figures_are_another_question(tmp_path: Path, found: SearchOutcome, card: Hardware) -> None:
+    slower = card.model_copy(update={"launch_seconds": card.launch_seconds * 2})
+    other = run_search(ask(tmp_path, slower, trials=4))
+    assert other.run_directory is not None and found.run_directory is not None
+    assert other.run_directory.name != found.run_directory.name
+    assert other.rows[0].predicted.step_seconds > found.rows[0].predicted.step_seconds  # type: ignore[union-attr,operator]
+
+
+def test_a_dry_run_solves_and_writes_nothing(tmp_path: Path, card: Hardware) -> None:
+    outcome = run_search(ask(tmp_path / "runs", card, dry_run=True))
+    assert outcome.dry_run and outcome.plan is not None and outcome.plan.predicted is not None
+    assert outcome.plan.predicted.step_seconds and not (tmp_path / "runs").exists()
+
+
+def test_a_budget_is_at_most_what_the_hardware_has(card: Hardware) -> None:
+    budget, notes = within(parse_budget("100GB"), card)
+    assert budget.size == card.memory_bytes and "less than the budget" in notes[0]
+    assert within(parse_budget("10GB"), card) == (parse_budget("10GB"), ())
+    assert within(parse_budget("auto"), card) == (parse_budget("auto"), ())
+
+
+def test_nothing_fits_names_ways_out_that_really_fit(tmp_path: Path, card: Hardware) -> None:
+    small = card.model_copy(update={"memory_bytes": card.context_bytes + 5_500_000})
+    spec = WorkloadSpec(model="llama-tiny", batch_size=8)
+    with pytest.raises(InfeasibleError) as caught:
+        run_search(ask(tmp_path, small, budget="auto", workload=spec))
+    assert caught.value.exit_code == 3 and caught.value.smallest_peak is not None
+    assert caught.value.smallest_peak > small.memory_bytes
+    ways = caught.value.ways
+    assert 1 <= len(ways) <= 3 and all(way.peak_bytes <= small.memory_bytes for way in ways)
+    assert [w.relative_cost for w in ways] == sorted(w.relative_cost for w in ways)
+    assert all(way.options in caught.value.remedy for way in ways) and "simulated" in caught.value.remedy
+
+
+def test_a_plan_to_start_from_is_tried_and_its_numbers_are_not_believed(
+    tmp_path: Path, found: SearchOutcome, card: Hardware
+) -> None:
+    assert found.plan is not None and found.plan.predicted is not None
+    lying = found.plan.model_copy(
+        update={"predicted": found.plan.predicted.model_copy(update={"peak_bytes": 1, "step_seconds": 1e-9})}
+    )
+    heard: list[str] = []
+
+    class Ear(Silence):
+        def trial(self, trial: Any, best: Any) -> None:
+            heard.append(trial.name)
+
+    faster = card.model_copy(update={"link_out": card.link_out / 2})
+    again = run_search(ask(tmp_path, faster, start=lying, trials=4), Ear())
+    assert again.plan is not None and again.plan.predicted is not None
+    assert again.plan.predicted.step_seconds and again.plan.predicted.step_seconds > 1e-6
+    known = {"none", "recompute all", "every-2", "offload all"}
+    assert found.plan.hash in {row.plan_hash for row in again.rows} or set(heard) - known == {"simulated plan"}
