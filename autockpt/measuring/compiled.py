@@ -205,7 +205,7 @@ def _within(error: BaseException) -> AutockptError | None:
 
 
 def measure_eagerly(runner: Any, payload: dict[str, Any]) -> dict[str, Any]:
-    """A plan's Measurement in steps that are not compiled, for comparison; run beside the model by ``Measurer.call``."""
+    """A plan's Measurement in steps that are not compiled; run beside the model by ``Measurer.call``."""
     from autockpt.schema.choices import parse_choice
 
     compiler, runner.compiler = runner.compiler, None

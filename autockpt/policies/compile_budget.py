@@ -46,7 +46,8 @@ class CompileBudgetPolicy:
             fraction = unit.choice.fraction
             session.place(unit.name, unit.module, run_budgeted, BudgetState(unit.name, fraction, said))
             session.note(
-                unit.name, f"compile_budget: its compiled graph saves at most {fraction:g} of what it would; eager: save"
+                unit.name,
+                f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)",
             )
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:

@@ -56,7 +56,7 @@ def test_budgets_and_recompute_take_fewer_bytes_and_leave_nothing_behind(mode: C
 
 def test_layers_of_a_kind_and_choice_are_compiled_once_whatever_the_plan():
     runner = runner_of("layers")
-    runner.measure({**TIGHT_ALL, "layers.0": RECOMPUTE}, steps=1)
+    runner.measure({**TIGHT_ALL, "layers.0": RECOMPUTE, "layers.1": RECOMPUTE}, steps=1)
     times = runner.compiler.times  # type: ignore[union-attr]
     again = runner.measure({**RECOMPUTE_ALL, "layers.3": TIGHT}, steps=1)
     assert again.compile_seconds == 0 and again.graphs == 3
