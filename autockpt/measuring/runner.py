@@ -6,7 +6,7 @@ import importlib
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -118,18 +118,24 @@ class StepRunner:
         return function(self, payload)
 
     @contextmanager
-    def attached(self, choices: Choices, *, what: str = "this plan") -> Iterator[Session]:
+    def attached(self, choices: Choices, *, what: str = "this plan", compiled: bool = True) -> Iterator[Session]:
         """Choices attached to the model while the block runs, memory tidied before and after.
 
         Whatever happens inside, choices, gradients and half-made optimizer states are gone afterwards; running out of
-        memory arrives as DeviceOutOfMemory, with everything that the step held let go.
+        memory arrives as DeviceOutOfMemory, with everything that the step held let go. Not ``compiled``: the caller
+        will, with ``compiling``.
         """
         with self._prepared(what) as stack:
             session = attach(self.workload.model, choices, host_budget=self.host_budget)
             stack.callback(session.remove)
-            if self.compiler is not None:
-                stack.enter_context(self.compiler.compiling(self.workload.model, choices))
+            if compiled:
+                stack.enter_context(self.compiling(choices))
             yield session
+
+    def compiling(self, choices: Choices) -> AbstractContextManager[None]:
+        """The model's calls are compiled while the block runs, where this runner has a compiler."""
+        compiler = self.compiler
+        return nullcontext() if compiler is None else compiler.compiling(self.workload.model, choices)
 
     @contextmanager
     def under(self, plan: Choices | Attach, *, what: str = "this plan") -> Iterator[Session | None]:

@@ -59,7 +59,8 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
 
     With ``request.compile`` these steps are compiled. Where ``request.hardware`` is given, nothing is measured: the
     search is simulated for it. Writes the run's directory and plan. Raises UsageError, WorkloadError, InfeasibleError,
-    RunDirectoryError or MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the best plan so far.
+    RunDirectoryError or MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the
+    best plan so far.
     """
     clock = Clock(listener or Silence())
     _refuse_unwritable(request)
