@@ -151,7 +151,8 @@ def _found(
     rows = scored_rows(engine.known, found.trials, found.best)
     plan, notes = None, [*found.notes, *_graphs(found)]
     if found.best is not None:
-        elsewise, said = _in_eager_steps(measurer, found)
+        late = request.timeout is not None and clock.elapsed > request.timeout
+        elsewise, said = (None, []) if late else _in_eager_steps(measurer, found)
         notes += said
         plan = _plan(job, mode, tracer, measurer, found, rows, (*notes, _NOT_PREDICTED), elsewise)
         run.write_plan(plan)

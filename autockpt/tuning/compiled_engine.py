@@ -148,7 +148,10 @@ class CompiledEngine:
                 self.listener.advance()
             elif not self._enough(0):
                 self._try(choices, name, "baseline")
-            self.known[name] = choices
+            if self.book.scored or self._enough(0):
+                self.known |= {name: choices} if name not in uniform or self.budgets else {}
+            elif not self._memory_ran_out:
+                raise self._failure()  # the rest would fail alike
 
     def _resolved(self) -> ResolvedBudget:
         none = self.book.find(self.known[NONE])
@@ -159,10 +162,14 @@ class CompiledEngine:
         self.book.judge(budget.bytes)
         return budget
 
+    @property
+    def _memory_ran_out(self) -> bool:
+        return any(trial.state == "out_of_memory" for trial in self.book.trials)
+
     def _failure(self) -> AutockptError:
         """Why not one step could be measured."""
         said = [t for t in self.book.trials if t.message]
-        if any(t.state == "out_of_memory" for t in said):
+        if self._memory_ran_out:
             return InfeasibleError(
                 f"no compiled step runs on this device: {said[-1].message}",
                 remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
@@ -181,8 +188,8 @@ class CompiledEngine:
             smallest_peak=smallest,
         )
 
-    def _try(self, choices: dict[str, Choice], name: str, encoding: str, split: Split | None = None) -> Trial:
-        """Measure a plan; one that the compiler refuses is a trial that failed."""
+    def _try(self, choices: dict[str, Choice], name: str, encoding: str, split: Split | None = None) -> Trial | None:
+        """Measure a plan; one that the compiler refuses is a trial that failed. None where time ran out over it."""
         limit = self.budget.bytes if self.budget is not None else None
         self.measurer.patience = min(self.patience, max(ANSWERING, self._seconds_left))
         state: TrialState = "failed"
@@ -200,8 +207,9 @@ class CompiledEngine:
                 )
         except MeasurementError as error:
             message = error.message
-            if self._seconds_left <= 0:
-                message = "not compiled and measured by the time limit"
+            if self._seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
+                self.notes.append(f"{name} was not compiled and measured by the time limit")
+                return None
         finally:
             self.measurer.patience = self.patience
         return self._write(choices, name, encoding, split, state, measured, message)
@@ -300,6 +308,9 @@ class CompiledEngine:
         return math.inf if self.limits.timeout is None else self.limits.timeout - self.clock.elapsed
 
     def _finals(self) -> Trial | None:
+        if self._seconds_left <= 0:
+            self.notes.append("the time limit left no room to measure the best plans side by side")
+            return self.book.best
         beside = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
         assert self.budget is not None
         best = self.scorer.winner(self.book, beside, self.budget.bytes, max(self._seconds_left, 0.0))
@@ -318,5 +329,5 @@ def _space(mode: CompileMode) -> SearchSpace:
     knobs = {"rich": Knob(low=0.05, high=1.0), "front": Knob(low=0.0, high=1.0)}
     if mode == "layers":
         knobs["lean"] = Knob(low=0.0, high=1.0)
-    # these are not the eager solver's knobs, which is all that a space in a file may have
-    return SearchSpace.model_construct(name="compiled", encoding="knobs", sampler="gp", knobs=knobs)
+    # Not the eager solver's knobs, which is all that a space in a file may have. Steps, not slopes: no Gaussian process.
+    return SearchSpace.model_construct(name="compiled", encoding="knobs", sampler="tpe", knobs=knobs)
