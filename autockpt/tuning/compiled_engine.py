@@ -329,5 +329,5 @@ def _space(mode: CompileMode) -> SearchSpace:
     knobs = {"rich": Knob(low=0.05, high=1.0), "front": Knob(low=0.0, high=1.0)}
     if mode == "layers":
         knobs["lean"] = Knob(low=0.0, high=1.0)
-    # Not the eager solver's knobs, which is all that a space in a file may have. Steps, not slopes: no Gaussian process.
+    # not the eager solver's knobs, which is all that a space in a file may have
     return SearchSpace.model_construct(name="compiled", encoding="knobs", sampler="tpe", knobs=knobs)

@@ -105,3 +105,12 @@ def test_where_there_is_no_compiler_that_is_said(monkeypatch):
     assert "g++" in missing("cpu")
     with pytest.raises(UsageError, match="C\\+\\+"):
         Compiler("layers", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing("cpu")), reason="no C++ compiler")
+def test_the_real_compiler_keeps_the_budget_of_each_layer():
+    runner = StepRunner(make_workload(Stack(dropout=0.0)), get_device("cpu"), compiler=Compiler("layers", "cpu"))
+    plain = runner.measure({}, steps=1)
+    tight = runner.measure({"layers.1": TIGHT, "layers.2": TIGHT}, steps=1)
+    assert tight.peak_bytes < plain.peak_bytes and tight.graphs == plain.graphs + 1
