@@ -22,7 +22,7 @@ def linear(split: Split) -> Cost:
 
 def test_a_split_is_a_plan():
     assert Split(0.0, 1.0, 3).choices(NAMES) == {n: RECOMPUTE if i < 3 else SAVE for i, n in enumerate(NAMES)}
-    assert set(Split(0.4, 0.4, 0).choices(NAMES).values()) == {CompileBudget(fraction=0.4)}
+    assert all(c == CompileBudget(fraction=0.4) for c in Split(0.4, 0.4, 0).choices(NAMES).values())
 
 
 @given(fractions, fractions, st.integers(0, LAYERS), st.sampled_from(["layers", "model"]))
