@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from autockpt.runtime import (
     attach,
     coarsest,
     coarsest_type,
-    deterministic_algorithms,
+    deterministically,
     digest_tensors,
     judge,
     kept_state,
@@ -343,21 +343,24 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
     workload = runner.workload
     choices = None if payload["choices"] is None else _choices(payload["choices"])
     what = "plain training" if choices is None else "the plan"
-    with (
-        runner.attached({}, what=what, compiled=False),
-        deterministic_algorithms() if payload.get("deterministic") else nullcontext(),
-        without_kv_cache(workload.model) if choices is None else attach(workload.model, choices),
-        runner.compiling(choices or {}),
-    ):
-        if workload.full_step is not None:
-            return _observe_full_steps(runner, bool(payload.get("sketched"))).model_dump()
-        seed_all(_seed(workload), runner.device.torch_device)
-        sketched = bool(payload.get("sketched"))
-        if runner.compiler is None:
-            return observe(workload.model, _forward_backward(workload), sketched=sketched).model_dump()
-        # what asks every module for its types would be compiled with it
-        observed = observe(workload.model, _forward_backward(workload), sketched=sketched, typed=False)
-        return observed.model_copy(update={"coarsest": coarsest(_types(workload))}).model_dump()
+    sketched = bool(payload.get("sketched"))
+
+    def observed() -> Observation:
+        with (
+            without_kv_cache(workload.model) if choices is None else attach(workload.model, choices),
+            runner.compiling(choices or {}),
+        ):
+            if workload.full_step is not None:
+                return _observe_full_steps(runner, sketched)
+            seed_all(_seed(workload), runner.device.torch_device)
+            if runner.compiler is None:
+                return observe(workload.model, _forward_backward(workload), sketched=sketched)
+            # what asks every module for its types would be compiled with it
+            seen = observe(workload.model, _forward_backward(workload), sketched=sketched, typed=False)
+            return seen.model_copy(update={"coarsest": coarsest(_types(workload))})
+
+    with runner.attached({}, what=what, compiled=False):
+        return (deterministically(observed) if payload.get("deterministic") else observed()).model_dump()
 
 
 def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 import signal
 
+import torch
 from hypothesis import settings
+
+from tests.device import ON_CUDA
+
+if ON_CUDA:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 # A shell that runs the tests in the background makes them ignore Ctrl-C, and with it the tests that send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
 from autockpt.measuring import StepRunner
 from autockpt.runtime import without_kv_cache
 from autockpt.runtime.gradients import judge
-from autockpt.runtime.observation import Observation, deterministic_algorithms, observe
+from autockpt.runtime.observation import Observation, deterministically, observe
 from autockpt.schema import Unit
 from autockpt.workload import discover_units
 from autockpt.workload.failures import summary
@@ -186,9 +185,12 @@ def _observe(
     def forward_backward(between: Callable[[], None]) -> Tensor:
         return workload.forward_backward(lambda phase: between() if phase == "backward" else None)
 
-    with runner.under(attach), deterministic_algorithms() if deterministic else nullcontext():
+    def seen() -> Observation:
         runner.seed()
-        observed = observe(workload.model, forward_backward, sketched=sketched, typed=typed)
+        return observe(workload.model, forward_backward, sketched=sketched, typed=typed)
+
+    with runner.under(attach):
+        observed = deterministically(seen) if deterministic else seen()
     runner.beat("observed")
     return observed
 

@@ -15,7 +15,12 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.schema.device import DeviceInfo
 from autockpt.schema.sizes import format_bytes
 
-_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # what making a handle says where there is no room for it
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 class CudaDevice:
@@ -78,8 +83,11 @@ class CudaDevice:
             used = nvml.used_bytes(self.index)
             if used is not None:
                 return used
-        free, total = self._free_and_total()
-        return max(0, total - free - self._held())
+        used = nvml.used_bytes(self.index)
+        if used is None:
+            free, total = self._free_and_total()
+            used = total - free
+        return max(0, used - self._held())
 
     def context_bytes(self) -> int:
         """What this process holds on the GPU outside of PyTorch's allocator. Opens a context.
@@ -175,7 +183,12 @@ class CudaDevice:
         if own is not None:
             return own
         free, total = self._free_and_total()
-        return max(0, total - free - (self._others_at_start or 0))
+        if self._others_at_start is None:
+            return total - free
+        # both ends by the same source: what the driver's library calls used has the driver's own part in it, what CUDA
+        # calls used has not, and the difference of the two can be as large as a context
+        now = nvml.used_bytes(self.index)
+        return max(0, (total - free if now is None else now) - self._others_at_start)
 
     def _free_and_total(self) -> tuple[int, int]:
         self._open()

@@ -5,6 +5,7 @@ Every function answers None where the library, the device or the number cannot b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from typing import Any
@@ -20,6 +21,15 @@ class _Memory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
+class _Memory2(ctypes.Structure):
+    """Tells the driver's own part apart, which CUDA does not count as the device's memory."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint),
+        *((name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")),
+    ]
+
+
 class _Process(ctypes.Structure):
     _fields_ = [
         ("pid", ctypes.c_uint),
@@ -30,15 +40,15 @@ class _Process(ctypes.Structure):
 
 
 def total_bytes(index: int) -> int | None:
-    """All memory of the GPU that CUDA numbers ``index`` in this process."""
+    """All memory of the GPU that CUDA numbers ``index`` in this process, less what the driver keeps for itself."""
     memory = _memory(index)
-    return None if memory is None else int(memory.total)
+    return None if memory is None else memory[0]
 
 
 def used_bytes(index: int) -> int | None:
     """What all processes together hold on it."""
     memory = _memory(index)
-    return None if memory is None else int(memory.used)
+    return None if memory is None else memory[1]
 
 
 def own_bytes(index: int) -> int | None:
@@ -59,13 +69,35 @@ def own_bytes(index: int) -> int | None:
     return None
 
 
-def _memory(index: int) -> _Memory | None:
+def capability(index: int) -> tuple[int, int] | None:
+    """Its compute capability: (9, 0) for Hopper."""
     opened = _open(index)
     if opened is None:
         return None
     library, handle = opened
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    try:
+        if library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) != 0:
+            return None
+    except AttributeError:
+        return None
+    return major.value, minor.value
+
+
+def _memory(index: int) -> tuple[int, int] | None:
+    """All of it and what is used, both without the driver's own part where the library tells that apart."""
+    opened = _open(index)
+    if opened is None:
+        return None
+    library, handle = opened
+    with contextlib.suppress(AttributeError):
+        apart = _Memory2(version=ctypes.sizeof(_Memory2) | 2 << 24)
+        if library.nvmlDeviceGetMemoryInfo_v2(handle, ctypes.byref(apart)) == 0:
+            return int(apart.total - apart.reserved), int(apart.used)
     memory = _Memory()
-    return memory if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else None
+    if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+        return None
+    return int(memory.total), int(memory.used)
 
 
 def _open(index: int) -> tuple[Any, ctypes.c_void_p] | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -147,8 +149,20 @@ class CudaQueues:
         self._streams = {"out": torch.cuda.Stream(self.device), "in": torch.cuda.Stream(self.device)}
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        memory = _PinnedMemory(-1, whole_pages(nbytes))
-        return memory.pin(self.device)
+        size = whole_pages(nbytes)
+        if _kept is None:
+            return _PinnedMemory(-1, size).pin(self.device)
+        place = next((n for n, kept in enumerate(_kept) if kept.idle and len(kept.memory) == size), None)
+        if place is None:
+            _kept[:] = [kept for kept in _kept if not kept.idle]
+            memory = _PinnedMemory(-1, size)
+            tensor = memory.pin(self.device)
+        else:
+            torch.cuda.synchronize(self.device)  # copies of whoever had it before
+            memory = _kept.pop(place).memory
+            tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        _kept.append(_Kept(memory, weakref.ref(tensor.untyped_storage())))
+        return tensor
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -191,6 +205,35 @@ class _Mark:
         self.event, self.stream = event, stream
 
 
+@contextmanager
+def pinned_memory_kept() -> Iterator[None]:
+    """While the block runs, pinned memory that is no longer used stays pinned for whoever needs as much next.
+
+    For plans that take turns: pinning takes some tenths of a second per GiB. What does not fit the next plan is given
+    back before it allocates, so no more is held than by the plan that needs the most.
+    """
+    global _kept
+    before, _kept = _kept, []
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+class _Kept(NamedTuple):
+    """Pinned memory, and the storage over it: its Python object lives as long as any tensor that looks into it."""
+
+    memory: _PinnedMemory
+    storage: weakref.ref[torch.UntypedStorage]
+
+    @property
+    def idle(self) -> bool:
+        return self.storage() is None
+
+
+_kept: list[_Kept] | None = None
+
+
 class _PinnedMemory(mmap.mmap):
     """Anonymous memory registered with CUDA. torch's own pinned allocator rounds sizes up to powers of two."""
 
@@ -202,6 +245,7 @@ class _PinnedMemory(mmap.mmap):
         with torch.cuda.device(device):
             code = int(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
         if code:
+            _forget_error(device)
             raise MeasurementError(
                 f"the host would not pin {tensor.numel() / 2**20:.0f} MiB for offloading (CUDA error {code})",
                 remedy="Raise the limit on locked memory (ulimit -l), free host memory, set --host-budget, or offload "
@@ -216,6 +260,12 @@ class _PinnedMemory(mmap.mmap):
                 address, device = self._registered
                 torch.cuda.synchronize(device)
                 _cudart().cudaHostUnregister(address)
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA remembers a call that failed, and the next kernel of anybody is told of it: let that be one of ours."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _cudart() -> Any:

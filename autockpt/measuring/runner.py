@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.devices import Device, Peak
+from autockpt.devices.streams import pinned_memory_kept
 from autockpt.errors import MeasurementError
 from autockpt.history.statistics import noise
 from autockpt.measuring import conditions
@@ -97,7 +98,9 @@ class StepRunner:
         name of the plan that does not fit.
         """
         times: dict[str, list[float]] = {name: [] for name in plans}
-        with self.device.limit(budget_bytes):
+        # a bound on the host is for one plan's memory, not for what another's left behind
+        kept = pinned_memory_kept() if self.host_budget is None else nullcontext()
+        with self.device.limit(budget_bytes), kept:
             for _ in range(rounds):
                 for name in turn_order(list(plans), self._round):
                     with self.under(plans[name], what=f"plan {name!r}"):

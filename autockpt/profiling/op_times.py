@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from autockpt.measuring import StepRunner
 
 COPY_PROBE_BYTES, COPY_PROBES, COPY_ROUNDS = 4 * 2**20, 8, 5
+CUDA_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the time that queueing a copy takes
+# The GPU is kept busy while the host queues so many ops: else it would wait for the host between two events, and ops
+# would seem to take as long as launching them. A launch queue holds about a thousand entries, and an op makes three.
+OPS_AHEAD, SECONDS_AHEAD_PER_OP, CLOCK_HERTZ = 200, 1e-4, 2e9
 DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
 
 
@@ -37,6 +41,7 @@ class _OpTimer(TorchDispatchMode):
         self.optimizer: float = 0.0
         self.ops = 0
         self._pending: list[tuple[str, Any, Any]] | None = [] if cuda else None
+        self._until_ahead = 0
 
     def mark(self, phase: str) -> None:
         self.phase = phase
@@ -45,6 +50,7 @@ class _OpTimer(TorchDispatchMode):
         kwargs = kwargs or {}
         name = signature(func, args, kwargs)
         if self._pending is not None:
+            self._get_ahead()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             out = func(*args, **kwargs)
@@ -55,6 +61,13 @@ class _OpTimer(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._add(name if self.phase != "optimizer" else "", time.perf_counter() - start)
         return out
+
+    def _get_ahead(self) -> None:
+        """Every so often, give the GPU as much to wait for as the host needs to queue the next ops."""
+        if not self._until_ahead:
+            torch.cuda._sleep(int(OPS_AHEAD * SECONDS_AHEAD_PER_OP * CLOCK_HERTZ))
+            self._until_ahead = OPS_AHEAD
+        self._until_ahead -= 1
 
     def _add(self, name: str, seconds: float) -> None:
         if name:
@@ -119,9 +132,8 @@ def _copy_bandwidths(runner: StepRunner) -> tuple[float, float]:
     Many copies of the size of one activation, in buffers that earlier rounds used: as in the steady state of training.
     """
     transport = transport_for(runner.device.torch_device)
-    sources = [
-        torch.ones(COPY_PROBE_BYTES, dtype=torch.uint8, device=runner.device.torch_device) for _ in range(COPY_PROBES)
-    ]
+    size = COPY_PROBE_BYTES if runner.device.kind == "cpu" else CUDA_COPY_PROBE_BYTES
+    sources = [torch.ones(size, dtype=torch.uint8, device=runner.device.torch_device) for _ in range(COPY_PROBES)]
     best_out = best_back = float("inf")
     for _ in range(COPY_ROUNDS):
         runner.device.synchronize()
@@ -135,7 +147,7 @@ def _copy_bandwidths(runner: StepRunner) -> tuple[float, float]:
             parcels.pop().get()
         runner.device.synchronize()
         best_out, best_back = min(best_out, middle - start), min(best_back, time.perf_counter() - middle)
-    return COPY_PROBES * COPY_PROBE_BYTES / best_out, COPY_PROBES * COPY_PROBE_BYTES / best_back
+    return COPY_PROBES * size / best_out, COPY_PROBES * size / best_back
 
 
 def _disk_bandwidths(runner: StepRunner) -> tuple[float, float]:

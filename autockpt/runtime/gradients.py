@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 
 from pydantic import Field
 from torch import nn
 
-from autockpt.runtime.observation import ForwardBackward, Observation, deterministic_algorithms, observe
+from autockpt.runtime.observation import ForwardBackward, Observation, deterministically, observe
 from autockpt.runtime.sketches import TOLERANCE
 from autockpt.schema.base import Data
 
@@ -71,11 +71,11 @@ def compare(
     """
 
     def run(attached: Callable[[], AbstractContextManager[object]], deterministic: bool) -> Observation:
-        with ExitStack() as stack:
-            if deterministic:
-                stack.enter_context(deterministic_algorithms())
-            stack.enter_context(attached())
-            return observe(model, forward_backward, sketched=not exact)
+        def observed() -> Observation:
+            with attached():
+                return observe(model, forward_backward, sketched=not exact)
+
+        return deterministically(observed) if deterministic else observed()
 
     deterministic = False
     first, second = run(reference, False), run(reference, False)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 from pydantic import Field
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from autockpt.runtime.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 from autockpt.schema.base import Data
 
+T = TypeVar("T")
 ForwardBackward = Callable[[Callable[[], None]], Tensor]
 """One forward and backward; calls its argument between the two and returns the loss. Gradients stay in ``.grad``."""
 
@@ -128,18 +131,45 @@ def kept_state(model: nn.Module) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+def deterministically(run: Callable[[], T]) -> T:
+    """What ``run()`` gives under deterministic algorithms: strictly where CUDA is in use and the step allows it.
+
+    Unless it is strict, PyTorch leaves the backward of fused attention as it is, with a warning
+    (``attention_backward.cu`` of torch 2.11 to 2.13). ``run`` begins anew where it has an operation without a
+    deterministic kernel.
+    """
+    if torch.cuda.is_initialized():
+        try:
+            with deterministic_algorithms(strict=True):
+                return run()
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+    with deterministic_algorithms():
+        return run()
+
+
 @contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """PyTorch's deterministic kernels where it has them; operations without one run as they are."""
+def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
+    """PyTorch's deterministic kernels where it has them; operations without one run as they are, or fail (``strict``).
+
+    Matrix products of one stream are deterministic whatever cuBLAS' workspace is; the variable only says so.
+    """
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    workspace = os.environ.get(name)
+    if strict and workspace is None:
+        os.environ[name] = ":4096:8"
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+        if workspace is None:
+            os.environ.pop(name, None)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from autockpt.devices import nvml
 from autockpt.devices.base import Transport
 from autockpt.devices.ghost import GhostTransport
 from autockpt.devices.transport import transport_for
@@ -175,7 +176,7 @@ class GhostRun(Run):
         self._mode.on_cpu = device.type == "cpu"
         self._mode.on_cuda = device.type == "cuda"
         if self._mode.on_cuda:
-            self._mode.capability = capability or _capability(device)
+            self._mode.capability = capability or capability_of(device)
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
         return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu, tier=tier)
@@ -228,11 +229,11 @@ def _traced(spec: WorkloadSpec) -> WorkloadSpec:
     return spec.model_copy(update={**plain, "optimizer": optimizer})
 
 
-def _capability(device: torch.device) -> Capability:
-    """Of the GPU at hand, where this process uses it; else of the one that most kernels are made for."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+def capability_of(device: torch.device) -> Capability:
+    """Of the GPU at hand, without opening a context on it; else of the one that most kernels are made for."""
+    if torch.cuda.is_initialized():
         return torch.cuda.get_device_capability(device)
-    return AMPERE
+    return nvml.capability(device.index or 0) or AMPERE
 
 
 def _check_fits(spec: WorkloadSpec) -> None:

@@ -16,7 +16,7 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.cuda_kernels import Capability
 from autockpt.tracing.process import GhostProcess, NotForkable
-from autockpt.tracing.run import GhostRun, RecordedRun
+from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
 from autockpt.workload import Workload
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
@@ -72,6 +72,8 @@ class Tracer:
         ghost-run and there is no fallback.
         """
         target = torch.device(device)
+        if capability is None and target.type == "cuda":
+            capability = capability_of(target)  # here: the child sees no GPU
         return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback)
 
     @classmethod

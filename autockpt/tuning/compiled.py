@@ -198,7 +198,13 @@ def _plan(
         rows=rows,
         notes=notes,
     )
-    times = None if eager is None else eager.model_copy(update={"times": ()})
+    times = (
+        None
+        if eager is None
+        else eager.model_copy(
+            update={"times": (), "step_seconds": round(eager.step_seconds, 6), "noise": round(eager.noise, 4)}
+        )
+    )
     return plan.model_copy(update={"compile": mode, "eager": times})
 
 

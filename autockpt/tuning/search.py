@@ -81,10 +81,12 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
             uniform, space, refused = uniform_plans(tracer, request.space)
         settled = Settled({}, tracer, uniform, request.budget)
-        here = environment_of(device, {**process_environment(request.device), **os.environ})
+        # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
+        variables = {**process_environment(request.device), **os.environ}
+        here = environment_of(device, variables) if worker is None else worker.environment
         if request.allow_inexact:
             with clock.stage("weigh chunked_loss"):
-                others = device.used_by_others()
+                others = device.used_by_others() if worker is None else used_by_others(worker)
                 settled = settle(tracer, uniform, request.budget, space, nominal(here), others, request.host_budget)
         stack.enter_context(_naming_ways_out(request, tracer, uniform, device, here, clock))
         job = job_of(request, tracer, settled, space, refused)

@@ -1,16 +1,18 @@
 """Host time per layer and step of every choice, beside PyTorch's checkpointing called by hand.
 
-    OMP_NUM_THREADS=1 python results/choices_cpu_202611/host_cost.py
+    OMP_NUM_THREADS=1 python results/choices_cpu_202611/host_cost.py [DEVICE]
 
 A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
 each after one step that is not timed; medians over the rounds, and the 95 % interval of the ratio to checkpointing by
-hand. Time is that of the processor in this process, so that other work on the machine counts little.
+hand. Time is that of the processor in this process, so that other work on the machine counts little. On a GPU its work
+is waited for after every step, outside of what is timed.
 """
 
 from __future__ import annotations
 
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +34,7 @@ CHOICES = [
 ]
 
 
-def model_and_batch() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def model_and_batch(device: str = "cpu") -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """The tiny model."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -44,8 +46,8 @@ def model_and_batch() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         num_key_value_heads=4,
         use_cache=False,
     )
-    ids = torch.randint(0, 64, (1, 8))
-    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+    ids = torch.randint(0, 64, (1, 8)).to(device)
+    return transformers.LlamaForCausalLM(config).train().to(device), {"input_ids": ids, "labels": ids}
 
 
 @contextmanager
@@ -62,10 +64,10 @@ def by_hand(model: torch.nn.Module) -> Iterator[None]:
             layer.gradient_checkpointing = False
 
 
-def main() -> None:
-    """Measure and print the table."""
+def measure(device: str = "cpu", rounds: int = ROUNDS) -> dict[str, dict[str, float | str]]:
+    """Medians by candidate: µs a layer of forward and backward, and the ratio to checkpointing by hand in words."""
     torch.set_num_threads(1)
-    model, batch = model_and_batch()
+    model, batch = model_and_batch(device)
     names = [f"model.layers.{i}" for i in range(LAYERS)]
 
     def once() -> tuple[float, float]:
@@ -74,13 +76,15 @@ def main() -> None:
         middle = time.process_time()
         loss.backward()
         end = time.process_time()
+        if device != "cpu":
+            torch.cuda.synchronize()
         model.zero_grad()
         return middle - begin, end - middle
 
     parsed = {label(c): c for c in map(from_label, CHOICES)}
     candidates = {"nothing attached": None, BY_HAND: None} | parsed
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         order = list(candidates) if turn % 2 == 0 else list(reversed(candidates))
         for name in order:
             choice = candidates[name]
@@ -89,12 +93,20 @@ def main() -> None:
                 once()
                 times[name].append(once())
     hand = [sum(pair) for pair in times[BY_HAND]]
-    print("| choice on every layer | forward, µs a layer | backward, µs a layer | times by hand |")
-    print("|---|---|---|---|")
+    found: dict[str, dict[str, float | str]] = {}
     for name, pairs in times.items():
         forward, backward = (statistics.median(p[i] for p in pairs) / LAYERS * 1e6 for i in (0, 1))
-        ratio = ratio_interval([sum(p) for p in pairs], hand, robust=True) if name != BY_HAND else ""
-        print(f"| {name} | {forward:.0f} | {backward:.0f} | {ratio} |")
+        ratio = str(ratio_interval([sum(p) for p in pairs], hand, robust=True)) if name != BY_HAND else ""
+        found[name] = {"forward": forward, "backward": backward, "by hand": ratio}
+    return found
+
+
+def main() -> None:
+    """Measure and print the table."""
+    print("| choice on every layer | forward, µs a layer | backward, µs a layer | times by hand |")
+    print("|---|---|---|---|")
+    for name, row in measure(*sys.argv[1:2]).items():
+        print(f"| {name} | {row['forward']:.0f} | {row['backward']:.0f} | {row['by hand']} |")
 
 
 if __name__ == "__main__":

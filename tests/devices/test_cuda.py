@@ -191,12 +191,49 @@ def test_the_drivers_library_is_read_by_its_own_numbering(monkeypatch):
     assert nvml.own_bytes(1) is None
 
 
+class NewerLibrary(Library):
+    """One that tells the driver's own 60 bytes apart, and the compute capability."""
+
+    def nvmlDeviceGetMemoryInfo_v2(self, handle: ctypes.c_void_p, memory: Any) -> int:
+        assert memory._obj.version == 40 | 2 << 24
+        memory._obj.total, memory._obj.reserved, memory._obj.free, memory._obj.used = 800, 60, 300, 440
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: ctypes.c_void_p, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = 9, 0
+        return 0
+
+
+def test_what_the_driver_keeps_for_itself_is_nobodys_memory(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: NewerLibrary(pids={}))
+    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda index: index + 2)
+    assert (nvml.total_bytes(1), nvml.used_bytes(1), nvml.capability(1)) == (740, 440, (9, 0))
+
+
+def test_an_older_library_knows_no_capability(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(pids={}))
+    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda index: index + 2)
+    assert nvml.capability(1) is None
+
+
+def test_context_is_told_by_one_source_from_beginning_to_end(gpu, monkeypatch):
+    """CUDA does not count what the driver keeps for itself; its library may."""
+    drivers_own = GIB // 2
+    monkeypatch.setattr(nvml, "used_bytes", lambda index: gpu.used + drivers_own)
+    assert CudaDevice().context_bytes() == GIB
+
+
+def test_a_library_that_cannot_make_its_handle_is_out_of_memory():
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert CudaDevice().out_of_memory(error)
+
+
 def test_without_the_drivers_library_nothing_is_known(monkeypatch):
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert (nvml.total_bytes(0), nvml.used_bytes(0), nvml.own_bytes(0)) == (None, None, None)
+    assert (nvml.total_bytes(0), nvml.used_bytes(0), nvml.own_bytes(0), nvml.capability(0)) == (None,) * 4
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.device import DEVICE, here
 from tests.policies.zoo import Cnn, feature_step, language_step
 
 TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -27,7 +28,7 @@ class Architecture:
     def build(self, dropout: float) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return self.make(dropout).train()
+            return self.make(dropout).train().to(DEVICE)
 
     def step(self, model: nn.Module, batch: Any, **extra: Any) -> Tensor:
         if isinstance(batch, Tensor):
@@ -47,7 +48,7 @@ def _tokens() -> dict[str, Tensor]:
     ids = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, -4:] = 0
-    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
+    return here({"input_ids": ids, "labels": ids.clone(), "attention_mask": mask})
 
 
 def _unmasked() -> dict[str, Tensor]:
@@ -56,11 +57,11 @@ def _unmasked() -> dict[str, Tensor]:
 
 def _pixels() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return {"pixel_values": torch.randn(4, 3, 16, 16, generator=generator), "labels": torch.arange(4) % 3}
+    return here({"pixel_values": torch.randn(4, 3, 16, 16, generator=generator), "labels": torch.arange(4) % 3})
 
 
 def _images() -> Tensor:
-    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    return here(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3)))
 
 
 def _cnn(dropout: float) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 from autockpt.devices.disk import DiskTransport
 from autockpt.devices.hostpool import HostUse
 from autockpt.devices.streams import StreamTransport
+from tests.device import DEVICE
 
 
 class Event:
@@ -45,7 +46,7 @@ class DeferredQueues:
         return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 0xCD, dtype=torch.uint8)
+        return torch.full((nbytes,), 0xCD, dtype=torch.uint8, device=DEVICE)
 
     def mark(self) -> Event:
         return Event()
@@ -68,7 +69,7 @@ class DeferredQueues:
                 if direction == "out":
                     on_host.fill_(0xEE)
                 return
-            there = torch.empty(0, dtype=torch.uint8).set_(alive, first, (size,), (1,))
+            there = torch.empty(0, dtype=torch.uint8, device=alive.device).set_(alive, first, (size,), (1,))
             (on_host if direction == "out" else there).copy_(there if direction == "out" else on_host)
 
         self._last[direction] = event = Event(copy)

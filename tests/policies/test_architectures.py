@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autockpt.runtime import attach, without_kv_cache
 from autockpt.schema.choices import choice_kinds, parse_choice
 from autockpt.workload.units import discover_units
+from tests.device import DEVICE, random_state
 from tests.policies.architectures import ARCHITECTURES, Architecture
 from tests.policies.zoo import assert_equal
 
@@ -21,7 +22,7 @@ DROPOUTS = (0.0, 0.2)
 
 
 def autocast(precision: str) -> AbstractContextManager:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
+    return torch.autocast(DEVICE.type, dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
 
 
 def train(architecture: Architecture, model: nn.Module, precision: str) -> dict[str, Tensor]:
@@ -38,7 +39,7 @@ def train(architecture: Architecture, model: nn.Module, precision: str) -> dict[
         with autocast(precision):
             loss = architecture.step(model, batch)
         loss.backward()
-        seen[f"{i} loss"], seen[f"{i} random state"] = loss.detach().clone(), torch.get_rng_state()
+        seen[f"{i} loss"], seen[f"{i} random state"] = loss.detach().clone(), random_state()
         seen |= {f"{i} gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         seen |= {f"{i} buffer {n}": b.clone() for n, b in model.named_buffers()}
         optimizer.step()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autockpt.policies import POLICIES
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import CHOICE_TYPES, RECOMPUTE, Choice, choice_kinds, parse_choice
+from tests.device import DEVICE
 from tests.policies.deferred import DeferredTransport
 from tests.policies.zoo import CASES, Case, assert_equal, bytes_alive_after, plain, precision, train
 
@@ -315,7 +316,7 @@ def test_saves_the_users_own_config(case, kind, tmp_path):
         model.save_pretrained(tmp_path / "during")
     texts = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("before", "during")]
     assert texts[0] == texts[1]
-    again = type(model).from_pretrained(tmp_path / "during")
+    again = type(model).from_pretrained(tmp_path / "during").to(DEVICE)
     assert_equal(again.state_dict(), model.state_dict())
 
 
@@ -325,7 +326,7 @@ class Glue(nn.Module):
     def __init__(self, between: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.units = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(2))
+        self.units = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(2)).to(DEVICE)
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -339,7 +340,7 @@ class Glue(nn.Module):
 def test_changed_input_is_an_error(kind):
     model = Glue(lambda hidden, out: hidden.add_(1))
     with attach(model, {f"units.{i}": parse_choice(kind) for i in range(2)}, transport=DeferredTransport()):
-        loss = model(torch.randn(128, 64)).sum()
+        loss = model(torch.randn(128, 64).to(DEVICE)).sum()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -347,7 +348,7 @@ def test_changed_input_is_an_error(kind):
 @each_kind
 def test_changed_output_is_an_error_or_right(kind):
     torch.manual_seed(5)
-    x = torch.randn(128, 64)
+    x = torch.randn(128, 64).to(DEVICE)
     exact = Glue(lambda hidden, out: None)
     exact(x).sum().backward()
     model = Glue(lambda hidden, out: out.add_(1))
@@ -379,7 +380,9 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.units = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(3))
+        self.units = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)).to(
+            DEVICE
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for i in (0, 2, 0, 1, 1):
@@ -391,7 +394,7 @@ class Twice(nn.Module):
 def test_shared_and_skipped_units(kind):
     def run(model: nn.Module) -> dict[str, Tensor]:
         torch.manual_seed(7)
-        model(torch.randn(128, 64)).sum().backward()
+        model(torch.randn(128, 64).to(DEVICE)).sum().backward()
         return gradients(model)
 
     wanted, model = run(Twice()), Twice()

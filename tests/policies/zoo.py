@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autockpt.schema.choices import Choice
 from autockpt.workload.units import discover_units
+from tests.device import DEVICE, ON_CUDA, here, random_state
 
 Step = Callable[[nn.Module, Any], Tensor]
 
@@ -83,9 +84,13 @@ def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return make().train()
+            return make().train().to(DEVICE)
 
     return build
+
+
+def _on_device(batch: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: here(batch())
 
 
 def _tokens(length: int = 64, rows: int = 6, padded: bool = True) -> dict[str, Tensor]:
@@ -160,13 +165,13 @@ def _sequential() -> nn.Module:
 CASES = {
     case.name: case
     for case in (
-        Case("llama", _seeded(_llama), _tokens, language_step, takes_cache=True),
-        Case("gpt2", _seeded(_gpt2), _tokens, language_step, takes_cache=True),
-        Case("bert", _seeded(_bert), _tokens, language_step),
-        Case("t5", _seeded(_t5), _tokens, language_step, takes_cache=True),
-        Case("vit", _seeded(_vit), _pixels, language_step),
-        Case("cnn", _seeded(Cnn), _features(8, 3, 16, 16), feature_step),
-        Case("sequential", _seeded(_sequential), _features(256, 64), feature_step),
+        Case("llama", _seeded(_llama), _on_device(_tokens), language_step, takes_cache=True),
+        Case("gpt2", _seeded(_gpt2), _on_device(_tokens), language_step, takes_cache=True),
+        Case("bert", _seeded(_bert), _on_device(_tokens), language_step),
+        Case("t5", _seeded(_t5), _on_device(_tokens), language_step, takes_cache=True),
+        Case("vit", _seeded(_vit), _on_device(_pixels), language_step),
+        Case("cnn", _seeded(Cnn), _on_device(_features(8, 3, 16, 16)), feature_step),
+        Case("sequential", _seeded(_sequential), _on_device(_features(256, 64)), feature_step),
     )
 }
 
@@ -174,7 +179,7 @@ CASES = {
 @contextmanager
 def precision(name: str) -> Iterator[None]:
     """``fp32``, or ``bf16``: autocast."""
-    with torch.autocast("cpu", dtype=torch.bfloat16) if name == "bf16" else nullcontext():
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16) if name == "bf16" else nullcontext():
         yield
 
 
@@ -188,9 +193,9 @@ def train(model: nn.Module, case: Case, dtype: str = "fp32", steps: int = 2, **e
         with precision(dtype):
             loss = case.step(model, batch, **extra)
         seen[f"{i} loss"] = loss.detach().clone()
-        seen[f"{i} random state after forward"] = torch.get_rng_state()
+        seen[f"{i} random state after forward"] = random_state()
         loss.backward()
-        seen[f"{i} random state after backward"] = torch.get_rng_state()
+        seen[f"{i} random state after backward"] = random_state()
         seen |= {f"{i} gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         seen |= {f"{i} buffer {n}": b.clone() for n, b in model.named_buffers()}
         optimizer.step()
@@ -211,8 +216,14 @@ def plain(case: Case, dtype: str = "fp32", steps: int = 2) -> dict[str, Tensor]:
 
 
 def bytes_alive_after(forward: Callable[[], Any]) -> int:
-    """Bytes that the CPU allocator still holds of what ``forward`` allocated, while its result is alive."""
+    """Bytes that the allocator still holds of what ``forward`` allocated, while its result is alive."""
     gc.collect()  # or what an earlier test left behind might be freed in between and counted
+    if ON_CUDA:
+        before = torch.cuda.memory_allocated(DEVICE)
+        result = forward()
+        kept = torch.cuda.memory_allocated(DEVICE) - before
+        del result
+        return kept
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = forward()
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autockpt.runtime import Observation, compare, deterministic_algorithms, judge, observe
+from autockpt.runtime import Observation, compare, deterministic_algorithms, deterministically, judge, observe
 
 
 def forward_backward(model: nn.Module, x: torch.Tensor):
@@ -117,4 +117,23 @@ def test_deterministic_algorithms_are_put_back():
     with deterministic_algorithms():
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_on_cuda_strictly_first_and_leniently_where_the_step_has_no_such_kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    modes: list[bool] = []
+
+    def run(possible: bool) -> str:
+        modes.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        if not possible and not modes[-1]:
+            raise RuntimeError("histc does not have a deterministic implementation")
+        return "done"
+
+    assert deterministically(lambda: run(True)) == "done"
+    assert modes == [False]
+    assert deterministically(lambda: run(False)) == "done"
+    assert modes == [False, False, True]
+    with pytest.raises(RuntimeError, match="shapes"):
+        deterministically(lambda: (_ for _ in ()).throw(RuntimeError("shapes differ")))
     assert not torch.are_deterministic_algorithms_enabled()

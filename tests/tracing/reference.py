@@ -80,18 +80,27 @@ def peak_over(run: Callable[[], Any]) -> int:
     return _profiled(run, 0)[0]
 
 
+# The engine adds up and scatters in place in a plain step, and out of place where a dispatch mode is looking.
+_SEEN_AS = {
+    "aten.add_.Tensor": "aten.add.Tensor",
+    "aten.scatter_.src": "aten.scatter.src",
+    "aten.scatter_add_.default": "aten.scatter_add.default",
+    "aten.index_add_.default": "aten.index_add.default",
+    "aten.index_put_.default": "aten.index_put.default",
+}
+
+
 def ops_of(graph: Graph) -> list[OpText]:
-    """A graph's ops as the watcher writes them: it sees additions out of place that a plain step makes in place."""
-    same = {"aten.add_.Tensor": "aten.add.Tensor", "aten.scatter_.src": "aten.scatter.src"}
+    """A graph's ops as the watcher writes them."""
     return [
-        (same.get(op.target, op.target), tuple((m.shape, m.stride, m.dtype) for m in op.outputs)) for op in graph.ops
+        (_SEEN_AS.get(op.target, op.target), tuple((m.shape, m.stride, m.dtype) for m in op.outputs))
+        for op in graph.ops
     ]
 
 
 def same_names(ops: list[OpText]) -> list[OpText]:
     """The watcher's ops under the same names."""
-    same = {"aten.add_.Tensor": "aten.add.Tensor", "aten.scatter_.src": "aten.scatter.src"}
-    return [(same.get(name, name), layouts) for name, layouts in ops]
+    return [(_SEEN_AS.get(name, name), layouts) for name, layouts in ops]
 
 
 def additions(graph: Graph) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from autockpt.schema import RECOMPUTE, Graph, WorkloadSpec
-from autockpt.tracing import Tracer
+from autockpt.tracing import Tracer, run
 from autockpt.tracing.cuda_kernels import AMPERE, attention, attention_kernel, cuda_kernels
 from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
 from autockpt.tracing.operators import Operator
@@ -172,3 +172,14 @@ def test_workspaces_of_embedding_backward() -> None:
 
     assert of(1000, 50) == 0  # few tokens take another kernel
     assert of(4000, 50) == 4 * 4000 * 8 + (50 + 400) * 8 * 4
+
+
+def test_the_gpu_at_hand_is_asked_before_the_child_is_made(monkeypatch):
+    """The child sees no GPU, and opening a context here would take memory from the search."""
+    asked: list[int] = []
+    monkeypatch.setattr(run.nvml, "capability", lambda index: asked.append(index) or (9, 0))
+    assert run.capability_of(torch.device("cuda", 2)) == (9, 0)
+    assert asked == [2]
+    monkeypatch.setattr(run.nvml, "capability", lambda index: None)
+    assert run.capability_of(torch.device("cuda")) == AMPERE
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,186 @@
+"""Ask a GPU everything, in parts that can be continued.
+
+    python -m results.gpu --parts 1,2 --out results/gpu/measured
+    python -m results.gpu --shapes tiny --out /tmp/tiny       exercises the script on the CPU
+
+Every item runs in a process of its own with a limit. What is done is not done again (--fresh does it again); what ran
+out of time or memory, or failed, is said so on the page and is tried again by the next call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from results.gpu import pages
+from results.gpu.items import PARTS, Item, items_of, path_of, read, write
+from results.gpu.shapes import SHAPES
+
+ROOT = Path(__file__).resolve().parents[2]
+SPARE_SECONDS = 10
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is asked for and write the pages. 0: all asked-for items are done; 1: some are not; 2: wrong usage."""
+    given = _options().parse_args(arguments)
+    out: Path = given.out.resolve()
+    parts = _parts(given.parts)
+    if parts is None:
+        print(f"--parts {given.parts}: write numbers from 1 to {max(PARTS)}, as in 1,2,5", file=sys.stderr)
+        return 2
+    if given.earlier is not None:
+        _take_over(given.earlier.resolve(), out)
+    environment = _environment(out, given.wheels)
+    if (trouble := _trouble(given.shapes, environment)) and not given.pages:
+        print(trouble, file=sys.stderr)
+        return 2
+    shapes = SHAPES[given.shapes]
+    chosen = [i for i in items_of(shapes) if i.part in parts and (given.only is None or given.only in i.slug)]
+    if not given.pages:
+        _run_all(chosen, given.shapes, out, environment, given.minutes, given.fresh)
+    pages.write(out, shapes, given.shapes)
+    print((out / "summary.md").read_text())
+    return 0 if all(read(out, item).get("state") == "done" for item in chosen) else 1
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m results.gpu", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--parts", default=",".join(map(str, PARTS)), help="as in 1,2,5; default: all")
+    parser.add_argument("--only", help="items with this in their name")
+    parser.add_argument("--shapes", choices=tuple(SHAPES), default="card", help="tiny: on the CPU, for the script only")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/gpu/measured", help="folder for JSON and pages")
+    parser.add_argument("--earlier", type=Path, help="folder of an earlier call, to be continued in --out")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing that would take longer, in all")
+    parser.add_argument("--fresh", action="store_true", help="run again what is done")
+    parser.add_argument("--pages", action="store_true", help="run nothing, write the pages from what there is")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels: what is not installed is taken from there")
+    return parser
+
+
+def _parts(text: str) -> set[int] | None:
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    if not pieces or not all(piece.isdecimal() and int(piece) in PARTS for piece in pieces):
+        return None
+    return {int(piece) for piece in pieces}
+
+
+def _take_over(earlier: Path, out: Path) -> None:
+    """Copy what an earlier call left behind, unless it is here already."""
+    if not earlier.is_dir() or earlier == out:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    for entry in earlier.iterdir():
+        target = out / entry.name
+        if target.exists():
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, target)
+        else:
+            shutil.copy(entry, target)
+
+
+def _environment(out: Path, wheels: Path | None) -> dict[str, str]:
+    """Variables for all processes: this checkout first, nothing from a network, caches beside the results."""
+    environment = dict(os.environ)
+    packages = _installed(out, wheels) if wheels is not None else None
+    paths = [str(ROOT), environment.get("PYTHONPATH", ""), str(packages or "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment.setdefault("AUTOCKPT_CACHE", str(out / "cache"))
+    environment.setdefault("HF_HUB_OFFLINE", "1")
+    return environment
+
+
+def _installed(out: Path, wheels: Path) -> Path:
+    """A folder with the packages of ``wheels`` that are not installed. Nothing that is installed is replaced."""
+    target = out / "packages"
+    wanted = []
+    for wheel in sorted(wheels.glob("*.whl")):
+        try:
+            importlib.metadata.version(wheel.name.split("-")[0])
+        except importlib.metadata.PackageNotFoundError:
+            wanted.append(str(wheel))
+    if wanted and not target.exists():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target)]
+        subprocess.run([*command, *wanted], check=True)
+    return target
+
+
+def _trouble(shapes: str, environment: dict[str, str]) -> str:
+    """Why nothing can run here; empty where it can. Asked in another process, which sees the packages."""
+    needs = ["torch", "transformers", "pydantic", "optuna", "scipy", "typer", "rich", "yaml", "jinja2"]
+    code = (
+        "import importlib.util, sys; print(','.join(n for n in sys.argv[1:] if not importlib.util.find_spec(n)));"
+        "import torch; print(torch.cuda.device_count())"
+    )
+    asked = subprocess.run(
+        [sys.executable, "-c", code, *needs], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    lines = asked.stdout.splitlines()
+    if asked.returncode or len(lines) < 2:
+        return f"PyTorch cannot be imported: {asked.stderr.strip().splitlines()[-1:]}"
+    if lines[0]:
+        return f"not installed: {lines[0]}. Give a folder of wheels that has them: --wheels DIR"
+    if shapes == "card" and lines[1] == "0":
+        return "there is no GPU here. --shapes tiny exercises the script on the CPU, which proves nothing about GPUs"
+    return ""
+
+
+def _run_all(
+    chosen: list[Item], shapes: str, out: Path, environment: dict[str, str], minutes: float, fresh: bool
+) -> None:
+    end = time.monotonic() + 60 * minutes
+    for item in chosen:
+        left = end - time.monotonic() - SPARE_SECONDS
+        if not fresh and read(out, item).get("state") == "done":
+            print(f"{item.slug}: done before", flush=True)
+        elif left < min(item.least, item.limit):
+            print(f"{item.slug}: not begun, {left:.0f} s are left", flush=True)
+        else:
+            _run(item, shapes, out, environment, min(item.limit, left))
+
+
+def _run(item: Item, shapes: str, out: Path, environment: dict[str, str], limit: float) -> None:
+    """One item in a process group of its own, ended as a whole when its time is over."""
+    print(f"{item.slug}: at most {limit:.0f} s …", end=" ", flush=True)
+    began = time.monotonic()
+    before = read(out, item)
+    path_of(out, item).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "results.gpu.child", item.slug, shapes, str(out)]
+    with (out / f"{item.slug}.log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            write(out, item, read(out, item) | {"state": "out of time", "limit": limit})
+        except BaseException:
+            _end(process)
+            raise
+    found = read(out, item)
+    if found.get("state") not in ("done", "failed", "out of memory", "out of time"):
+        # the process died of itself; what it kept until then stays
+        write(out, item, found | {"state": "failed", "message": f"ended with {process.returncode}; see its log"})
+        found = read(out, item)
+    if found["state"] != "done" and not found.get("data") and before.get("data"):
+        write(out, item, found | {"data": before["data"], "data_from": "an earlier call"})
+    print(f"{found['state']} in {time.monotonic() - began:.0f} s. {found.get('message', '')}", flush=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What a profiler saw on the device: kernels, copies, and how much of the copies ran beside kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+Span = tuple[float, float]  # begin and end in seconds
+
+
+@dataclass(frozen=True)
+class DeviceEvents:
+    """Intervals of one profiled stretch of work."""
+
+    kernels: list[tuple[str, Span]]
+    out: list[Span]
+    back: list[Span]
+
+
+def profiled(fn: Callable[[], None], cuda: bool) -> DeviceEvents:
+    """What ``fn`` did on the device."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as recorded:
+        fn()
+        if cuda:
+            torch.cuda.synchronize()
+    found = DeviceEvents([], [], [])
+    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+        name = event.name()
+        if event.device_type().name == "CPU":
+            continue
+        span = event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9
+        if name.startswith("Memcpy DtoH"):
+            found.out.append(span)
+        elif name.startswith("Memcpy HtoD"):
+            found.back.append(span)
+        elif not name.startswith(("Memcpy", "Memset")) and event.duration_ns() > 0:
+            found.kernels.append((name, span))
+    return found
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The union of intervals, in order."""
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def total(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def shared(first: Iterable[Span], second: Iterable[Span]) -> float:
+    """Seconds that lie in both unions."""
+    a, b = merged(first), merged(second)
+    seconds, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        seconds += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return seconds
+
+
+def hidden(copies: Iterable[Span], kernels: Iterable[Span]) -> float | None:
+    """The share of the copies' time during which a kernel ran; None without copies."""
+    copies = merged(copies)
+    seconds = total(copies)
+    return shared(copies, kernels) / seconds if seconds else None

@@ -1,0 +1,149 @@
+"""What is run: on a card of the H200's class, or in small on whatever there is, to exercise the script itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Task:
+    """One search and the table around it. ``spec`` as ``WorkloadSpec`` takes it, budgets as the command line does."""
+
+    spec: dict[str, str | int | bool]
+    budgets: tuple[str, ...]
+    middle: str = ""
+    options: tuple[str, ...] = ()  # more for `autockpt search`
+    trials: int = 12
+    seconds: int = 75  # for each search
+    rounds: int = 7
+    compiled: tuple[float, ...] = ()
+    part: int = 5
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """All sizes of one run of the script."""
+
+    device: str
+    tests: tuple[str, ...]  # of the contract suite, as pytest's -k takes it; empty: all
+    processes: int
+    attention: dict[str, str | int | bool]
+    host_rounds: int
+    overlap: dict[str, str | int | bool]
+    stress: dict[str, str | int | bool]
+    stress_steps: int
+    foresight: dict[str, dict[str, str | int | bool]]
+    foresight_rounds: int
+    quick_calibration: bool
+    tasks: dict[str, Task] = field(default_factory=dict)
+
+
+_LLAMA: dict[str, str | int | bool] = {"model": "llama-1b", "dtype": "bf16", "packed": True}
+
+CARD = Shapes(
+    device="cuda",
+    tests=(),
+    processes=8,
+    attention=_LLAMA | {"batch_size": 1, "seq_len": 2048},
+    host_rounds=40,
+    overlap=_LLAMA | {"batch_size": 8, "seq_len": 2048},
+    stress={"model": "llama-small", "dtype": "bf16", "batch_size": 8, "seq_len": 512, "packed": True},
+    stress_steps=150,
+    foresight={
+        "llama-1b": _LLAMA | {"batch_size": 2, "seq_len": 2048},
+        "gpt2 (dropout)": {"model": "gpt2", "dtype": "bf16", "batch_size": 16, "seq_len": 1024, "packed": True},
+        "bert-base (dropout, padded)": {"model": "bert-base", "dtype": "bf16", "batch_size": 32, "seq_len": 512},
+        "vit-base": {"model": "vit-base", "dtype": "bf16", "batch_size": 128},
+    },
+    foresight_rounds=7,
+    quick_calibration=False,
+    tasks={
+        # 5 x 2048 tokens: by its ghost run save-everything takes 41 GB, and recomputing everything still 24 GB
+        # allocated and 28 GB reserved, most of it logits: 24 and 16 GB can only be had with head and loss in chunks.
+        "llama-1b": Task(_LLAMA | {"batch_size": 5, "seq_len": 2048}, ("32GB",), "32GB"),
+        "llama-1b chunked": Task(
+            _LLAMA | {"batch_size": 5, "seq_len": 2048}, ("24GB", "16GB"), "24GB", options=("--allow-inexact",)
+        ),
+        "llama-1b default shape": Task(_LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), "24GB"),
+        "llama-8b lora": Task(
+            {"model": "llama-8b", "dtype": "bf16", "packed": True, "lora": 16, "batch_size": 1, "seq_len": 2048},
+            ("24GB",),
+            "24GB",
+            rounds=5,
+        ),
+        "gpt2": Task(
+            {"model": "gpt2", "dtype": "bf16", "batch_size": 32, "seq_len": 1024, "packed": True},
+            ("50%act",),
+            "50%act",
+            seconds=45,
+        ),
+        "vit-base": Task({"model": "vit-base", "dtype": "bf16", "batch_size": 256}, ("50%act",), "50%act", seconds=45),
+        "llama-1b compiled": Task(
+            _LLAMA | {"batch_size": 5, "seq_len": 2048}, ("32GB",), compiled=(1.0, 0.5), rounds=5, seconds=45
+        ),
+        "long sequence": Task(
+            _LLAMA | {"batch_size": 1, "seq_len": 32768},
+            ("80GB",),
+            "80GB",
+            trials=8,
+            seconds=90,
+            rounds=5,
+            part=6,
+        ),
+        "long sequence chunked": Task(
+            _LLAMA | {"batch_size": 1, "seq_len": 32768},
+            ("32GB",),
+            "32GB",
+            options=("--allow-inexact",),
+            trials=8,
+            seconds=90,
+            rounds=5,
+            part=6,
+        ),
+        "large batch": Task(
+            _LLAMA | {"batch_size": 48, "seq_len": 512},
+            ("40GB",),
+            "40GB",
+            options=("--allow-inexact",),
+            trials=8,
+            rounds=5,
+            part=6,
+        ),
+    },
+)
+
+_TINY: dict[str, str | int | bool] = {"model": "llama-tiny", "batch_size": 4, "seq_len": 64, "packed": True}
+
+TINY = Shapes(
+    device="cpu",
+    tests=("hooks_on_units and sequential", "shared_and_skipped", "everywhere and cnn and save"),
+    processes=1,
+    attention=_TINY,
+    host_rounds=3,
+    overlap=_TINY,
+    stress=_TINY,
+    stress_steps=4,
+    foresight={
+        "llama-tiny": _TINY,
+        "gpt2-tiny (dropout)": {"model": "gpt2-tiny", "batch_size": 4, "seq_len": 64, "packed": True},
+        "bert-tiny (dropout, padded)": {"model": "bert-tiny", "batch_size": 4, "seq_len": 64},
+        "vit-tiny": {"model": "vit-tiny", "batch_size": 8},
+    },
+    foresight_rounds=3,
+    quick_calibration=True,
+    tasks={
+        "llama-1b": Task(_TINY, ("70%", "60%"), "70%", trials=2, seconds=20, rounds=3),
+        "llama-8b lora": Task(_TINY | {"lora": 2}, ("85%",), "85%", trials=2, seconds=20, rounds=3),
+        "long sequence": Task(
+            _TINY | {"batch_size": 1, "seq_len": 128},
+            ("70%",),
+            "70%",
+            options=("--allow-inexact",),
+            trials=2,
+            rounds=3,
+            part=6,
+        ),
+    },
+)
+
+SHAPES = {"card": CARD, "tiny": TINY}
