@@ -43,6 +43,8 @@ from autockpt.schema.verification import Check, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import Workload, discover_head, discover_units
 
+_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+
 Choices = Mapping[str, Choice]
 
 
@@ -75,7 +77,7 @@ def verify(
             "the plan does not say which training step it was made for",
             remedy="Name it: --model, --batch-size, --seq-len and what else your step uses.",
         )
-    with _open(subject, device, measurer, plan.host_budget_bytes) as runs:
+    with _open(subject, device, measurer, plan) as runs:
         return _Verification(plan, subject, runs, device, listener or Silence(), steps).report()
 
 
@@ -84,16 +86,16 @@ def _open(
     subject: WorkloadSpec | Workload | None,
     device: str | None,
     given: Measurer | None,
-    host_budget: int | None = None,
+    plan: Plan,
 ) -> Iterator[Measurer]:
     if given is not None:
         yield given
         return
     assert subject is not None
     if isinstance(subject, WorkloadSpec):
-        made = WorkerMeasurer(subject, device, host_budget=host_budget)
+        made = WorkerMeasurer(subject, device, host_budget=plan.host_budget_bytes, compile=plan.compile)
     else:
-        made = LocalMeasurer(subject, host_budget=host_budget)
+        made = LocalMeasurer(subject, host_budget=plan.host_budget_bytes, compile=plan.compile)
     try:
         yield cast(Measurer, made)
     finally:
@@ -136,6 +138,10 @@ class _Verification:
         checks = [*self._gradients(), self._reruns(), *self._promises()]
         return VerifyReport(checks=tuple(checks), notes=tuple(self.notes))
 
+    @property
+    def _compiled(self) -> bool:
+        return self.plan.compile is not None
+
     def _call(self, function: str, payload: dict[str, Any]) -> dict[str, Any]:
         return self.measurer.call(f"{__name__}:{function}", payload)
 
@@ -144,7 +150,7 @@ class _Verification:
     def _gradients(self) -> Iterator[Check]:
         self.listener.stage("compare gradients with plain training")
         try:
-            yield compare_on(self.measurer, "gradients", self.choices, None)
+            yield compare_on(self.measurer, "gradients", self.choices, None, compiled=self._compiled)
             return
         except DeviceOutOfMemory as error:
             self.notes.append(f"plain training does not fit at full shape: {error.message}")
@@ -152,7 +158,9 @@ class _Verification:
         self.listener.stage("compare gradients with recomputing every layer")
         everything = dict.fromkeys(self.blocks, RECOMPUTE)
         try:
-            yield compare_on(self.measurer, "gradients at full shape", self.choices, everything)
+            yield compare_on(
+                self.measurer, "gradients at full shape", self.choices, everything, compiled=self._compiled
+            )
         except DeviceOutOfMemory as error:
             yield Check(name="gradients at full shape", state="failed", detail=f"out of memory: {error.message}")
 
@@ -169,8 +177,8 @@ class _Verification:
             if rest is not None:
                 rest()  # two models would share the device
             try:
-                with _open(spec, self.device, None, self.plan.host_budget_bytes) as measurer:
-                    check = compare_on(measurer, name, self.choices, None)
+                with _open(spec, self.device, None, self.plan) as measurer:
+                    check = compare_on(measurer, name, self.choices, None, compiled=self._compiled)
                     return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
             except DeviceOutOfMemory:
                 continue
@@ -179,6 +187,9 @@ class _Verification:
     # --- recomputed ops
 
     def _reruns(self) -> Check:
+        if self.plan.compile is not None:
+            detail = "in compiled graphs, where single ops are not seen; the peak shows what they keep"
+            return Check(name="recomputed ops", state="skipped", detail=detail)
         self.listener.stage("count recomputed ops")
         wired = {name: dump_choice(choice) for name, choice in self.choices.items()}
         try:
@@ -237,15 +248,17 @@ def smaller_shapes(spec: WorkloadSpec, batch_size: int | None, seq_len: int | No
         yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len, "pad_to": None})
 
 
-def compare_on(measurer: Measurer, name: str, choices: Choices, reference: Choices | None) -> Check:
+def compare_on(
+    measurer: Measurer, name: str, choices: Choices, reference: Choices | None, *, compiled: bool = False
+) -> Check:
     """Compare two steps under ``choices`` with two under ``reference`` (None: plain training).
 
-    Bit by bit, or within rounding where a choice is not exact.
+    Bit by bit, or within rounding where a choice is not exact or steps are compiled; those with each other.
 
     Passes DeviceOutOfMemory on where the *reference* does not fit; a plan that does not fit has failed.
     """
 
-    sketched = not all(choice.exact for choice in choices.values())
+    sketched = compiled or not all(choice.exact for choice in choices.values())
 
     def run(which: Choices | None, deterministic: bool) -> Observation:
         wired = None if which is None else {n: dump_choice(c) for n, c in which.items()}
@@ -264,8 +277,17 @@ def compare_on(measurer: Measurer, name: str, choices: Choices, reference: Choic
     except AutockptError as error:
         return Check(name=name, state="failed", detail=error.message)
     result = judge(first, second, planned, deterministic)
+    if compiled and not result.equal and _draws(first):
+        detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
+        return Check(name=name, state="skipped", detail=detail)
     words = "plain training" if reference is None else "recomputing every layer"
     return Check(name=name, state="passed" if result.equal else "failed", detail=result.describe(words))
+
+
+def _draws(observed: Observation) -> bool:
+    """Whether the steps draw random numbers: both begin where the one before ended."""
+    states = {digest for name, digest in observed.digests.items() if "random state" in name}
+    return len(states) > 1
 
 
 def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
@@ -324,13 +346,20 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
     sketched = bool(payload.get("sketched"))
 
     def observed() -> Observation:
-        with without_kv_cache(workload.model) if choices is None else attach(workload.model, choices):
+        with (
+            without_kv_cache(workload.model) if choices is None else attach(workload.model, choices),
+            runner.compiling(choices or {}),
+        ):
             if workload.full_step is not None:
                 return _observe_full_steps(runner, sketched)
             seed_all(_seed(workload), runner.device.torch_device)
-            return observe(workload.model, _forward_backward(workload), sketched=sketched)
+            if runner.compiler is None:
+                return observe(workload.model, _forward_backward(workload), sketched=sketched)
+            # what asks every module for its types would be compiled with it
+            seen = observe(workload.model, _forward_backward(workload), sketched=sketched, typed=False)
+            return seen.model_copy(update={"coarsest": coarsest(_types(workload))})
 
-    with runner.attached({}, what=what):
+    with runner.attached({}, what=what, compiled=False):
         return (deterministically(observed) if payload.get("deterministic") else observed()).model_dump()
 
 
@@ -384,6 +413,13 @@ def _forward_backward(workload: Workload) -> Callable[[Callable[[], None]], Tens
         return workload.forward_backward(lambda phase: between() if phase == "backward" else None)
 
     return run
+
+
+def _types(workload: Workload) -> list[str]:
+    """The floating point types of a model's weights and of its autocast."""
+    autocast = workload.spec.autocast if workload.spec is not None else None
+    types = {str(p.dtype).removeprefix("torch.") for p in workload.model.parameters() if p.is_floating_point()}
+    return sorted(types) + ([_AUTOCAST.get(str(autocast), "bfloat16")] if autocast else [])
 
 
 def _choices(wired: Mapping[str, Any]) -> dict[str, Choice]:

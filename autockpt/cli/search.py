@@ -14,7 +14,7 @@ from autockpt.cli.options import duration, takes_workload, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from autockpt.schema import Plan, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
+    from autockpt.schema import CompileMode, Plan, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
     from autockpt.schema.hardware import Hardware
 
 # what is planned for where no model is named, by kind of device
@@ -81,6 +81,14 @@ def search(
         Path | None,
         typer.Option("--plan-out", metavar="FILE", help="Write the plan here, too; another one there is set aside."),
     ] = None,
+    compile: Annotated[
+        str | None,
+        typer.Option(
+            "--compile",
+            metavar="[layers|model]",
+            help="Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
+        ),
+    ] = None,
     allow_inexact: Annotated[
         bool,
         typer.Option("--allow-inexact", help="Also run head and loss in chunks: gradients equal up to rounding."),
@@ -136,6 +144,7 @@ def search(
         storage=storage,
         out=out,
         plan_out=plan_out,
+        compile=_compile_mode(compile),
         allow_inexact=allow_inexact,
         dry_run=dry_run,
         fresh=fresh,
@@ -146,6 +155,12 @@ def search(
     _print(outcome, as_json)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _compile_mode(given: str | None) -> CompileMode | None:
+    if given == "layers" or given == "model" or given is None:
+        return given
+    raise UsageError(f"--compile {given} is not known", remedy="Write --compile layers or --compile model.")
 
 
 def _space(name: str, choices: str | None) -> SearchSpace:

@@ -16,6 +16,7 @@ from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.choices import dump_choice
 from autockpt.schema.device import Environment
+from autockpt.schema.plan import CompileMode
 from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
 
@@ -32,6 +33,7 @@ class WorkerMeasurer:
     went wrong then (WorkloadError where the user's code raised, with its message and place). A worker that dies, or is
     killed because it was silent for ``patience`` seconds, is replaced on the next request. ``budget_bytes`` holds for
     every request that names none itself, ``host_budget`` (bytes that offloading may claim on the host) for all.
+    ``compile``: steps are compiled, every layer in place or the whole model.
     ``log_path`` gets all that the workers print. To be closed, or used as a context manager; at the latest the worker
     ends with this process.
     """
@@ -43,6 +45,7 @@ class WorkerMeasurer:
         *,
         budget_bytes: int | None = None,
         host_budget: int | None = None,
+        compile: CompileMode | None = None,
         threads: int | None = None,
         log_path: Path | str | None = None,
         patience: float = PATIENCE_SECONDS,
@@ -52,6 +55,7 @@ class WorkerMeasurer:
             "device": device_name,
             "threads": threads,
             "host_budget": host_budget,
+            "compile": compile,
         }
         self.device_name = device_name
         self._budget = budget_bytes

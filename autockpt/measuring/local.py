@@ -14,10 +14,12 @@ import torch
 from autockpt.devices import Device, get_device
 from autockpt.errors import MeasurementError, UsageError
 from autockpt.measuring.base import Choices
+from autockpt.measuring.compiled import Compiler
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.runner import StepRunner
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.schema.device import Environment
+from autockpt.schema.plan import CompileMode
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Workload
 
@@ -38,12 +40,14 @@ class LocalMeasurer:
         *,
         budget_bytes: int | None = None,
         host_budget: int | None = None,
+        compile: CompileMode | None = None,
     ) -> None:
         refuse_many_processes()
         self._device = device or get_device(str(workload.device))
         self._budget = budget_bytes
         self._environment = environment_of(self._device)
-        self._runner = StepRunner(workload, self._device, host_budget=host_budget)
+        compiler = Compiler(compile, self._device.kind) if compile else None
+        self._runner = StepRunner(workload, self._device, host_budget=host_budget, compiler=compiler)
         self._snapshot: Snapshot | None = None
         try:
             with _interrupt_waits():

@@ -6,7 +6,7 @@ import importlib
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from autockpt.errors import MeasurementError
 from autockpt.history.statistics import noise
 from autockpt.measuring import conditions
 from autockpt.measuring.base import Choices
+from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
 from autockpt.runtime import Session, attach
 from autockpt.schema.trial import Measurement
@@ -34,7 +35,7 @@ class StepRunner:
     work; ``full_step`` workloads are seeded only. No gradients are alive between cycles. After any error the workload
     can be run again: no choices attached, no gradients, optimizer states as they were. ``beat`` is called with a word
     whenever a cycle has ended: a sign of life. Plans claim no more than ``host_budget`` bytes on the host, or their
-    step raises HostBudgetExceeded.
+    step raises HostBudgetExceeded. With ``compiler`` all plans are measured in compiled steps; compiling is not timed.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class StepRunner:
         *,
         beat: Callable[[str], None] | None = None,
         host_budget: int | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self.workload = workload
         self.device = device
+        self.compiler = compiler
         self.host_budget = host_budget
         self.beat: Callable[[str], None] = beat or (lambda word: None)
         self._seed = workload.spec.seed if workload.spec is not None else 0
@@ -65,10 +68,10 @@ class StepRunner:
         if steps < 1:
             raise ValueError("at least one cycle must be timed")
         with self.device.limit(budget_bytes), self.under(choices) as session:
-            for _ in range(warmup + (not self._steady)):
-                self.run_cycle()
+            compiled = self._warm_up(warmup)
             times = [self.time_cycle() for _ in range(steps)]
             peak = self.measure_peak()
+            graphs = self._graphs(choices)
         return Measurement(
             peak_bytes=peak.peak_bytes,
             step_seconds=statistics.median(times),
@@ -77,6 +80,8 @@ class StepRunner:
             host_bytes=session.host_bytes if session is not None else 0,
             allocated_bytes=peak.allocated_bytes,
             times=tuple(times),
+            compile_seconds=compiled,
+            graphs=graphs,
         )
 
     def compare(
@@ -99,8 +104,7 @@ class StepRunner:
             for _ in range(rounds):
                 for name in turn_order(list(plans), self._round):
                     with self.under(plans[name], what=f"plan {name!r}"):
-                        for _ in range(warmup + (not self._steady)):
-                            self.run_cycle()
+                        self._warm_up(warmup)
                         times[name].append(self.time_cycle())
                 self._round += 1
         return times
@@ -117,16 +121,24 @@ class StepRunner:
         return function(self, payload)
 
     @contextmanager
-    def attached(self, choices: Choices, *, what: str = "this plan") -> Iterator[Session]:
+    def attached(self, choices: Choices, *, what: str = "this plan", compiled: bool = True) -> Iterator[Session]:
         """Choices attached to the model while the block runs, memory tidied before and after.
 
         Whatever happens inside, choices, gradients and half-made optimizer states are gone afterwards; running out of
-        memory arrives as DeviceOutOfMemory, with everything that the step held let go.
+        memory arrives as DeviceOutOfMemory, with everything that the step held let go. Not ``compiled``: the caller
+        will, with ``compiling``.
         """
         with self._prepared(what) as stack:
             session = attach(self.workload.model, choices, host_budget=self.host_budget)
             stack.callback(session.remove)
+            if compiled:
+                stack.enter_context(self.compiling(choices))
             yield session
+
+    def compiling(self, choices: Choices) -> AbstractContextManager[None]:
+        """The model's calls are compiled while the block runs, where this runner has a compiler."""
+        compiler = self.compiler
+        return nullcontext() if compiler is None else compiler.compiling(self.workload.model, choices)
 
     @contextmanager
     def under(self, plan: Choices | Attach, *, what: str = "this plan") -> Iterator[Session | None]:
@@ -138,6 +150,29 @@ class StepRunner:
             with self._prepared(what) as stack:
                 stack.callback(plan(self.workload.model))
                 yield None
+
+    def _warm_up(self, cycles: int) -> float:
+        """Run cycles until one needed nothing to be compiled; seconds that compiling took.
+
+        Raises MeasurementError where a compiler finds something to do in every one.
+        """
+        compiler = self.compiler
+        times, before = (compiler.times, compiler.seconds) if compiler is not None else (0, 0.0)
+        for _ in range(cycles + (not self._steady)):
+            self.run_cycle()
+        for _ in range(SETTLING):
+            if compiler is None or compiler.times == times:
+                return compiler.seconds - before if compiler is not None else 0.0
+            times = compiler.times
+            self.run_cycle()
+        raise MeasurementError(
+            f"the step is still being compiled anew after {SETTLING} cycles",
+            remedy="Run it with TORCH_LOGS=recompiles to see why, or search without --compile.",
+        )
+
+    def _graphs(self, plan: Choices | Attach) -> int:
+        compiler = self.compiler
+        return compiler.graphs(self.workload.model, plan) if compiler is not None and isinstance(plan, Mapping) else 0
 
     @contextmanager
     def _prepared(self, what: str) -> Iterator[ExitStack]:

@@ -50,6 +50,7 @@ class Worker:
         import torch
 
         from autockpt.devices import get_device
+        from autockpt.measuring.compiled import Compiler
         from autockpt.measuring.environment import environment_of
         from autockpt.measuring.runner import StepRunner
         from autockpt.workload import build
@@ -65,7 +66,14 @@ class Worker:
         with letting_go(device, "building the model"):
             workload = build(WorkloadSpec.model_validate(request["spec"]), device.torch_device)
         self._beat("built")
-        self._runner = StepRunner(workload, device, beat=self._beat, host_budget=request.get("host_budget"))
+        mode = request.get("compile")
+        self._runner = StepRunner(
+            workload,
+            device,
+            beat=self._beat,
+            host_budget=request.get("host_budget"),
+            compiler=Compiler(mode, device.kind, beat=self._beat) if mode else None,
+        )
         return {
             "environment": environment.model_dump(mode="json"),
             "settings": json.loads(json.dumps(workload.settings, default=str)),

@@ -3,6 +3,7 @@
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, call_inner, place, take_off
 from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, Policy, PolicySession
 from autockpt.policies.chunked_loss import ChunkedLossPolicy
+from autockpt.policies.compile_budget import CompileBudgetPolicy
 from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
 from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.keeping import given_up
@@ -25,6 +26,7 @@ POLICIES: dict[str, Policy] = {
         RecomputeOffloadPolicy(),
         SegmentPolicy(),
         ChunkedLossPolicy(),
+        CompileBudgetPolicy(),
     )
 }
 

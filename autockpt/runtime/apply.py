@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, PlanError
+from autockpt.runtime.compiled import other_steps
 from autockpt.runtime.gradients import compare
 from autockpt.runtime.session import Session, attach, without_kv_cache
 from autockpt.schema.choices import Choice
@@ -81,8 +82,9 @@ def apply(
     (``step(model, batch)`` gives the loss; default: the model's own); weights, gradients, buffers and random states are
     afterwards as before.
 
-    Where the plan's numbers were found under other circumstances (dtype, LoRA, kind of device, and later a larger
-    batch), one warning says that its promise does not hold here.
+    The model may be compiled, before or afterwards, its layers in place or as a whole. Where the plan's numbers were
+    found under other circumstances (dtype, LoRA, kind of device, and later a larger batch or steps that are compiled
+    otherwise), one warning says that its promise does not hold here.
 
     Raises PlanError where the plan is malformed or belongs to another model; ConflictError where it cannot be attached
     safely, or where the check finds a difference.
@@ -97,6 +99,8 @@ def apply(
     if (guard := session.guard()) is not None and plan.status != "unmeasured":
         settings = plan.settings
         guard.planned = (_whole(settings.get("batch_size")), _whole(settings.get("seq_len")))
+        guard.warnings = other_steps(plan)
+        guard.blocks = tuple(u.name for u in discover_units(model) if u.role == "block")
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
     return Handle(plan, choices, session, notes)

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 
 from autockpt.policies import Attachment, ForwardListener, call_inner, refuse_native
+from autockpt.runtime.compiled import compiled_as
+from autockpt.schema.plan import CompileMode
 
 
 class GuardState(Attachment):
     """The root's attachment: who wants to know about forward passes, and which switches must stay off.
 
-    ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known.
+    ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known; ``warnings``
+    are for how the model's steps turn out to be compiled, until that is known; ``blocks`` are its layers' names.
     """
 
     def __init__(self, flagged: Iterable[str]) -> None:
@@ -25,6 +28,8 @@ class GuardState(Attachment):
         self.flagged = tuple(flagged)
         self.listeners: list[ForwardListener] = []
         self.planned: tuple[int | None, int | None] = (None, None)
+        self.warnings: dict[CompileMode | None, str] = {}
+        self.blocks: tuple[str, ...] = ()
 
     def watched(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Modules with a switch of their own for activation checkpointing, found by path so that copies find theirs."""
@@ -43,12 +48,32 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
     for path, watched in state.watched(module):
         refuse_native(watched, path)
     _warn_of_larger_batch(state, args, kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        _is_compiled(state)  # and nothing of the state is read here: the compiler would guard on what is then set
+    elif state.warnings:
+        _warn_of_other_steps(state, compiled_as(module, state.blocks))
     for listener in state.listeners:
         listener.begin()
     output = call_inner(module, state, args, kwargs)
     for listener in state.listeners:
         listener.end()
     return output
+
+
+def _is_compiled(state: GuardState) -> None:
+    """Runs while the whole model is being compiled."""
+    _warn_of_other_steps(state, "model")
+
+
+# What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
+_is_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _warn_of_other_steps(state: GuardState, found: CompileMode | None) -> None:
+    """Say once that the plan was made for steps that are compiled otherwise."""
+    known, state.warnings = state.warnings, {}
+    if text := known.get(found):
+        warnings.warn(text, stacklevel=4)
 
 
 def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

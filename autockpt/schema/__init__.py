@@ -26,7 +26,7 @@ from autockpt.schema.graph import PHASES, Copy, Graph, Op, Phase, Storage, Stora
 from autockpt.schema.hardware import Efficiency, Hardware
 from autockpt.schema.memory import DevicePeak
 from autockpt.schema.names import strip_prefixes
-from autockpt.schema.plan import Comparison, Plan, PlanStatus, Structure, Verdict, plan_hash
+from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus, Structure, Verdict, plan_hash
 from autockpt.schema.problem import (
     Assignment,
     Option,
@@ -67,6 +67,7 @@ __all__ = [
     "CheckState",
     "Choice",
     "Comparison",
+    "CompileMode",
     "Copy",
     "Data",
     "DeviceInfo",

@@ -153,8 +153,25 @@ class ChunkedLoss(_Choice):
     tokens: int = Field(default=1024, gt=0, description="rows of logits that exist at a time")
 
 
+class CompileBudget(_Choice):
+    """Let the compiler save at most a share of what it would save by itself of the graph that the unit is part of.
+
+    For compiled training only: a layer that is compiled in place (``layer.compile()``) is a graph of its own, layers of
+    a model that is compiled as a whole share one. ``fraction`` is PyTorch's ``activation_memory_budget`` for that
+    graph: its partitioner chooses op by op what is saved and what runs again. A share of saved bytes, not of a peak,
+    and a smaller one may well have a higher peak. Code that is compiled otherwise rounds otherwise.
+    """
+
+    letter: ClassVar[str] = "P"
+    searched: ClassVar[bool] = False
+    roles: ClassVar[tuple[UnitRole, ...]] = ("block",)
+    exact: ClassVar[bool] = False
+    kind: Literal["compile_budget"] = "compile_budget"
+    fraction: float = Field(default=0.5, gt=0, lt=1, description="share of the saved bytes; 1 would be `save`")
+
+
 Choice = Annotated[
-    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload | Segment | ChunkedLoss,
+    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload | Segment | ChunkedLoss | CompileBudget,
     Field(discriminator="kind"),
 ]
 SAVE, RECOMPUTE, OFFLOAD, CHUNKED_LOSS = Save(), Recompute(), Offload(), ChunkedLoss()
@@ -167,6 +184,7 @@ CHOICE_TYPES: tuple[type[_Choice], ...] = (
     RecomputeOffload,
     Segment,
     ChunkedLoss,
+    CompileBudget,
 )
 _adapter: TypeAdapter[Any] = TypeAdapter(Choice)
 

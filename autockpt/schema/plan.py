@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
-from autockpt.schema.choices import SAVE, Choice, choice_kinds, dump_choice, parse_choice
+from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, parse_choice
 from autockpt.schema.device import Environment
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
@@ -27,6 +27,8 @@ from autockpt.schema.yaml import Document
 
 SCHEMA_VERSION = 1
 PlanStatus = Literal["measured", "simulated", "unmeasured"]
+CompileMode = Literal["layers", "model"]
+"""How a training step is compiled: every layer in place, or the whole model as one. None stands for eager steps."""
 R = TypeVar("R", Prediction | None, Measurement | None)
 Verdict = Literal["fits", "over_budget", "out_of_memory", "not_measured"]
 
@@ -75,12 +77,18 @@ class Plan(Data):
         default_factory=dict, description="resolved facts of the step: dtype, batch_size, seq_len, parameters, …"
     )
     environment: Environment | None = None
+    compile: CompileMode | None = Field(
+        default=None, description="made for steps in which every layer, or the whole model, is compiled; None: eager"
+    )
     budget: ResolvedBudget | None = None
     host_budget_bytes: int | None = Field(
         default=None, gt=0, description="most bytes that offloading may claim on the host; a real bound when applied"
     )
     predicted: Prediction | None = None
     measured: Measurement | None = None
+    eager: Measurement | None = Field(
+        default=None, description="of a plan for compiled steps: what these choices did in eager ones"
+    )
     baselines: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
     choices: dict[str, Choice] = Field(description="pattern of unit names -> choice")
@@ -97,6 +105,16 @@ class Plan(Data):
     def _read_choices(cls, value: Any) -> Any:
         return {k: parse_choice(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
+    @model_validator(mode="after")
+    def _one_graph_one_budget(self) -> Plan:
+        fractions = {choice.fraction for choice in self.choices.values() if isinstance(choice, CompileBudget)}
+        if self.compile == "model" and len(fractions) > 1:
+            raise ValueError(
+                "compile: model has one graph, which can have one compile_budget, not "
+                + " and ".join(f"{fraction:g}" for fraction in sorted(fractions))
+            )
+        return self
+
     @classmethod
     def create(
         cls,
@@ -112,6 +130,7 @@ class Plan(Data):
         Seconds are rounded to microseconds, and those of single cycles are left to the history.
         """
         rest["predicted"], rest["measured"] = _tidy(rest.get("predicted")), _tidy(rest.get("measured"))
+        rest["eager"] = _tidy(rest.get("eager"))
         rest["baselines"] = tuple(
             row.model_copy(update={"predicted": _tidy(row.predicted), "measured": _tidy(row.measured)})
             for row in rest.get("baselines", ())

@@ -40,6 +40,8 @@ _COMMENTS = {
     "workload": "the training step this was made for",
     "settings": "facts of that step",
     "environment": "the device it was measured on, or simulated for",
+    "compile": "its steps are compiled: each layer by layer.compile(), or the whole model",
+    "eager": "the same choices in steps that are not compiled",
     "predicted": "simulated: bytes by a ghost run of this very plan, seconds by op times",
     "measured": "by real training steps; noise is relative",
     "baselines": "what everybody would try first, for comparison",

@@ -13,7 +13,7 @@ from pydantic import Field
 from autockpt.schema.base import Data
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.hardware import Hardware
-from autockpt.schema.plan import Comparison, Plan, PlanStatus
+from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus
 from autockpt.schema.sizes import Budget, ResolvedBudget
 from autockpt.schema.space import SearchSpace
 from autockpt.schema.trial import Trial
@@ -29,6 +29,7 @@ class SearchRequest(Data):
     budget: Budget
     workload: WorkloadSpec
     space: SearchSpace
+    compile: CompileMode | None = Field(default=None, description="measure compiled steps")
     device: str | None = Field(default=None, description="cpu, cuda, cuda:1; None: the best there is")
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
     start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices count for nothing")
@@ -65,6 +66,7 @@ class SearchRequest(Data):
             "versions": versions,
             "seed": self.seed,
             **({"allow_inexact": True} if self.allow_inexact else {}),
+            **({"compile": self.compile} if self.compile else {}),
             **({"hardware": self._figures(self.hardware)} if self.hardware else {}),
             **({"host_budget": self.host_budget} if self.host_budget is not None else {}),
             **more,

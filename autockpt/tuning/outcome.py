@@ -107,5 +107,5 @@ def _row(name: str, trial: Trial, host_budget: int | None) -> Comparison:
         predicted=trial.predicted,
         measured=trial.measured,
         plan_hash=trial.plan_hash,
-        note=_over_host(trial.predicted, host_budget),
+        note=_over_host(trial.predicted, host_budget) or (trial.message if trial.state == "failed" else ""),
     )

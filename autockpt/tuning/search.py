@@ -43,6 +43,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
+from autockpt.tuning.compiled import compiled_search
 from autockpt.tuning.inexact import FixedMeasurer, Settled, nominal, settle, units_of, way_out
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import plain
@@ -56,12 +57,16 @@ from autockpt.workload import fingerprint, from_live, refuse_simulated
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
     """Search for the workload that ``request`` describes; steps are measured in a worker process.
 
-    Where ``request.hardware`` is given, nothing is measured: the search is simulated for it. Writes the run's
-    directory and plan. Raises UsageError, WorkloadError, InfeasibleError, RunDirectoryError or
-    MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the best plan so far.
+    With ``request.compile`` these steps are compiled. Where ``request.hardware`` is given, nothing is measured: the
+    search is simulated for it. Writes the run's directory and plan. Raises UsageError, WorkloadError, InfeasibleError,
+    RunDirectoryError or MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the
+    best plan so far.
     """
     clock = Clock(listener or Silence())
     _refuse_unwritable(request)
+    if request.compile is not None:
+        refuse_simulated(request.workload)
+        return compiled_search(request, request.compile, clock)
     if request.hardware is not None:
         return simulate_search(request, request.hardware, clock)
     refuse_simulated(request.workload)

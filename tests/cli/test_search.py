@@ -181,3 +181,10 @@ def test_interrupted_with_and_without_a_plan(autockpt, replace) -> None:
 def test_the_host_budget_is_a_size(autockpt, asked: list[SearchRequest]) -> None:
     result = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--host-budget", "8GB")
     assert result.code == 0 and asked[0].host_budget == 8 * 10**9
+
+
+def test_compile_takes_layers_or_model(autockpt, asked: list[SearchRequest]) -> None:
+    assert autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--compile", "layers").code == 0
+    assert asked[0].compile == "layers"
+    refused = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--compile", "all")
+    assert refused.code == 2 and "--compile model" in refused.err

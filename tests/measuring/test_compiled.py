@@ -1,0 +1,116 @@
+"""Compiled steps: what is compiled, how often, that nothing is left behind, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from autockpt.devices import get_device
+from autockpt.errors import ConflictError, MeasurementError, UsageError
+from autockpt.measuring import StepRunner
+from autockpt.measuring.compiled import Compiler, missing
+from autockpt.schema import RECOMPUTE, Choice, CompileMode
+from autockpt.schema.choices import CompileBudget
+from tests.measuring.small_workloads import BLOCKS, RECOMPUTE_ALL, Stack, make_workload
+
+CHEAP = "aot_eager_decomp_partition"
+TIGHT: Choice = CompileBudget(fraction=0.1)
+TIGHT_ALL: dict[str, Choice] = {f"layers.{i}": TIGHT for i in range(BLOCKS)}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def runner_of(mode: CompileMode, model: nn.Module | None = None) -> StepRunner:
+    workload = make_workload(model or Stack(dropout=0.0))  # type: ignore[arg-type]
+    return StepRunner(workload, get_device("cpu"), compiler=Compiler(mode, "cpu", backend=CHEAP))
+
+
+@pytest.mark.parametrize("mode", ["layers", "model"])
+def test_budgets_and_recompute_take_fewer_bytes_and_leave_nothing_behind(mode: CompileMode):
+    runner = runner_of(mode)
+    model = runner.workload.model
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    plain = runner.measure({}, steps=1)
+    recomputed = runner.measure(RECOMPUTE_ALL, steps=1)
+    tight = runner.measure(TIGHT_ALL, steps=1)
+    assert recomputed.peak_bytes < plain.peak_bytes
+    assert tight.peak_bytes < plain.peak_bytes
+    # the first layer's input needs no gradient: another graph
+    assert {plain.graphs, recomputed.graphs, tight.graphs} == {2 if mode == "layers" else 1}
+    assert all(m.compile_seconds > 0 for m in (plain, recomputed, tight))
+    for name, module in model.named_modules():
+        assert {k: v for k, v in module.__dict__.items() if v is not None} == {
+            k: v for k, v in before[name].items() if v is not None
+        }
+    assert torch._functorch.config.activation_memory_budget == 1.0
+    assert torch._functorch.config.joint_custom_pass is None
+
+
+def test_layers_of_a_kind_and_choice_are_compiled_once_whatever_the_plan():
+    runner = runner_of("layers")
+    runner.measure({**TIGHT_ALL, "layers.0": RECOMPUTE, "layers.1": RECOMPUTE}, steps=1)
+    times = runner.compiler.times  # type: ignore[union-attr]
+    again = runner.measure({**RECOMPUTE_ALL, "layers.3": TIGHT}, steps=1)
+    assert again.compile_seconds == 0 and again.graphs == 3
+    assert runner.compiler.times == times  # type: ignore[union-attr]
+
+
+def test_a_budget_is_refused_where_random_numbers_are_drawn():
+    runner = runner_of("layers", Stack(dropout=0.1))
+    with pytest.raises(ConflictError, match="pytorch#190758"):
+        runner.measure(TIGHT_ALL, steps=1)
+    assert runner.measure(RECOMPUTE_ALL, steps=1).graphs == 2
+    assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+def test_two_budgets_in_one_graph_are_refused():
+    runner = runner_of("model")
+    with pytest.raises(ConflictError, match="two layers of one graph"):
+        runner.measure({**TIGHT_ALL, "layers.2": CompileBudget(fraction=0.4)}, steps=1)
+
+
+def test_more_kinds_of_layers_than_the_compiler_keeps_are_noticed():
+    runner = runner_of("layers")
+    plan = {name: CompileBudget(fraction=0.1 * (i + 1)) for i, name in enumerate(TIGHT_ALL)}
+    with torch._dynamo.config.patch(recompile_limit=3), pytest.raises(MeasurementError, match="recompile_limit"):
+        runner.measure(plan, steps=1)
+
+
+def test_a_layer_that_runs_eagerly_is_noticed():
+    model = Stack(dropout=0.0)
+    for layer in model.layers:
+        layer.forward = torch.compiler.disable(layer.forward)
+    with pytest.raises(MeasurementError, match="eagerly"):
+        runner_of("layers", model).measure({}, steps=1)
+
+
+def test_a_model_that_is_compiled_already_is_refused():
+    runner = runner_of("layers")
+    runner.workload.model.layers[1].compile(backend=CHEAP)  # type: ignore[index]
+    with pytest.raises(UsageError, match="compiled already"):
+        runner.measure({}, steps=1)
+
+
+def test_where_there_is_no_compiler_that_is_said(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert "g++" in missing("cpu")
+    with pytest.raises(UsageError, match="C\\+\\+"):
+        Compiler("layers", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing("cpu")), reason="no C++ compiler")
+def test_the_real_compiler_keeps_the_budget_of_each_layer():
+    runner = StepRunner(make_workload(Stack(dropout=0.0)), get_device("cpu"), compiler=Compiler("layers", "cpu"))
+    plain = runner.measure({}, steps=1)
+    tight = runner.measure({"layers.1": TIGHT, "layers.2": TIGHT}, steps=1)
+    assert tight.peak_bytes < plain.peak_bytes and tight.graphs == plain.graphs + 1

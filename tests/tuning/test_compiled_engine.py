@@ -1,0 +1,186 @@
+"""The search by compiled steps, on a made-up compiler whose peaks are not monotonic in its budget."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from autockpt.errors import ConflictError, InfeasibleError, MeasurementError
+from autockpt.history.rundir import RunDirectory
+from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, ResolvedBudget, Silence, parse_budget
+from autockpt.schema.choices import CompileBudget
+from autockpt.tuning.compiled_engine import CompiledEngine
+from autockpt.tuning.engine import Found
+from autockpt.tuning.job import Clock, Limits
+from autockpt.tuning.scoring import RealSteps
+
+NAMES = tuple(f"layers.{i}" for i in range(6))
+
+
+class MadeUpCompiler:
+    """Layers of 100 bytes and 1 second; what is not saved takes up to half a second more. A budget of 0.2 takes more
+    bytes than one of 0.6, as PyTorch's may. ``says`` is what the compiler makes of a plan before it is run."""
+
+    patience = 1800.0
+
+    def __init__(self, says: Any = None) -> None:
+        self.says = says or (lambda choices: None)
+        self.measured: list[dict[str, Choice]] = []
+
+    def costs(self, choices: Mapping[str, Choice]) -> tuple[int, float]:
+        peak, seconds = 200, 0.0
+        for name in NAMES:
+            choice = choices.get(name, SAVE)
+            share = {"save": 1.0, "recompute": 0.0}.get(choice.kind)
+            if isinstance(choice, CompileBudget):
+                share = choice.fraction
+            assert share is not None
+            peak += round(100 * (share if share != 0.2 else 0.7))
+            seconds += 1.0 + 0.5 * (1 - share) ** 2
+        return peak, seconds
+
+    def measure(self, choices: Mapping[str, Choice], **_: Any) -> Measurement:
+        self.measured.append(dict(choices))
+        self.says(choices)
+        peak, seconds = self.costs(choices)
+        return Measurement(peak_bytes=peak, step_seconds=seconds, steps=3)
+
+    def compare(self, plans: Mapping[str, Mapping[str, Choice]], *, rounds: int = 5) -> dict[str, list[float]]:
+        return {name: [self.costs(choices)[1]] * rounds for name, choices in plans.items()}
+
+
+def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trials: int = 14, **more: Any) -> Found:
+    clock = Clock(Silence())
+    asked = parse_budget(budget)
+
+    def resolve(most: int, least: int) -> ResolvedBudget:
+        return ResolvedBudget(asked=budget, bytes=asked.resolve(most, least, 10**6), covers="all")
+
+    run = more.pop("run", None)
+    engine = CompiledEngine(
+        mode=mode,
+        layers=NAMES,
+        kinds=("save", "recompute"),
+        scorer=RealSteps(compiler, clock),  # type: ignore[arg-type]
+        measurer=compiler,  # type: ignore[arg-type]
+        limits=Limits(trials, more.pop("timeout", None)),
+        room=10**6,
+        run=run,
+        storage=run.storage if run else "sqlite://",
+        clock=clock,
+        resolve=resolve,
+        seeds={},
+        eager=more.pop("eager", lambda share: {}),
+    )
+    return engine.search()
+
+
+@pytest.mark.parametrize("mode", ["layers", "model"])
+def test_the_plan_fits_and_is_at_least_as_fast_as_the_best_single_budget(mode: str):
+    compiler = MadeUpCompiler()
+    found = search(compiler, "60%act", mode)
+    assert found.best is not None and found.best.measured is not None and found.binding
+    assert found.best.measured.peak_bytes <= found.budget.bytes
+    single = [compiler.costs(dict.fromkeys(NAMES, CompileBudget(fraction=f / 20))) for f in range(1, 20)]
+    assert found.best.measured.step_seconds <= min(s for peak, s in single if peak <= found.budget.bytes) + 1e-9
+    for tried in compiler.measured:
+        fractions = {c.fraction for c in tried.values() if isinstance(c, CompileBudget)}
+        assert mode == "layers" or len(fractions) <= 1
+
+
+def test_it_is_near_the_best_of_all_plans_of_two_choices():
+    compiler = MadeUpCompiler()
+    found = search(compiler, "50%act", trials=24)
+    options: list[Choice] = [RECOMPUTE, SAVE, *(CompileBudget(fraction=f / 20) for f in range(1, 20))]
+    every = [
+        compiler.costs({n: a if i < k else b for i, n in enumerate(NAMES)})
+        for a, b in itertools.product(options, repeat=2)
+        for k in range(len(NAMES) + 1)
+    ]
+    best = min(seconds for peak, seconds in every if peak <= found.budget.bytes)
+    assert found.best is not None and found.best.measured is not None
+    assert found.best.measured.step_seconds <= 1.05 * best
+
+
+def test_nothing_is_predicted():
+    assert all(trial.predicted is None for trial in search(MadeUpCompiler(), "60%act").trials)
+
+
+def test_plans_of_the_eager_solver_are_tried():
+    plan = {name: RECOMPUTE if i < 5 else SAVE for i, name in enumerate(NAMES)}
+    found = search(MadeUpCompiler(), "60%act", eager=lambda share: {"eager solver's": plan})
+    assert any(t.name == "eager solver's" and t.choices == plan for t in found.trials)
+
+
+def test_with_dropout_budgets_are_given_up_and_that_is_said():
+    def says(choices: Mapping[str, Choice]) -> None:
+        if any(isinstance(c, CompileBudget) for c in choices.values()):
+            raise ConflictError("… random numbers … (pytorch#190758)")
+
+    compiler = MadeUpCompiler(says)
+    found = search(compiler, "60%act")
+    assert found.best is not None and {c.kind for c in found.best.choices.values()} <= {"save", "recompute"}
+    assert any("dropout" in note for note in found.notes)
+    assert sum(any(isinstance(c, CompileBudget) for c in tried.values()) for tried in compiler.measured) == 1
+
+
+def test_a_plan_that_the_compiler_refuses_is_one_trial_that_failed():
+    def says(choices: Mapping[str, Choice]) -> None:
+        if choices == dict.fromkeys(NAMES, RECOMPUTE):
+            raise MeasurementError("the compiler failed")
+
+    found = search(MadeUpCompiler(says), "60%")
+    assert found.best is not None
+    assert [t.message for t in found.trials if t.state == "failed"] == ["the compiler failed"]
+
+
+def test_where_the_compiler_refuses_everything_that_is_the_answer():
+    def says(choices: Mapping[str, Choice]) -> None:
+        raise MeasurementError("no graph of this")
+
+    compiler = MadeUpCompiler(says)
+    with pytest.raises(MeasurementError, match="no graph of this"):
+        search(compiler, "60%act")
+    assert len(compiler.measured) == 1
+
+
+def test_what_does_not_fit_says_how_much_is_needed():
+    with pytest.raises(InfeasibleError) as caught:
+        search(MadeUpCompiler(), "10%")
+    assert caught.value.smallest_peak == 200
+
+
+def test_compiling_ends_at_the_time_limit_and_what_was_measured_counts():
+    compiler = MadeUpCompiler()
+    patience: list[float] = []
+
+    def says(choices: Mapping[str, Choice]) -> None:
+        patience.append(compiler.patience)
+        if len(compiler.measured) == 3:
+            compiler.clock_ran_out()  # type: ignore[attr-defined]
+            raise MeasurementError("silent")
+
+    compiler.says = says
+    began = Clock.elapsed
+    late = [0.0]
+    compiler.clock_ran_out = lambda: late.__setitem__(0, 1000.0)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "elapsed", property(lambda self: late[0]))
+        found = search(compiler, "60%act", timeout=100.0)
+    assert Clock.elapsed is began
+    assert max(patience) <= 100.0 and compiler.patience == MadeUpCompiler.patience
+    assert len(found.trials) == 2 and "time limit" in found.stopped
+    assert any("was not compiled" in note for note in found.notes)
+
+
+def test_a_second_run_takes_the_trials_of_the_first_over(tmp_path):
+    def enter() -> RunDirectory:
+        return RunDirectory.enter(tmp_path, {"q": 1}, model="m", device="cpu", budget="60%act")
+
+    first = search(MadeUpCompiler(), "60%act", trials=9, run=enter())
+    again = MadeUpCompiler()
+    second = search(again, "60%act", trials=12, run=enter())
+    assert second.resumed == len(first.trials) and len(again.measured) == len(second.trials) - len(first.trials)
