@@ -126,20 +126,20 @@ def events(graph: Graph, cycles: int = 2) -> Iterator[Event]:
         if s.kind != "optimizer":
             yield s.id, s.bytes
     count = len(graph.ops)
-    born: list[list[Storage]] = [[] for _ in range(count + 1)]
-    dying: list[list[int]] = [[] for _ in range(count + 1)]
+    born: dict[int, list[Storage]] = {}  # not a list for every op: collecting garbage would look at each
+    dying: dict[int, list[int]] = {}
     for s in graph.storages:
         if s.birth >= 0:
-            born[s.birth].append(s)
-            dying[count if s.death is None else min(s.death + 1, count)].append(s.id)
+            born.setdefault(s.birth, []).append(s)
+            dying.setdefault(count if s.death is None else min(s.death + 1, count), []).append(s.id)
     for cycle in range(cycles):
         for index in range(count + 1):
-            for key in dying[index]:
+            for key in dying.get(index, ()):
                 yield key, None
             if cycle == 0 and index == first_step:
                 for s in states:
                     yield s.id, s.bytes
-            for s in born[index]:
+            for s in born.get(index, ()):
                 yield s.id, s.bytes
 
 

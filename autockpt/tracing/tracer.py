@@ -104,7 +104,7 @@ class Tracer:
         fails.
         """
         choices = dict(choices or {})
-        with _uncollected():
+        with uncollected():
             raw = self._backend.ask("trace", choices={name: choices[name] for name in _in_order(choices, self.units)})
             graph = to_graph(raw, self.units, self._notes)
             return graph if self._view is None else self._view(graph)
@@ -160,7 +160,7 @@ def _ghost_or_recorded(
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """No garbage collection while a graph is made: it would look again and again at records that all stay."""
     collecting = gc.isenabled()
     gc.disable()

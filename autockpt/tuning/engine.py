@@ -35,6 +35,8 @@ from autockpt.tuning.study import Parameters, Study
 
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
 
+MOST_MISSES = 4  # candidates tried for each that is wanted
+
 Seeds = Mapping[str, Mapping[str, Choice]]  # plans to try before others, by what they are called
 
 
@@ -310,16 +312,16 @@ class Engine:
             self.stopped = f"the time limit of {self.limits.timeout:g} s was reached"
         elif repeats >= self.scorer.most_repeats:
             self.stopped = "the space offers no further plan within the budget"
-        elif self.scorer.most_candidates is not None and self._candidates >= self.scorer.most_candidates:
+        elif self.scorer.most_candidates is not None and self._enough_candidates(self.scorer.most_candidates):
             self.stopped = "the solver's plan is refined, and in a simulation nothing else can beat it by much"
         elif self._nothing_left():
             self.stopped = "no plan can be faster than the best by more than the noise, by the refitted bound"
         return bool(self.stopped)
 
-    @property
-    def _candidates(self) -> int:
-        """Plans tried besides the well-known ones and those from elsewhere; those that did not fit do not count."""
-        return sum(t.encoding == self.space.encoding and t.feasible for t in self.book.trials)
+    def _enough_candidates(self, wanted: int) -> bool:
+        """Whether so many plans were found besides the known ones; those that did not fit count for less."""
+        tried = [t for t in self.book.trials if t.encoding == self.space.encoding]
+        return sum(t.feasible for t in tried) >= wanted or len(tried) >= MOST_MISSES * wanted
 
     @property
     def _seconds_left(self) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from autockpt.errors import AutockptError, InfeasibleError
 from autockpt.profiling import Needs, Predictor, Uniform, promised_bytes, tracer_for, uniform_graphs
-from autockpt.schema import Choice, Hardware, Prediction, SearchRequest, WorkloadSpec, format_bytes, plan_hash
+from autockpt.schema import SAVE, Choice, Hardware, Prediction, SearchRequest, WorkloadSpec, format_bytes, plan_hash
 from autockpt.schema.choices import CHUNKED_LOSS
 from autockpt.schema.remedy import WayOut
 from autockpt.schema.workload import OptimizerName
@@ -200,14 +200,17 @@ def _together(spec: WorkloadSpec, settings: Mapping[str, Any], simulated: bool) 
 
 
 def _mildest(changes: Iterator[Change], bench: Bench, standard: float) -> WayOut | None:
-    for change in changes:
-        try:
-            way = _judged(change, bench, standard)
-        except AutockptError:
-            return None  # this sort of change is not possible for this model
-        if way is not None:
-            return way
-    return None
+    """The first change that fits; None where none does, or this sort of change is not possible for this model."""
+    series = list(changes)
+    try:
+        if len(series) > 2:  # where not even the last fits, there is no use in trying those before it
+            last = _judged(series.pop(), bench, standard)
+            if last is None:
+                return None
+            return next(filter(None, (_judged(change, bench, standard) for change in series)), last)
+        return next(filter(None, (_judged(change, bench, standard) for change in series)), None)
+    except AutockptError:
+        return None
 
 
 def _judged(change: Change, bench: Bench, standard: float) -> WayOut | None:
@@ -219,10 +222,16 @@ def _judged(change: Change, bench: Bench, standard: float) -> WayOut | None:
         traces = FixedTracer(tracer, fixed)
         blocks = [unit for unit in tracer.units if unit.role == "block"]
         lean = [kind for kind in LEAN_KINDS if kind in bench.kinds] or list(bench.kinds)
+        plain = traces.trace()
+        if plain.resident_bytes > bench.budget:
+            return None
         uniform = dict(uniform_graphs(traces, blocks, lean))
         if not _fitting(bench, uniform):
             return None
-        uniform |= uniform_graphs(traces, blocks, [kind for kind in bench.kinds if kind not in lean])
+        rest = [kind for kind in bench.kinds if kind not in lean and kind != SAVE.kind]
+        if SAVE.kind in bench.kinds:
+            uniform[SAVE.kind] = (dict.fromkeys((u.name for u in blocks), SAVE), plain)
+        uniform |= uniform_graphs(traces, blocks, rest) if rest else {}
         fitting = _fitting(bench, uniform)
         work = _work(tracer.settings)
     kind, best = min(fitting.items(), key=lambda item: item[1].step_seconds or 0.0)

@@ -23,6 +23,7 @@ from autockpt.profiling.roofline import roofline_times
 from autockpt.schema import SAVE, Budget, Graph, OpTimes, SearchOutcome, SearchRequest, SearchSpace, format_bytes
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
+from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.depth import DEEP, calls_per_candidate, transplanted, twin_uniform
 from autockpt.tuning.inexact import Settled, settle, units_of
 from autockpt.tuning.job import Clock
@@ -42,6 +43,7 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
     Bytes are by ghost run, seconds by roofline. Writes the run's directory and plan. Raises what ``run_search`` does.
     """
     with ExitStack() as stack:
+        stack.enter_context(uncollected())
         with clock.stage("trace"):
             tracer = stack.enter_context(tracer_for(hardware, request.workload))
             traced = _traced(stack, request, tracer, hardware)

@@ -14,17 +14,16 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 CASES = {
-    "llama-1b": ("rtx4090", "--budget", "12GB"),
+    "llama-1b": ("rtx4090", "--budget", "24GB"),
     "llama-8b lora": ("rtx4090", "--lora", "16", "--batch-size", "2", "--seq-len", "2048", "--budget", "24GB"),
     "llama-8b": ("b200", "--batch-size", "2", "--budget", "70%act"),
     "llama-70b lora": ("b200", "--lora", "16", "--budget", "170GB"),
-    "llama-70b": ("pool.yaml", "--budget", "60%act"),
+    "llama-70b": ("b200", "--shard", "8", "--budget", "60%act"),
 }
-POOL = "llama-70b"  # trained whole it fits no single card: planned for one with the memory of eight
-
 CHILD = """
 import json, resource, sys, time
 import torch, transformers, optuna, scipy.optimize, scipy.special, peft, rich, typer, yaml, pydantic
@@ -54,15 +53,14 @@ def main(names: list[str]) -> None:
 
 
 def row(name: str, hardware: str, options: list[str], folder: Path) -> str:
-    where = pool(folder) if name == POOL else hardware
-    arguments = ["search", "--model", name.split()[0], "--hardware", where, *options, "--out", str(folder), "--json"]
+    arguments = ["search", "--model", name.split()[0], "--hardware", hardware, *options, "--out", str(folder), "--json"]
     done = subprocess.run([sys.executable, "-c", CHILD, *arguments], capture_output=True, text=True, check=False)
     facts = json.loads(done.stderr.splitlines()[-1])
     if facts["code"]:
         return f"| {name} | {hardware} | exit code {facts['code']} | | | {facts['wall']:.1f} | {facts['cpu']:.1f} | | |"
     answer = json.loads(done.stdout)
     predicted, choices = answer["plan"]["predicted"], answer["plan"]["choices"]
-    tally = ", ".join(f"{pattern.split('layers.')[-1]} {said(choice)}" for pattern, choice in choices.items())
+    tally = ", ".join(f"{count} {kind}" for kind, count in tallied(choices).most_common())
     sizes = max(facts["own"], facts["child"]), facts["own"] + facts["child"]
     return (
         f"| {name} `{' '.join(options)}` | {hardware} | {tally} | {predicted['peak_bytes'] / 1e9:.1f} GB | "
@@ -71,21 +69,13 @@ def row(name: str, hardware: str, options: list[str], folder: Path) -> str:
     )
 
 
-def said(choice: object) -> str:
-    return choice["kind"] if isinstance(choice, dict) else str(choice)
-
-
-def pool(folder: Path) -> str:
-    """A description of one b200 with the memory of eight."""
-    from search_spaces.hardware import load_hardware
-
-    card = load_hardware("b200")
-    import yaml
-
-    data = card.model_dump(mode="json", exclude_defaults=True) | {"name": "pool", "memory_bytes": 8 * card.memory_bytes}
-    path = folder / "pool.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return str(path)
+def tallied(choices: dict[str, object]) -> Counter[str]:
+    """Layers by kind of choice; ``model.layers.3-7`` are five."""
+    kinds: Counter[str] = Counter()
+    for pattern, choice in choices.items():
+        first, _, last = pattern.rsplit(".", 1)[-1].partition("-")
+        kinds[choice["kind"] if isinstance(choice, dict) else str(choice)] += int(last or first) - int(first) + 1
+    return kinds
 
 
 if __name__ == "__main__":
