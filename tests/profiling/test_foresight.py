@@ -1,0 +1,49 @@
+"""What a simulated device is promised to need."""
+
+from __future__ import annotations
+
+import pytest
+
+from autockpt.profiling import device_peak, promised_bytes, tracer_for
+from autockpt.profiling.foresight import SAFETY
+from autockpt.schema import OFFLOAD, Graph, WorkloadSpec
+from search_spaces.hardware import load_hardware
+
+CARD, CPU = load_hardware("rtx4090"), load_hardware("cpu")
+SPEC = WorkloadSpec(model="llama-small", batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    with tracer_for(CARD, SPEC) as tracer:
+        blocks = [unit.name for unit in tracer.units if unit.role == "block"]
+        return tracer.trace({name: OFFLOAD for name in blocks[::2]})
+
+
+def test_a_promise_holds_context_reserve_and_margin(graph: Graph) -> None:
+    peak = device_peak(CARD, graph)
+    assert graph.resident["matrix workspaces"] > 0  # as the device sees it
+    assert promised_bytes(CARD)(graph) == peak.total + int(SAFETY * peak.reserved) > graph.peak_bytes
+
+
+def test_under_a_budget_cached_segments_are_given_back_before_it_fails(graph: Graph) -> None:
+    free = promised_bytes(CARD)(graph)
+    budgets = range(free, graph.peak_bytes, -(2 << 20))
+    least = min(budget for budget in budgets if promised_bytes(CARD, budget)(graph) <= budget)
+    assert graph.peak_bytes + CARD.context_bytes < least <= free
+    tight = promised_bytes(CARD, least)
+    assert tight.least(graph, tight(graph)) <= tight(graph)
+    hopeless = promised_bytes(CARD, graph.peak_bytes)
+    assert hopeless(graph) > graph.peak_bytes and hopeless.least(graph, hopeless(graph)) == hopeless(graph)
+
+
+def test_without_a_caching_allocator_it_is_what_tensors_hold() -> None:
+    with tracer_for(CPU, SPEC) as tracer:
+        graph = tracer.trace()
+    assert promised_bytes(CPU)(graph) == graph.peak_bytes + CPU.context_bytes
+
+
+def test_sharding_is_seen_by_every_graph(graph: Graph) -> None:
+    with tracer_for(CARD, SPEC.model_copy(update={"shard": 4})) as tracer:
+        shared = tracer.trace()
+    assert shared.resident["weights"] < graph.resident["weights"] / 3
