@@ -38,7 +38,8 @@ def test_every_policy_does_what_it_says(name, kind):
         assert least <= unit.again <= most
         assert (unit.moved_bytes > 0) == ("offload" in kind)
         assert unit.named_again <= unit.changed
-        assert unit.ops_again > 0 or kind in ("save", "offload")
+        # compile_budget: uncompiled, as here, it saves everything and says so
+        assert unit.ops_again > 0 or kind in ("save", "offload", "compile_budget")
 
 
 def test_llama_runs_all_but_its_last_product_again():
