@@ -39,32 +39,37 @@ def tracer_for(hardware: Hardware, spec: WorkloadSpec, *, fallback: bool = True)
 
 def promised_bytes(hardware: Hardware, budget: int | None = None) -> Promise:
     """What graphs of ``tracer_for`` need of the device within ``budget`` bytes (default: all there are)."""
-    return Promise(hardware, min(budget or hardware.memory_bytes, hardware.memory_bytes))
+    return Promise(hardware, None if budget is None else min(budget, hardware.memory_bytes))
 
 
 @dataclass(frozen=True)
 class Promise:
     """Bytes that a step is promised to take of a device, context included: reserved ones, and a margin for safety.
 
-    An allocator that is kept to ``most`` bytes gives cached segments back before it fails, so a plan may fit that would
-    reserve more if it could.
+    An allocator that is kept to ``most`` bytes (None: to what the device has) gives cached segments back before it
+    fails, so a plan may fit that would reserve more if it could.
     """
 
     hardware: Hardware
-    most: int
+    most: int | None = None
 
     def __call__(self, graph: Graph) -> int:
         """The promise for a ghost run; more than ``most`` where it cannot be kept to that."""
         context, share = self.hardware.context_bytes, self._share
-        limit = context + int((self.most - context) / (1 + share))
+        most = self.hardware.memory_bytes if self.most is None else self.most
+        limit = context + int((most - context) / (1 + share))
         peak = device_peak(self.hardware, graph, limit=limit)
         return peak.total + int(share * peak.reserved)
 
     def least(self, graph: Graph, promised: int) -> int:
         """How much of a promise cannot be given back: what plans near this one are judged by."""
-        if promised > self.most:
+        if self.most is None or promised > self.most:
             return promised
         return min(promised, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
+
+    def within(self, budget: int) -> Promise:
+        """The same for an allocator that is kept to ``budget`` bytes."""
+        return promised_bytes(self.hardware, budget)
 
     @property
     def _share(self) -> float:
@@ -76,6 +81,6 @@ def said_of(hardware: Hardware) -> str:
     if hardware.kind not in CACHING:
         return "bytes are those that tensors hold"
     return (
-        "peaks are what the caching allocator would reserve, fragmentation included, with the context of "
-        f"{hardware.context_bytes / 1e6:.0f} MB, and {SAFETY:.0%} for safety"
+        "peaks are what a caching allocator kept to the budget would reserve, fragmentation included, with the context "
+        f"of {hardware.context_bytes / 1e6:.0f} MB, and {SAFETY:.0%} for safety"
     )

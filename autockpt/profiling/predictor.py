@@ -23,6 +23,10 @@ class Needs(Protocol):
         """The part of what ``__call__`` promised that other plans cannot use."""
         ...
 
+    def within(self, budget: int) -> Needs:
+        """The same where the device's allocator is kept to ``budget`` bytes."""
+        ...
+
 
 def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
     """Bytes over time and step time of a traced cycle on the device that ``times`` are of."""
@@ -76,6 +80,12 @@ class Predictor:
         if key not in self._known:
             self.learn(choices, self.graph(choices))
         return self._known[key]
+
+    def keep_within(self, budget: int) -> None:
+        """From now on predict for a device whose allocator is kept to ``budget`` bytes; what fits it stands."""
+        if self.needs is not None:
+            self.needs = self.needs.within(budget)
+            self._known = {key: said for key, said in self._known.items() if said.peak_bytes <= budget}
 
     def least_bytes(self, graph: Graph, promised: int) -> int:
         """Bytes of a prediction by which plans near it are judged, without the device's own overhead."""

@@ -104,6 +104,12 @@ class Profiled:
             self._rulings[key] = Ruling(peak, None, point_bytes(self.base, graph), said.host_bytes)
         return self._rulings[key]
 
+    def keep_within(self, budget: int) -> None:
+        """From now on rule and predict for a device whose allocator is kept to ``budget`` bytes."""
+        if self.predictor.needs is not None:
+            self.predictor.keep_within(budget)
+            self._rulings.clear()
+
     def smallest_peak(self, known: Iterable[Mapping[str, Choice]], calls: int = LEAN_CALLS) -> int:
         """The least reachable peak in bytes, overhead included: the leanest the solver finds, or of ``known`` plans.
 

@@ -257,13 +257,24 @@ class _Refinement:
         if ruling.point_bytes is None:
             error = ruling.peak_bytes - peak_of(self.problem, plan)
             return [error] * len(self.problem.points)
-        unseen = ruling.peak_bytes - max((v for v in ruling.point_bytes if v is not None), default=ruling.peak_bytes)
+        unseen = self._unseen(ruling.peak_bytes, ruling.point_bytes)
         return [
-            old if seen is None else seen - linear + max(0, unseen)
-            for old, seen, linear in zip(
-                self.offsets, ruling.point_bytes, point_values(self.problem, plan), strict=True
+            old if seen is None else seen - linear + (unseen if _depends(point) else 0)
+            for old, seen, linear, point in zip(
+                self.offsets, ruling.point_bytes, point_values(self.problem, plan), self.problem.points, strict=True
             )
         ]
+
+    def _unseen(self, peak: int, seen: Sequence[int | None]) -> int:
+        """Bytes that no point shows (an allocator's fragmentation), put down to those that choices can change.
+
+        As much as lifts the highest of them to the peak: put down to points that no choice can change, such as the
+        optimizer step, they would rule out every other plan as well.
+        """
+        if peak <= max((v for v in seen if v is not None), default=peak):
+            return 0
+        at = [v for v, point in zip(seen, self.problem.points, strict=True) if v is not None and _depends(point)]
+        return peak - max(at, default=peak)
 
     def _ruling(self, plan: Plan) -> Ruling:
         return self.court.remembered[self.court.key(plan)]
@@ -294,6 +305,11 @@ class _Refinement:
 
 def _index(unit: UnitOptions, choice: Choice) -> int:
     return unit.options.index(option_of(unit, choice))
+
+
+def _depends(point: Point) -> bool:
+    """Whether choices change the bytes of a point."""
+    return point.own is not None or point.prefix > 0
 
 
 def shifted(problem: Problem, offsets: Sequence[int]) -> Problem:

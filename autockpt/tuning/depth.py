@@ -22,8 +22,8 @@ from autockpt.workload.shallow import shallow_twin
 DEEP = 16  # blocks from which on a twin is worth its while
 TWIN_BLOCKS = 6
 REMEMBERED_GRAPHS = 1  # 0.1 GB each for 80 blocks
-OPS_PER_CANDIDATE = 60_000  # ghost-run for one candidate: fewer ghost runs of deeper models
-FEWEST_CALLS, MOST_CALLS = 3, 8
+OPS_PER_CANDIDATE = 120_000  # ghost-run for one candidate: fewer ghost runs of deeper models
+FEWEST_CALLS, MOST_CALLS = 6, 8
 
 
 def twin_uniform(

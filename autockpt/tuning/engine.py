@@ -35,7 +35,8 @@ from autockpt.tuning.study import Parameters, Study
 
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
 
-MOST_MISSES = 4  # candidates tried for each that is wanted
+CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
+MOST_MISSES = 3  # candidates tried for each that is wanted
 
 Seeds = Mapping[str, Mapping[str, Choice]]  # plans to try before others, by what they are called
 
@@ -214,6 +215,15 @@ class Engine:
             free = format_bytes(self.room)
             self.notes.append(f"the device has less free than the budget ({free}); what does not fit there was not run")
         self.book.judge(size)
+        self._keep_within_budget()
+
+    def _keep_within_budget(self) -> None:
+        """A simulated allocator that is kept to the budget may make do with less than one that is not."""
+        self.profiled.keep_within(self.budget.bytes)
+        for trial in self.book.scored:
+            close = not trial.feasible and peak_of_trial(trial) <= CLOSE * self.budget.bytes
+            if trial.state == "simulated" and close:
+                self.book.put(trial.model_copy(update={"predicted": self._predict(trial.choices)}))
 
     def _infeasible(self) -> InfeasibleError:
         return infeasible(self.profiled, self.budget.bytes, self.smallest_peak)

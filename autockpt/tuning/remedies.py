@@ -79,8 +79,9 @@ def ways_out(
     for family in _families(spec, settings, chunked, simulated=bench.hardware is not None):
         if (way := _mildest(family, bench, standard)) is not None:
             found.append(way)
-    together = _together(spec, settings, simulated=bench.hardware is not None)
-    if not found and (way := _mildest(together, bench, standard)) is not None:
+    alone = [way for way in found if SHARD not in way.options]
+    together = _together(spec, settings, simulated=bench.hardware is not None and not found)
+    if not alone and (way := _mildest(together, bench, standard)) is not None:
         found.append(way)
     return tuple(sorted(found, key=lambda way: (SHARD in way.options, way.relative_cost))[:MOST])
 
