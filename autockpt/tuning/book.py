@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import Choice, Trial, plan_hash
+from autockpt.schema import Choice, Measurement, Prediction, Trial, TrialState, plan_hash
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of a candidate. ``measured`` is None where no step was taken, or it ran out of memory."""
+
+    state: TrialState
+    measured: Measurement | None = None
+    message: str = ""
 
 
 class Book:
@@ -19,6 +31,35 @@ class Book:
     def find(self, choices: dict[str, Choice]) -> Trial | None:
         """The trial of this plan, if there was one."""
         return self._by_hash.get(plan_hash(choices))
+
+    def write(
+        self,
+        choices: dict[str, Choice],
+        name: str,
+        encoding: str,
+        score: Score,
+        *,
+        elapsed: float,
+        predicted: Prediction | None = None,
+        parameters: Mapping[str, float | int | str] | None = None,
+    ) -> Trial:
+        """Add what became of a new plan ``elapsed`` seconds after the search began. Returns what was written."""
+        return self.put(
+            Trial(
+                number=len(self.trials),
+                name=name,
+                encoding=encoding,
+                choices=choices,
+                plan_hash=plan_hash(choices),
+                state=score.state,
+                feasible=score.state in ("measured", "simulated"),
+                predicted=predicted,
+                measured=score.measured,
+                parameters=dict(parameters or {}),
+                message=score.message,
+                elapsed_seconds=elapsed,
+            )
+        )
 
     def put(self, trial: Trial) -> Trial:
         """Add a trial, or replace the one of its number; judged if the budget is known. Returns what was written."""

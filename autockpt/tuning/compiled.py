@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -32,10 +31,9 @@ from autockpt.tuning.compiled_engine import CompiledEngine
 from autockpt.tuning.engine import Found
 from autockpt.tuning.inexact import Settled
 from autockpt.tuning.job import Clock, Job
-from autockpt.tuning.outcome import make_plan, plain, scored_rows
-from autockpt.tuning.scoring import RealSteps
-from autockpt.tuning.stages import job_of, kept, uniform_plans
-from autockpt.workload import fingerprint
+from autockpt.tuning.outcome import make_plan, scored_rows
+from autockpt.tuning.scoring import RealSteps, confirmation
+from autockpt.tuning.stages import enter_run, job_of, kept, outcome_of, uniform_plans
 
 IN_GRAPHS = ("save", "recompute")
 """Choices that can be part of a compiled graph, compile_budget besides."""
@@ -69,17 +67,7 @@ def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> 
         job = replace(job, settings={**job.settings, "compile": mode})
         with clock.stage("build"):
             environment = measurer.environment
-        question = request.question(environment, model_fingerprint=fingerprint(tracer.units))
-        run = RunDirectory.enter(
-            request.out,
-            question,
-            model=job.name,
-            device=environment.device.kind,
-            budget=request.budget.text,
-            fresh=request.fresh,
-        )
-        stack.enter_context(run.lock())
-        run.add_command(request.command)
+        run = enter_run(stack, request, job, environment, tracer.units, settled)
         run.write_environment(environment)
         run.write_graph(uniform["save"][1])
         return kept(request, _found(request, mode, job, tracer, settled, measurer, run, clock))
@@ -136,7 +124,7 @@ def _found(
         mode=mode,
         layers=tuple(unit.name for unit in blocks),
         kinds=job.space.choices,
-        scorer=RealSteps(measurer, clock, _confirmation(request, measurer)),  # type: ignore[arg-type]
+        scorer=RealSteps(measurer, clock, confirmation(request.workload, measurer, compile=mode)),
         measurer=measurer,
         limits=job.limits,
         room=room,
@@ -157,24 +145,8 @@ def _found(
         plan = _plan(job, mode, tracer, measurer, found, rows, (*notes, _NOT_PREDICTED), elsewise)
         run.write_plan(plan)
     compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
-    return SearchOutcome(
-        plan=plan,
-        budget=found.budget,
-        device=info,
-        rows=rows,
-        settings=plain(job.settings),
-        binding=found.binding,
-        interrupted=found.interrupted,
-        resumed=found.resumed,
-        measured_trials=sum(t.measured is not None for t in found.trials),
-        stopped=found.stopped,
-        run_directory=run.path,
-        plan_path=run.plan_path if plan else None,
-        set_aside=run.set_aside,
-        smallest_peak=found.smallest_peak,
-        stages=(*clock.stages, StageTime(name="compiling", seconds=compiling, part=True)),
-        notes=(*job.notes, *notes),
-    )
+    stages = (*clock.stages, StageTime(name="compiling", seconds=compiling, part=True))
+    return outcome_of(job, found, rows, plan, info, run, source="measured", stages=stages, notes=notes)
 
 
 def _plan(
@@ -198,14 +170,10 @@ def _plan(
         rows=rows,
         notes=notes,
     )
-    times = (
-        None
-        if eager is None
-        else eager.model_copy(
-            update={"times": (), "step_seconds": round(eager.step_seconds, 6), "noise": round(eager.noise, 4)}
-        )
-    )
-    return plan.model_copy(update={"compile": mode, "eager": times})
+    if eager is not None:
+        rounded = {"times": (), "step_seconds": round(eager.step_seconds, 6), "noise": round(eager.noise, 4)}
+        eager = eager.model_copy(update=rounded)
+    return plan.model_copy(update={"compile": mode, "eager": eager})
 
 
 def _in_eager_steps(measurer: WorkerMeasurer, found: Found) -> tuple[Measurement | None, list[str]]:
@@ -225,23 +193,8 @@ def _in_eager_steps(measurer: WorkerMeasurer, found: Found) -> tuple[Measurement
 
 
 def _graphs(found: Found) -> list[str]:
-    """How many graphs the well-known and the found plan became."""
+    """How many graphs the found plan became."""
     if found.best is None or found.best.measured is None:
         return []
     graphs = found.best.measured.graphs
     return [f"the plan's steps are compiled to {graphs} graph{'s' if graphs != 1 else ''} (with a backward each)"]
-
-
-def _confirmation(request: SearchRequest, measurer: WorkerMeasurer) -> Any:
-    """A run in a fresh process under a real limit, where the device has one; see ``tuning.search``."""
-    if not measurer.environment.device.enforces_limit:
-        return None
-
-    def confirm(choices: Mapping[str, Choice], budget_bytes: int, steps: int) -> Measurement:
-        measurer.rest()
-        with WorkerMeasurer(
-            request.workload, measurer.device_name, budget_bytes=budget_bytes, compile=request.compile
-        ) as fresh:
-            return fresh.measure(choices, steps=steps)
-
-    return confirm

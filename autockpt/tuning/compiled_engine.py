@@ -6,7 +6,6 @@ partitioner saves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,19 +16,16 @@ from autockpt.schema import (
     SAVE,
     Choice,
     CompileMode,
-    Measurement,
     Prediction,
     ResolvedBudget,
     SearchSpace,
     Trial,
-    TrialState,
     format_bytes,
-    plan_hash,
 )
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.known import NONE, known_plans
 from autockpt.schema.space import Knob
-from autockpt.tuning.book import Book
+from autockpt.tuning.book import Book, Score
 from autockpt.tuning.engine import Found
 from autockpt.tuning.job import Clock, Limits
 from autockpt.tuning.scoring import MOST_REPEATS, RealSteps
@@ -149,7 +145,8 @@ class CompiledEngine:
             elif not self._enough(0):
                 self._try(choices, name, "baseline")
             if self.book.scored or self._enough(0):
-                self.known |= {name: choices} if name not in uniform or self.budgets else {}
+                if name not in uniform or self.budgets:
+                    self.known[name] = choices
             elif not self._memory_ran_out:
                 raise self._failure()  # the rest would fail alike
 
@@ -192,53 +189,25 @@ class CompiledEngine:
         """Measure a plan; one that the compiler refuses is a trial that failed. None where time ran out over it."""
         limit = self.budget.bytes if self.budget is not None else None
         self.measurer.patience = min(self.patience, max(ANSWERING, self._seconds_left))
-        state: TrialState = "failed"
-        measured, message = None, ""
         try:
             score = self.scorer.score(choices, Prediction(peak_bytes=0, step_seconds=self._typical), limit)
-            state, measured, message = score.state, score.measured, score.message
         except ConflictError as error:
-            message = error.message
-            if self.budgets and "190758" in message:
+            score = Score("failed", message=error.message)
+            if self.budgets and "190758" in error.message:
                 self.budgets = False
                 self.notes.append(
                     "no compile_budget for this model: it draws random numbers (dropout), and PyTorch would draw "
                     "others in backward (pytorch#190758)"
                 )
         except MeasurementError as error:
-            message = error.message
+            score = Score("failed", message=error.message)
             if self._seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
                 self.notes.append(f"{name} was not compiled and measured by the time limit")
                 return None
         finally:
             self.measurer.patience = self.patience
-        return self._write(choices, name, encoding, split, state, measured, message)
-
-    def _write(
-        self,
-        choices: dict[str, Choice],
-        name: str,
-        encoding: str,
-        split: Split | None,
-        state: TrialState,
-        measured: Measurement | None,
-        message: str,
-    ) -> Trial:
-        trial = self.book.put(
-            Trial(
-                number=len(self.book.trials),
-                name=name,
-                encoding=encoding,
-                choices=choices,
-                plan_hash=plan_hash(choices),
-                state=state,
-                feasible=state == "measured",
-                measured=measured,
-                parameters={} if split is None else split.parameters,
-                message=message,
-                elapsed_seconds=self.clock.elapsed,
-            )
-        )
+        parameters = None if split is None else split.parameters
+        trial = self.book.write(choices, name, encoding, score, elapsed=self.clock.elapsed, parameters=parameters)
         self.listener.trial(trial, self.book.best)
         return trial
 
@@ -295,17 +264,15 @@ class CompiledEngine:
 
     def _enough(self, repeats: int) -> bool:
         """Whether the search should end; ``stopped`` then says why."""
-        if self.book.spent >= self.limits.trials:
-            self.stopped = f"all {self.limits.trials} trials are used"
-        elif self._seconds_left <= 0:
-            self.stopped = f"the time limit of {self.limits.timeout:g} s was reached"
+        if used_up := self.limits.used_up(self.book.spent, self.clock):
+            self.stopped = used_up
         elif repeats >= MOST_REPEATS:
             self.stopped = "the space offers no further plan"
         return bool(self.stopped)
 
     @property
     def _seconds_left(self) -> float:
-        return math.inf if self.limits.timeout is None else self.limits.timeout - self.clock.elapsed
+        return self.limits.seconds_left(self.clock)
 
     def _finals(self) -> Trial | None:
         if self._seconds_left <= 0:

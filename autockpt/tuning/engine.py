@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,16 +20,15 @@ from autockpt.schema import (
     covers,
     format_bytes,
     label,
-    plan_hash,
 )
 from autockpt.schema.known import NONE, known_plans
 from autockpt.solvers import Ruling, exact
-from autockpt.tuning.book import Book, peak_of_trial
+from autockpt.tuning.book import Book, Score, peak_of_trial
 from autockpt.tuning.candidates import REFEREE_CALLS, Candidate, from_knobs, from_layers, neutral
 from autockpt.tuning.dryrun import infeasible
 from autockpt.tuning.job import Clock, Limits
 from autockpt.tuning.refit import Fit, fit, unseen_bytes
-from autockpt.tuning.scoring import Score, Scorer
+from autockpt.tuning.scoring import Scorer
 from autockpt.tuning.study import Parameters, Study
 
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
@@ -286,21 +284,9 @@ class Engine:
             score = Score("predicted_over", message=on_host)
         elif predicted.peak_bytes <= self.room and (fits or not enforce):
             score = self.scorer.score(choices, predicted, self.budget.bytes if enforce else None)
-        trial = self.book.put(
-            Trial(
-                number=len(self.book.trials),
-                name=name,
-                encoding=encoding,
-                choices=choices,
-                plan_hash=plan_hash(choices),
-                state=score.state,
-                feasible=score.state in ("measured", "simulated"),
-                predicted=predicted,
-                measured=score.measured,
-                parameters=parameters,
-                message=score.message,
-                elapsed_seconds=time.monotonic() - self.started,
-            )
+        elapsed = time.monotonic() - self.started
+        trial = self.book.write(
+            choices, name, encoding, score, elapsed=elapsed, predicted=predicted, parameters=parameters
         )
         self.listener.trial(trial, self.book.best)
         return trial
@@ -316,10 +302,8 @@ class Engine:
 
     def _enough(self, repeats: int) -> bool:
         """Whether the search should end; ``stopped`` then says why."""
-        if self.book.spent >= self.limits.trials:
-            self.stopped = f"all {self.limits.trials} trials are used"
-        elif self._seconds_left <= 0:
-            self.stopped = f"the time limit of {self.limits.timeout:g} s was reached"
+        if used_up := self.limits.used_up(self.book.spent, self.clock):
+            self.stopped = used_up
         elif repeats >= self.scorer.most_repeats:
             self.stopped = "the space offers no further plan within the budget"
         elif self.scorer.most_candidates is not None and self._enough_candidates(self.scorer.most_candidates):
@@ -332,11 +316,6 @@ class Engine:
         """Whether so many plans were found besides the known ones; those that did not fit count for less."""
         tried = [t for t in self.book.trials if t.encoding == self.space.encoding]
         return sum(t.feasible for t in tried) >= wanted or len(tried) >= MOST_MISSES * wanted
-
-    @property
-    def _seconds_left(self) -> float:
-        """Of the time limit, which holds for the whole search, tracing and profiling included; infinite without one."""
-        return math.inf if self.limits.timeout is None else self.limits.timeout - self.clock.elapsed
 
     def _nothing_left(self) -> bool:
         """Whether the refitted solver's optimum, less the largest error seen of its predictions, is beaten already."""
@@ -363,6 +342,6 @@ class Engine:
     def _finals(self) -> Trial | None:
         """The plan to name; every well-known plan is timed beside it: the table sets their step times against it."""
         beside = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
-        best = self.scorer.winner(self.book, beside, self.budget.bytes, self._seconds_left)
+        best = self.scorer.winner(self.book, beside, self.budget.bytes, self.limits.seconds_left(self.clock))
         self.notes.extend(self.scorer.notes)
         return best

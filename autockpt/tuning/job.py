@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,18 @@ class Limits:
     trials: int
     timeout: float | None = None
     seed: int = 0
+
+    def seconds_left(self, clock: Clock) -> float:
+        """Of the time limit, which holds for the whole search, tracing and profiling included; infinite without one."""
+        return math.inf if self.timeout is None else self.timeout - clock.elapsed
+
+    def used_up(self, spent: int, clock: Clock) -> str:
+        """Which limit is reached, in words; empty where none is. ``spent`` are the trials so far."""
+        if spent >= self.trials:
+            return f"all {self.trials} trials are used"
+        if self.seconds_left(clock) <= 0:
+            return f"the time limit of {self.timeout:g} s was reached"
+        return ""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.measuring import Measurer
-from autockpt.schema import Choice, Measurement, PlanStatus, Prediction, Trial, TrialState
+from autockpt.measuring import Measurer, WorkerMeasurer
+from autockpt.schema import Choice, CompileMode, Measurement, PlanStatus, Prediction, Trial, WorkloadSpec
 from autockpt.solvers.refine import FASTER
-from autockpt.tuning.book import Book
+from autockpt.tuning.book import Book, Score
 from autockpt.tuning.finals import play, remeasured
 from autockpt.tuning.job import Clock
 
@@ -23,15 +23,6 @@ MOST_REPEATS = 12
 
 Choices = Mapping[str, Choice]
 Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
-
-
-@dataclass(frozen=True)
-class Score:
-    """What became of a candidate. ``measured`` is None where no step was taken, or it ran out of memory."""
-
-    state: TrialState
-    measured: Measurement | None = None
-    message: str = ""
 
 
 class Scorer(Protocol):
@@ -57,6 +48,31 @@ class Scorer(Protocol):
         ``beside`` are well-known plans to time with the best; ``seconds`` are left to do so.
         """
         ...
+
+
+def confirmation(
+    spec: WorkloadSpec | None,
+    measurer: Measurer,
+    *,
+    fixed: Choices | None = None,
+    host_budget: int | None = None,
+    compile: CompileMode | None = None,
+) -> Confirm | None:
+    """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway.
+
+    ``fixed`` are choices that every plan has besides its own. None for a live model, of which there is no second copy.
+    """
+    if spec is None or not isinstance(measurer, WorkerMeasurer) or not measurer.environment.device.enforces_limit:
+        return None
+
+    def confirm(choices: Choices, budget_bytes: int, steps: int) -> Measurement:
+        measurer.rest()  # two processes on one device would take each other's memory
+        with WorkerMeasurer(
+            spec, measurer.device_name, budget_bytes=budget_bytes, host_budget=host_budget, compile=compile
+        ) as fresh:
+            return fresh.measure({**choices, **(fixed or {})}, steps=steps)
+
+    return confirm
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +27,8 @@ from autockpt.profiling import (
 )
 from autockpt.schema import (
     Budget,
-    Choice,
     Environment,
     Listener,
-    Measurement,
     Plan,
     SearchOutcome,
     SearchRequest,
@@ -48,9 +46,9 @@ from autockpt.tuning.inexact import FixedMeasurer, Settled, nominal, settle, uni
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.remedies import Bench, explained
-from autockpt.tuning.scoring import Confirm, RealSteps
+from autockpt.tuning.scoring import RealSteps, confirmation
 from autockpt.tuning.simulated import simulate_search
-from autockpt.tuning.stages import find_plan, foresee_plan, job_of, kept, uniform_plans
+from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, job_of, kept, uniform_plans
 from autockpt.workload import fingerprint, from_live, refuse_simulated
 
 
@@ -92,22 +90,11 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         job = job_of(request, tracer, settled, space, refused)
         units = units_of(tracer.units, tracer.head, settled.fixed)
         if worker is None:
-            outcome = _dry_run(job, units, settled, clock, request.device)
+            outcome = _dry_run(job, units, settled, clock, device, here)
         else:
             with clock.stage("build"):
                 environment = worker.environment
-            more = {"fixed": settled.described} if settled.fixed else {}
-            question = request.question(environment, model_fingerprint=fingerprint(tracer.units), **more)
-            run = RunDirectory.enter(
-                request.out,
-                question,
-                model=job.name,
-                device=environment.device.kind,
-                budget=request.budget.text,
-                fresh=request.fresh,
-            )
-            stack.enter_context(run.lock())
-            run.add_command(request.command)
+            run = enter_run(stack, request, job, environment, tracer.units, settled)
             outcome = _searched(job, units, settled, worker, run, request.storage or run.storage, clock)
         return kept(request, outcome)
 
@@ -302,7 +289,7 @@ def _searched(
     clock: Clock,
 ) -> SearchOutcome:
     """Profile on the device, search by real steps, write the plan."""
-    confirm = _confirmation(job, measurer)
+    confirm = confirmation(job.spec, measurer, fixed=job.fixed, host_budget=job.host_budget)
     if settled.fixed:
         measurer = cast(Measurer, FixedMeasurer(measurer, settled.fixed))
     with clock.stage("profile"):
@@ -310,10 +297,10 @@ def _searched(
     return find_plan(job, units, profiled, RealSteps(measurer, clock, confirm), run, storage, clock)
 
 
-def _dry_run(job: Job, units: Sequence[Unit], settled: Settled, clock: Clock, device_name: str | None) -> SearchOutcome:
+def _dry_run(
+    job: Job, units: Sequence[Unit], settled: Settled, clock: Clock, device: Device, environment: Environment
+) -> SearchOutcome:
     """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
-    device = get_device(device_name)
-    environment = environment_of(device, {**process_environment(device_name), **os.environ})
     _, graph = leanest(within_host(settled.uniform, environment.device, job.host_budget))
     disk = wants_disk(settled.uniform, environment.device, job.host_budget)
     times = cached_op_times(environment, graph, job.workload_key, disk=disk)
@@ -330,19 +317,3 @@ def _dry_run(job: Job, units: Sequence[Unit], settled: Settled, clock: Clock, de
             settled.traces, times_used, settled.uniform, used_by_others=others, host_budget=job.host_budget
         )
     return foresee_plan(job, units, profiled, clock, seconds=times is not None)
-
-
-def _confirmation(job: Job, measurer: Measurer) -> Confirm | None:
-    """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway."""
-    spec = job.spec
-    if spec is None or not isinstance(measurer, WorkerMeasurer) or not measurer.environment.device.enforces_limit:
-        return None
-
-    def confirm(choices: Mapping[str, Choice], budget_bytes: int, steps: int) -> Measurement:
-        measurer.rest()  # two processes on one device would take each other's memory
-        with WorkerMeasurer(
-            spec, measurer.device_name, budget_bytes=budget_bytes, host_budget=job.host_budget
-        ) as fresh:
-            return fresh.measure({**choices, **job.fixed}, steps=steps)
-
-    return confirm

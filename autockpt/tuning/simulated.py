@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from autockpt.errors import InfeasibleError
-from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import (
     Profiled,
@@ -29,8 +28,16 @@ from autockpt.tuning.inexact import Settled, settle, units_of
 from autockpt.tuning.job import Clock
 from autockpt.tuning.remedies import Bench, explained
 from autockpt.tuning.scoring import Simulated
-from autockpt.tuning.stages import allowed, blocks_of, find_plan, foresee_plan, job_of, kept, uniform_plans
-from autockpt.workload import fingerprint
+from autockpt.tuning.stages import (
+    allowed,
+    blocks_of,
+    enter_run,
+    find_plan,
+    foresee_plan,
+    job_of,
+    kept,
+    uniform_plans,
+)
 
 CANDIDATES = 1
 """Plans of the solver that are refined where ghost runs of the whole model are dear. In a simulation prices are what
@@ -69,18 +76,7 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
         environment = profiled.profile.op_times.environment
         if request.dry_run:
             return kept(request, foresee_plan(job, units, profiled, clock, seconds=True))
-        more = {"fixed": settled.described} if settled.fixed else {}
-        question = request.question(environment, model_fingerprint=fingerprint(tracer.units), **more)
-        run = RunDirectory.enter(
-            request.out,
-            question,
-            model=job.name,
-            device=hardware.name,
-            budget=request.budget.text,
-            fresh=request.fresh,
-        )
-        stack.enter_context(run.lock())
-        run.add_command(request.command)
+        run = enter_run(stack, request, job, environment, tracer.units, settled, device=hardware.name)
         storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
         scorer = Simulated() if traced.twin is None else Simulated(most_candidates=CANDIDATES)
         return kept(request, find_plan(job, units, profiled, scorer, run, storage, clock, referee_calls=calls))

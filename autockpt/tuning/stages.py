@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from autockpt.errors import PlanError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import Profiled, Uniform, uniform_graphs
-from autockpt.schema import SAVE, Choice, SearchOutcome, SearchRequest, SearchSpace, Unit
+from autockpt.schema import (
+    SAVE,
+    Choice,
+    Comparison,
+    DeviceInfo,
+    Environment,
+    Plan,
+    PlanStatus,
+    SearchOutcome,
+    SearchRequest,
+    SearchSpace,
+    StageTime,
+    Unit,
+)
 from autockpt.tracing import Tracer
 from autockpt.tuning.candidates import REFEREE_CALLS
 from autockpt.tuning.dryrun import foresee
-from autockpt.tuning.engine import Engine
+from autockpt.tuning.engine import Engine, Found
 from autockpt.tuning.inexact import Settled
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import make_plan, plain, scored_rows, simulated_rows
 from autockpt.tuning.scoring import Scorer
+from autockpt.workload import fingerprint
 
 
 def uniform_plans(tracer: Tracer, space: SearchSpace) -> tuple[Uniform, SearchSpace, tuple[str, ...]]:
@@ -95,6 +110,68 @@ def kept(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:
     return outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
 
 
+def enter_run(
+    stack: ExitStack,
+    request: SearchRequest,
+    job: Job,
+    environment: Environment,
+    units: Sequence[Unit],
+    settled: Settled,
+    *,
+    device: str | None = None,
+) -> RunDirectory:
+    """The directory of this question, locked until ``stack`` ends; ``device`` names it (default: the device's kind).
+
+    Raises RunDirectoryError where it is another question's, corrupt or in use.
+    """
+    more = {"fixed": settled.described} if settled.fixed else {}
+    run = RunDirectory.enter(
+        request.out,
+        request.question(environment, model_fingerprint=fingerprint(units), **more),
+        model=job.name,
+        device=device or environment.device.kind,
+        budget=request.budget.text,
+        fresh=request.fresh,
+    )
+    stack.enter_context(run.lock())
+    run.add_command(request.command)
+    return run
+
+
+def outcome_of(
+    job: Job,
+    found: Found,
+    rows: tuple[Comparison, ...],
+    plan: Plan | None,
+    device: DeviceInfo,
+    run: RunDirectory | None,
+    *,
+    source: PlanStatus,
+    stages: Sequence[StageTime],
+    notes: Sequence[str],
+) -> SearchOutcome:
+    """What people get of a search; ``notes`` are its own, after those of the job."""
+    return SearchOutcome(
+        plan=plan,
+        source=source,
+        budget=found.budget,
+        device=device,
+        rows=rows,
+        settings=plain(job.settings),
+        binding=found.binding,
+        interrupted=found.interrupted,
+        resumed=found.resumed,
+        measured_trials=sum(t.score is not None for t in found.trials),
+        stopped=found.stopped,
+        run_directory=run.path if run else None,
+        plan_path=run.plan_path if run and plan else None,
+        set_aside=run.set_aside if run else None,
+        smallest_peak=found.smallest_peak,
+        stages=tuple(stages),
+        notes=(*job.notes, *notes),
+    )
+
+
 def find_plan(
     job: Job,
     units: Sequence[Unit],
@@ -145,24 +222,16 @@ def find_plan(
         )
         if run is not None:
             run.write_plan(plan)
-    return SearchOutcome(
-        plan=plan,
+    return outcome_of(
+        job,
+        found,
+        rows,
+        plan,
+        environment.device,
+        run,
         source=scorer.source,
-        budget=found.budget,
-        device=environment.device,
-        rows=rows,
-        settings=plain(job.settings),
-        binding=found.binding,
-        interrupted=found.interrupted,
-        resumed=found.resumed,
-        measured_trials=sum(t.score is not None for t in found.trials),
-        stopped=found.stopped,
-        run_directory=run.path if run else None,
-        plan_path=run.plan_path if run and plan else None,
-        set_aside=run.set_aside if run else None,
-        smallest_peak=found.smallest_peak,
-        stages=tuple(clock.stages),
-        notes=(*job.notes, *found.notes),
+        stages=clock.stages,
+        notes=found.notes,
     )
 
 
