@@ -6,12 +6,11 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from autockpt.bench.peers import PEERS, PLAIN
+from autockpt.bench.peers import OURS, PEERS, PLAIN
 from autockpt.history.statistics import Interval, judge, noise, ratio_interval
 from autockpt.schema import ResolvedBudget
 from autockpt.schema.bench import BenchLine, BenchRow, BudgetResult, Duel, Group, Ratio
 
-OURS = "autockpt"
 Rounds = Sequence[Mapping[str, float]]
 
 

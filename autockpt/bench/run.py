@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from autockpt.bench.judging import OURS, lines_of, open_rows, results_of, unknown
-from autockpt.bench.peers import PEERS, PLAIN
+from autockpt.bench.judging import lines_of, open_rows, results_of, unknown
+from autockpt.bench.peers import OURS, PEERS, PLAIN
 from autockpt.bench.searching import search_for
 from autockpt.bench.store import BenchDirectory
 from autockpt.errors import AutockptError, MeasurementError, UsageError
 from autockpt.measuring import WorkerMeasurer
 from autockpt.report import bench_page, bench_picture
 from autockpt.schema import Listener, ResolvedBudget, Silence, covers
-from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow
+from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow, BudgetResult
 from autockpt.schema.suggest import closest
 
 WORKER = "autockpt.bench.worker"
@@ -208,8 +208,8 @@ class _Bench:
             self.listener.advance()
 
     def _measured(self) -> list[str]:
-        """Rows to be timed: of peers that were asked for now, in the table's order."""
-        return [k for k, row in self.rows.items() if row.state == "measured" and row.peer in self.wanted]
+        """Rows to be timed."""
+        return [row.key for row in self._asked_for() if row.state == "measured"]
 
     def _round(self, keys: Sequence[str]) -> None:
         wired = {key: {"peer": self.rows[key].peer, "setting": self.rows[key].setting} for key in keys}
@@ -225,14 +225,15 @@ class _Bench:
 
     # --- what came of it
 
-    def _results(self) -> list[Any]:
-        rows = [row for row in self.rows.values() if row.peer in self.wanted]
-        return results_of(rows, self.rounds, self.budgets, self.request.within)
+    def _asked_for(self) -> list[BenchRow]:
+        """Rows of peers that were asked for now, in the table's order."""
+        order = {name: place for place, name in enumerate(self.wanted)}
+        return sorted((row for row in self.rows.values() if row.peer in order), key=lambda row: order[row.peer])
+
+    def _results(self) -> list[BudgetResult]:
+        return results_of(self._asked_for(), self.rounds, self.budgets, self.request.within)
 
     def _report(self, interrupted: bool) -> BenchReport:
-        rows = [row for row in self.rows.values() if row.peer in self.wanted]
-        order = list(PEERS)
-        rows.sort(key=lambda row: order.index(row.peer))
         plain = self.rows.get(PLAIN)
         report = BenchReport(
             model=self.request.workload.model,
@@ -240,8 +241,8 @@ class _Bench:
             environment=self.worker.environment,
             command=shlex.join(self.request.command),
             plain_peak_bytes=plain.peak_bytes if plain else None,
-            lines=tuple(lines_of(rows, self.rounds)),
-            budgets=tuple(results_of(rows, self.rounds, self.budgets, self.request.within)),
+            lines=tuple(lines_of(self._asked_for(), self.rounds)),
+            budgets=tuple(self._results()),
             within=self.request.within,
             most_rounds=self.request.most_rounds,
             interrupted=interrupted,

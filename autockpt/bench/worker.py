@@ -26,7 +26,7 @@ _Reference = tuple[Observation, Observation, bool]
 
 
 def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Why each peer of ``payload["peers"]`` cannot run here, empty where nothing is known; names of the blocks.
+    """Why each peer of ``payload["peers"]`` cannot run here, empty where nothing is known.
 
     Raises UsageError for a workload that runs its own loop: what its gradients are cannot be told from outside.
     """
@@ -36,7 +36,7 @@ def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
             remedy="Let it return (model, batch, step), where step(model, batch) gives the loss.",
         )
     missing = {name: PEERS[name].missing(runner.device.kind) for name in payload["peers"]}
-    return {"missing": missing, "blocks": [unit.name for unit in _blocks(runner)]}
+    return {"missing": missing}
 
 
 def settings(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,6 @@ def settings(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
         units=_blocks(runner),
         budgets=payload["budgets"],
         plain_peak=payload["plain_peak"],
-        plans=payload.get("plans", {}),
     )
     try:
         found = []

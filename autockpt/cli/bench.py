@@ -10,7 +10,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
-from autockpt.cli.options import duration, takes_workload, workload_spec
+from autockpt.cli.options import DeviceName, duration, listed, takes_workload, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ def bench(
         str | None,
         typer.Option("--choices", metavar="A,B", help="What plans of ours may use. Default: all; on a CPU no offload."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
-    ] = None,
+    device: DeviceName = None,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="For weights, batch and sampler.")] = 0,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Folder that gets the bench's directory.")
@@ -77,7 +75,7 @@ def bench(
         workload=workload_spec(workload, seed=seed),
         budgets=_budgets(budgets),
         space=space,
-        peers=None if peers is None else tuple(filter(None, map(str.strip, peers.split(",")))),
+        peers=None if peers is None else listed(peers),
         device=device,
         rounds=rounds,
         most_rounds=max(rounds, most_rounds),
@@ -91,10 +89,7 @@ def bench(
     )
     with listener(screen.progress()) as watcher:
         report = run_bench(request, watcher)
-    if as_json:
-        screen.print_json(report.model_dump_json(indent=2))
-    else:
-        print_bench(report, screen.results())
+    screen.show(report, print_bench, as_json)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -102,7 +97,7 @@ def bench(
 def _budgets(text: str) -> tuple[Budget, ...]:
     from autockpt.schema import parse_budget
 
-    found = tuple(parse_budget(part.strip()) for part in text.split(",") if part.strip())
+    found = tuple(map(parse_budget, listed(text)))
     if len({budget.text for budget in found}) < len(found):
         raise UsageError(f"--budgets {text} names a budget twice", remedy="Name each once.")
     return found
@@ -115,7 +110,7 @@ def _space(choices: str | None, device: str | None) -> tuple[SearchSpace, tuple[
 
     space = load_space("knobs")
     if choices is not None:
-        return space.restricted(tuple(c.strip() for c in choices.split(",") if c.strip())), ()
+        return space.restricted(listed(choices)), ()
     if get_device(device).kind != "cpu":
         return space, ()
     note = (

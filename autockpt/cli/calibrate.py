@@ -47,9 +47,10 @@ def calibrate(
     if out is None:
         _may_write(path, force)
     from autockpt.report import print_hardware
+    from autockpt.schema.hardware import dump_hardware
     from search_spaces.hardware import described_like
 
-    _write(path, hardware)
+    screen.write_file(path, dump_hardware(hardware))
     if as_json:
         screen.print_json(hardware.model_dump_json(indent=2))
     else:
@@ -83,17 +84,6 @@ def _may_write(path: Path, force: bool) -> None:
         raise UsageError(f"{path} exists already", remedy="Give another --out, or replace it with --force.")
     if why := unwritable(path):
         raise UsageError(f"{path} cannot be written: {why}", remedy="Give a path you can write to.")
-
-
-def _write(path: Path, hardware: Hardware) -> None:
-    from autockpt.schema.files import atomic_write, reason
-    from autockpt.schema.hardware import dump_hardware
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, dump_hardware(hardware))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {reason(error)}", remedy="Give a path you can write to.") from None
 
 
 def _slug(name: str) -> str:

@@ -9,13 +9,12 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import takes_workload, workload_spec
+from autockpt.cli.options import named_hardware, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from autockpt.diagnose import Question
     from autockpt.schema import Budget
-    from autockpt.schema.hardware import Hardware
 
 
 @guarded
@@ -85,7 +84,7 @@ def diagnose(
             command=command,
             spec=spec,
             budget=asked,
-            hardware=_hardware(hardware),
+            hardware=named_hardware(hardware),
             plan_out=plan_out,
         ),
         as_json,
@@ -106,14 +105,6 @@ def _budget(text: str | None) -> Budget | None:
     return asked if asked.kind == "bytes" else None
 
 
-def _hardware(name: str | None) -> Hardware | None:
-    if name is None:
-        return None
-    from search_spaces.hardware import load_hardware
-
-    return load_hardware(name)
-
-
 def _answer(question: Question, as_json: bool) -> None:
     from autockpt.diagnose import diagnose as diagnosed
     from autockpt.report import listener
@@ -121,10 +112,7 @@ def _answer(question: Question, as_json: bool) -> None:
 
     with listener(screen.progress()) as watcher:
         said = diagnosed(question, watcher)
-    if as_json:
-        screen.print_json(said.model_dump_json(indent=2))
-    else:
-        print_diagnosis(said, screen.results())
+    screen.show(said, print_diagnosis, as_json)
     if said.unprescribed:
         raise typer.Exit(UsageError.exit_code)
     if said.room is not None and not said.choices:

@@ -9,13 +9,11 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import takes_workload, workload_spec
+from autockpt.cli.options import DeviceName, named_hardware, plan_at, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from autockpt.explain import Question
-    from autockpt.schema import Plan
-    from autockpt.schema.hardware import Hardware
 
 
 @guarded
@@ -32,9 +30,7 @@ def explain(
             "--budget", metavar="SIZE", help="Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's."
         ),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
-    ] = None,
+    device: DeviceName = None,
     hardware: Annotated[
         str | None,
         typer.Option("--hardware", metavar="NAME", help="Model this device instead: rtx4090, h100, or a YAML file."),
@@ -73,7 +69,7 @@ def explain(
             f"--hardware models a device that is not at hand; {other} needs one", remedy="Give one of them."
         )
     asked = parse_budget(budget) if budget is not None else None
-    loaded = _load(plan) if plan is not None else None
+    loaded = plan_at(plan) if plan is not None else None
     spec = workload_spec(workload, base=loaded.workload if loaded else None, seed=seed)
     from autockpt.explain import Question
 
@@ -83,34 +79,13 @@ def explain(
         plan_path=plan,
         budget=asked,
         device=device,
-        hardware=_hardware(hardware),
+        hardware=named_hardware(hardware),
         limits=limits,
     )
     if rules:
         _print_rules(question, measure, as_json)
     else:
         _print(question, as_json)
-
-
-def _hardware(name: str | None) -> Hardware | None:
-    if name is None:
-        return None
-    from search_spaces.hardware import load_hardware
-
-    return load_hardware(name)
-
-
-def _load(path: Path) -> Plan:
-    from autockpt.schema import Plan
-
-    if not path.is_dir():
-        return Plan.load(path)
-    from autockpt.history.rundir import RunDirectory
-
-    found = RunDirectory.open(path).plan()
-    if found is None:
-        raise UsageError(f"the run {path} has no plan yet", remedy="Let its search finish, or name a plan file.")
-    return found
 
 
 def _print(question: Question, as_json: bool) -> None:
@@ -120,11 +95,8 @@ def _print(question: Question, as_json: bool) -> None:
 
     with listener(screen.progress()) as watcher:
         said = explained(question, watcher)
-    if as_json:
-        screen.print_json(said.model_dump_json(indent=2))
-    else:
-        print_explanation(said, screen.results())
-    if said.smallest_peak > (said.budget.bytes if said.budget else said.smallest_peak):
+    screen.show(said, print_explanation, as_json)
+    if said.budget is not None and said.smallest_peak > said.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)
 
 
@@ -135,7 +107,4 @@ def _print_rules(question: Question, measure: bool, as_json: bool) -> None:
 
     with listener(screen.progress()) as watcher:
         said = rules(question, watcher, measure=measure)
-    if as_json:
-        screen.print_json(said.model_dump_json(indent=2))
-    else:
-        print_rules(said, screen.results())
+    screen.show(said, print_rules, as_json)

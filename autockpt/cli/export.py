@@ -45,12 +45,6 @@ def export(
 
 
 def _write(out: Path, text: str) -> None:
-    from autockpt.schema.files import atomic_write, reason
-
     if out.exists():
         raise UsageError(f"{out} exists already", remedy="Give another --out, or move that file away first.")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(out, text)
-    except OSError as error:
-        raise UsageError(f"{out} cannot be written: {reason(error)}", remedy="Give a path you can write to.") from None
+    screen.write_file(out, text)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +14,13 @@ import typer
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
+    from autockpt.schema import Plan
+    from autockpt.schema.hardware import Hardware
     from autockpt.schema.workload import WorkloadSpec
+
+DeviceName = Annotated[
+    str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
+]
 
 
 def _option(kind: Any, *names: str, **settings: Any) -> Any:
@@ -113,6 +120,38 @@ def workload_spec(
             f"--{field.replace('_', '-')} {values.get(field)}: {first['msg'].lower()}",
             remedy="See the option's help for what it takes.",
         ) from None
+
+
+def named_hardware(name: str | None) -> Hardware | None:
+    """The device that ``--hardware`` names. Raises UsageError for one that is not described."""
+    if name is None:
+        return None
+    from search_spaces.hardware import load_hardware
+
+    return load_hardware(name)
+
+
+def plan_at(path: Path) -> Plan:
+    """The plan of a file, or of a run's directory. Raises RunDirectoryError for a run without one."""
+    from autockpt.schema import Plan
+
+    if not path.is_dir():
+        return Plan.load(path)
+    from autockpt.errors import RunDirectoryError
+    from autockpt.history.rundir import RunDirectory
+
+    plan = RunDirectory.open(path).plan()
+    if plan is None:
+        raise RunDirectoryError(
+            f"{path} holds no plan: its search found none, or has not ended",
+            remedy="The command in its command.txt continues it.",
+        )
+    return plan
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The entries of ``A,B``, without blanks and empty ones."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def duration(text: str | None) -> float | None:

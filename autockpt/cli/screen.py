@@ -1,12 +1,20 @@
-"""Where output goes: results to standard output, all else to standard error."""
+"""Where output goes: results to standard output or a file, all else to standard error."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from autockpt.schema import Data
+
+Answer = TypeVar("Answer", bound="Data")
 
 
 def results() -> Console:
@@ -27,6 +35,25 @@ def _console(stderr: bool) -> Console:
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = 120
     return console
+
+
+def show(answer: Answer, printer: Callable[[Answer, Console], None], as_json: bool) -> None:
+    """A verb's answer on standard output: as ``printer`` draws it, or as JSON."""
+    if as_json:
+        print_json(answer.model_dump_json(indent=2))
+    else:
+        printer(answer, results())
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file, and the folders above it. Raises UsageError where that is not possible."""
+    from autockpt.schema.files import atomic_write, reason
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {reason(error)}", remedy="Give a path you can write to.") from None
 
 
 def print_json(text: str) -> None:

@@ -10,12 +10,11 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
-from autockpt.cli.options import duration, takes_workload, workload_spec
+from autockpt.cli.options import DeviceName, duration, listed, named_hardware, plan_at, takes_workload, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from autockpt.schema import CompileMode, Plan, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
-    from autockpt.schema.hardware import Hardware
+    from autockpt.schema import CompileMode, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
 
 # what is planned for where no model is named, by kind of device
 DEFAULT_MODELS = {"cuda": "llama-1b"}
@@ -47,9 +46,7 @@ def search(
             "bound.",
         ),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
-    ] = None,
+    device: DeviceName = None,
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -116,7 +113,7 @@ def search(
     """
     from autockpt.schema import SearchRequest, parse_budget, parse_size
 
-    start = _start(resume)
+    start = None if resume is None else plan_at(resume)
     if budget is None and start is not None and start.budget is not None:
         budget = start.budget.asked
     if budget is None and hardware is None:
@@ -136,7 +133,7 @@ def search(
         space=allowed,
         host_budget=None if host_budget is None else parse_size(host_budget),
         device=device,
-        hardware=_hardware(simulate),
+        hardware=named_hardware(simulate),
         start=start,
         trials=trials,
         timeout=limit,
@@ -152,7 +149,9 @@ def search(
         notes=notes,
     )
     outcome = _run(request)
-    _print(outcome, as_json)
+    from autockpt.report import print_answer
+
+    screen.show(outcome, print_answer, as_json)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -167,7 +166,7 @@ def _space(name: str, choices: str | None) -> SearchSpace:
     from autockpt.schema import load_space
 
     space = load_space(name)
-    return space if choices is None else space.restricted(tuple(c.strip() for c in choices.split(",") if c.strip()))
+    return space if choices is None else space.restricted(listed(choices))
 
 
 _INSTEAD = (
@@ -184,12 +183,6 @@ def _stand_in() -> str | None:
     return DEFAULT_HARDWARE if get_device(None).kind == "cpu" else None
 
 
-def _hardware(name: str | None) -> Hardware | None:
-    from search_spaces.hardware import load_hardware
-
-    return None if name is None else load_hardware(name)
-
-
 def _refuse_contradictions(workload: dict[str, Any], hardware: str | None, device: str | None) -> None:
     if hardware is None:
         return
@@ -203,25 +196,6 @@ def _refuse_contradictions(workload: dict[str, Any], hardware: str | None, devic
             "--hardware simulates, and a simulation loads no weights",
             remedy="Leave out --weights: bytes and seconds do not depend on their values.",
         )
-
-
-def _start(path: Path | None) -> Plan | None:
-    """The plan to start from: a plan file, or the plan of a run's directory."""
-    if path is None:
-        return None
-    from autockpt.errors import RunDirectoryError
-    from autockpt.history.rundir import RunDirectory
-    from autockpt.schema import Plan
-
-    if not path.is_dir():
-        return Plan.load(path)
-    plan = RunDirectory.open(path).plan()
-    if plan is None:
-        raise RunDirectoryError(
-            f"{path} holds no plan: its search found none, or has not ended",
-            remedy="The command in its command.txt continues it.",
-        )
-    return plan
 
 
 def _workload(
@@ -249,12 +223,3 @@ def _run(request: SearchRequest) -> SearchOutcome:
         for note in request.notes:
             watcher.note(note)
         return run_search(request, watcher)
-
-
-def _print(outcome: SearchOutcome, as_json: bool) -> None:
-    from autockpt.report import print_answer
-
-    if as_json:
-        screen.print_json(outcome.model_dump_json(indent=2))
-    else:
-        print_answer(outcome, screen.results())

@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import takes_workload, workload_spec
+from autockpt.cli.options import named_hardware, takes_workload, workload_spec
 
 if TYPE_CHECKING:
     from autockpt.schema import DevicePeak, Graph, Hardware, WorkloadSpec
@@ -64,9 +64,7 @@ def _hardware(name: str | None, spec: WorkloadSpec) -> Hardware | None:
 
         refuse_simulated(spec)
         return None
-    from search_spaces.hardware import load_hardware
-
-    return load_hardware(name)
+    return named_hardware(name)
 
 
 def _trace(spec: WorkloadSpec, plan: Path | None, hardware: Hardware | None) -> tuple[Graph, dict[str, Any]]:

@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
-from autockpt.cli.options import takes_workload, workload_spec
+from autockpt.cli.options import DeviceName, takes_workload, workload_spec
 
 
 @guarded
@@ -18,9 +18,7 @@ def verify(
     plan: Annotated[Path, typer.Argument(help="The plan file.")],
     workload: dict[str, Any],
     *,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
-    ] = None,
+    device: DeviceName = None,
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, metavar="N", help="For weights and batch. Default: 0.")
     ] = None,
@@ -40,9 +38,6 @@ def verify(
 
     with listener(screen.progress()) as watcher:
         report = run_verification(loaded, spec, device=device, listener=watcher)
-    if as_json:
-        screen.print_json(report.model_dump_json(indent=2))
-    else:
-        print_report(report, screen.results())
+    screen.show(report, print_report, as_json)
     if not report.passed:
         raise typer.Exit(FAILED)

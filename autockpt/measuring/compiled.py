@@ -129,7 +129,7 @@ class Compiler:
         if key not in self._functions:
             import torch
 
-            self._functions[key] = torch.compile(_own_code(_call), backend=self._counting(key))
+            self._functions[key] = torch.compile(own_code(_call), backend=self._counting(key))
         return self._functions[key]
 
     def _counting(self, key: Key) -> Callable[..., Any]:
@@ -166,7 +166,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _own_code(function: FunctionType) -> FunctionType:
+def own_code(function: FunctionType) -> FunctionType:
     """The same function with a code object of its own: compiled code is kept by code object, a few versions of each."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_number)}")
     return FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

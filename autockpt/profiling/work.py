@@ -6,11 +6,10 @@ lookup the rows it takes and not the table, fused attention no matrix of scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 from autockpt.schema.graph import Op
 from autockpt.simulator.estimate import element_bytes
@@ -67,7 +66,7 @@ def work_of_op(op: Op, signature: str) -> Work:
     """The work of one recorded op. ``signature`` is the text that ``op.signature`` stands for."""
     call = _parsed(signature)
     name = base_name(call.target)
-    inputs = list(_tensors([*call.args, *call.kwargs.values()]))
+    inputs = list(call.tensors())
     if name in _UNTOUCHED or _is_view(op, name):
         return Work("none", name)
     if name.startswith(ATTENTION):
@@ -104,14 +103,6 @@ def _parsed(signature: str) -> Call:
 
 def _floating(short: str) -> bool:
     return torch_name(short).startswith(("float", "bfloat", "complex"))
-
-
-def _tensors(values: list[Any]) -> Iterator[TensorSpec]:
-    for value in values:
-        if isinstance(value, TensorSpec):
-            yield value
-        elif isinstance(value, list):
-            yield from _tensors(value)
 
 
 def _in_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

@@ -24,10 +24,16 @@ _ROUTING = frozenset(
 # Tagged as elementwise, but convert from one type to another without a temporary.
 _COPIES = frozenset(("_to_copy", "clone", "copy", "copy_", "fill", "fill_"))
 
-# The backward of a selection: into the zeros that were just made, unless a dispatch mode is looking.
-_SCATTERS = frozenset(
-    ("aten.scatter.src", "aten.scatter_add.default", "aten.index_add.default", "aten.index_put.default")
-)
+# What PyTorch runs in the memory of the first argument or not, depending on whether a dispatch mode is looking: additions
+# of gradients, and the backward of a selection, into the zeros that were just made.
+IN_PLACE = {
+    "aten.add.Tensor": "aten.add_.Tensor",
+    "aten.scatter.src": "aten.scatter_.src",
+    "aten.scatter_add.default": "aten.scatter_add_.default",
+    "aten.index_add.default": "aten.index_add_.default",
+    "aten.index_put.default": "aten.index_put_.default",
+}
+"""Overloads that a plain step may run in place, by name, with the name of the overload that does."""
 
 
 class Operator:
@@ -36,6 +42,7 @@ class Operator:
     ``view``: returns views of its inputs. ``layout_only``: mutates metadata only. ``mutates``: writes to an input.
     ``returned``: for each return value the position of the argument that it is, or None for a new tensor.
     ``pointwise``: runs on torch's elementwise iterator.
+    ``in_place``: the overload of ``IN_PLACE`` that a plain step may run instead, or None.
     ``flops``: torch's formula for floating point operations, or None.
     """
 
@@ -44,6 +51,7 @@ class Operator:
         "base",
         "detaches",
         "flops",
+        "in_place",
         "layout_only",
         "multiplies",
         "mutates",
@@ -51,7 +59,6 @@ class Operator:
         "note",
         "pointwise",
         "positions",
-        "replaced",
         "returned",
         "routing",
         "view",
@@ -72,7 +79,7 @@ class Operator:
         self.view = not writes and (any(a is not None for a in aliased) or self.base in _HIDDEN_VIEWS)
         self.detaches = self.base == "detach"
         self.adds = self.name == "aten.add.Tensor"
-        self.replaced = self.adds or self.name in _SCATTERS
+        self.in_place = overload_of(IN_PLACE[self.name]) if self.name in IN_PLACE else None
         self.pointwise = torch.Tag.pointwise in func.tags and self.base not in _COPIES
         self.multiplies = self.base in ("mm", "bmm", "addmm", "baddbmm")
         self.routing = self.base in _ROUTING
@@ -93,6 +100,12 @@ class Operators(dict[Any, Operator]):
     def __missing__(self, func: Any) -> Operator:
         self[func] = operator = Operator(func)
         return operator
+
+
+def overload_of(name: str) -> Any:
+    """``aten.mm.default`` as a callable. Raises AttributeError for an unknown one."""
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
 def _argument_of(alias: Any, written: dict[str, tuple[int, str]]) -> tuple[int, str] | None:

@@ -24,13 +24,6 @@ from autockpt.tracing.storages import StorageLog
 from autockpt.tracing.workspaces import workspace_bytes
 
 _current_node = torch._C._current_autograd_node
-_IN_PLACE = {
-    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
-    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
-    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
-}
 
 
 class TensorRecord(NamedTuple):
@@ -207,9 +200,9 @@ class Recorder(TorchDispatchMode):
         if not operator.detaches:  # autograd detaches an output to save it: the node is not complete yet
             self.saved.settle()
         phase, module = self.location.where(_current_node())
-        in_place = operator.replaced and self._is_in_place(phase, operator, args, kwargs)
+        in_place = operator.in_place is not None and self._is_in_place(phase, operator, args, kwargs)
         if in_place:
-            func = _IN_PLACE[func]
+            func = operator.in_place
             key = (func, *key[1:])
         call = self._call(func, key, args, kwargs)
         index = self.log.clock

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from autockpt.devices.cpu import allocator_peak
-from autockpt.tracing.operators import Operator, flat_tensors
+from autockpt.tracing.operators import Operator, flat_tensors, overload_of
 from autockpt.tracing.signature import TensorSpec, Word, dtype_of, parse_signature, word_value
 
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # packs its blocks by oneDNN's products
-_NARROW = _PRODUCTS | {_ATTENTION, f"{_ATTENTION}_backward"}
+_ATTENTIONS = frozenset({_ATTENTION, f"{_ATTENTION}_backward"})
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 # One op, and all ops of a tracer. Limits on work and not on time, so that a busy machine predicts the same bytes.
 _MOST_BYTES = 1 << 29
@@ -84,7 +83,8 @@ def is_measured(operator: Operator, tensors: list[Tensor]) -> bool:
         return False
     if operator.base in _CONVOLUTIONS:
         return True
-    return operator.base in _NARROW and bool(tensors) and tensors[0].dtype in _SIXTEEN_BIT
+    packs = operator.multiplies or operator.base in _ATTENTIONS
+    return packs and bool(tensors) and tensors[0].dtype in _SIXTEEN_BIT
 
 
 def measured_bytes(signatures: Iterable[str], threads: int) -> dict[str, int]:
@@ -93,7 +93,7 @@ def measured_bytes(signatures: Iterable[str], threads: int) -> dict[str, int]:
     Runs the ops in this process if it has that many threads, else in a fresh one. What cannot be called, or not
     measured, is left out.
     """
-    wanted = list(signatures)
+    wanted = list(dict.fromkeys(signatures))
     if not wanted:
         return {}
     if threads == torch.get_num_threads():
@@ -103,14 +103,13 @@ def measured_bytes(signatures: Iterable[str], threads: int) -> dict[str, int]:
 
 def _tensor_bytes(signature: str) -> int:
     """Bytes of the tensors that a call of this signature takes."""
-    call = parse_signature(signature)
-    return sum(_span(spec) * dtype_of(spec.dtype).itemsize for spec in _specs([call.args, *call.kwargs.values()]))
+    return sum(_span(spec) * dtype_of(spec.dtype).itemsize for spec in parse_signature(signature).tensors())
 
 
 def _measure(signature: str) -> int | None:
     try:
         call = parse_signature(signature)
-        function = _function(call.target)
+        function = overload_of(call.target)
         args = [_real(value) for value in call.args]
         kwargs = {name: _real(value) for name, value in call.kwargs.items()}
         results: list[Any] = []
@@ -122,12 +121,6 @@ def _measure(signature: str) -> int | None:
     return max(most - sum(made.values()), 0)
 
 
-def _function(target: str) -> Any:
-    """``aten.mm.default`` as a callable."""
-    namespace, name, overload = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
 def _real(value: Any) -> Any:
     if isinstance(value, TensorSpec):
         flat = torch.zeros(_span(value), dtype=dtype_of(value.dtype))
@@ -135,14 +128,6 @@ def _real(value: Any) -> Any:
     if isinstance(value, Word):
         return word_value(value)
     return [_real(item) for item in value] if isinstance(value, list) else value
-
-
-def _specs(value: Any) -> Iterable[TensorSpec]:
-    if isinstance(value, TensorSpec):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _specs(item)
 
 
 def _span(spec: TensorSpec) -> int:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.tracing.operators import IN_PLACE
+
 _DTYPES: dict[torch.dtype, str] = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -46,13 +48,7 @@ _ATTENTION = re.compile(
     r"|fused_attention_overrideable)(_backward)?\."
 )
 ATTENTION = "attention"
-_SAME_AS = {
-    "aten.add_.Tensor": "aten.add.Tensor",
-    "aten.scatter_.src": "aten.scatter.src",
-    "aten.scatter_add_.default": "aten.scatter_add.default",
-    "aten.index_add_.default": "aten.index_add.default",
-    "aten.index_put_.default": "aten.index_put.default",
-}
+_SAME_AS = {in_place: name for name, in_place in IN_PLACE.items()}
 
 
 @dataclass(frozen=True)
@@ -87,6 +83,10 @@ class Call:
     target: str
     args: list[Any] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """The tensors that the call takes, in order, those in lists included."""
+        yield from _tensor_specs([*self.args, *self.kwargs.values()])
 
 
 def signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
@@ -239,6 +239,14 @@ def _repeated(part: str) -> list[Any]:
     if star and count.isdigit():
         return [_value(head)] * int(count)
     return [_value(part)]
+
+
+def _tensor_specs(values: list[Any]) -> Iterator[TensorSpec]:
+    for value in values:
+        if isinstance(value, TensorSpec):
+            yield value
+        elif isinstance(value, list):
+            yield from _tensor_specs(value)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

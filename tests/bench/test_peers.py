@@ -35,19 +35,21 @@ def settings_of(name: str, runner: StepRunner) -> list[Any]:
     """Settings as a bench would make them; of compiled ones two, with a backend that needs no compiler."""
     plain = worker.prepare(runner, {"peer": "save everything", "setting": {"recompute": []}})["peak_bytes"]
     units = [u for u in discover_units(runner.workload.model) if u.role == "block"]
-    plans = {"70%": {u.name: "recompute" for u in units}}
     budgets = {text: int(plain * share) for text, share in BUDGETS.items()}
-    payload = {"peer": name, "budgets": budgets, "plain_peak": plain, "plans": plans}
+    payload = {"peer": name, "budgets": budgets, "plain_peak": plain}
     answer = worker.settings(runner, payload)
     assert "failed" not in answer, answer
     if name == "torch.compile":
         return [[f"{b}", {"budget": b, "backend": "aot_eager_decomp_partition"}] for b in (1.0, 0.2)]
+    if name == "autockpt":
+        return [["70%", {"choices": {u.name: "recompute" for u in units}}]]
     return answer["settings"]
 
 
 @pytest.mark.parametrize("name", list(PEERS))
 def test_gradients_are_those_of_plain_training_and_detaching_restores(name: str, runner: StepRunner) -> None:
-    if PEERS[name].missing("cuda"):  # what only a device without a need for it lacks can be tried all the same
+    # what only a device without a need for it lacks can be tried all the same, and a backend that needs no compiler
+    if name != "torch.compile" and PEERS[name].missing("cuda"):
         pytest.skip(PEERS[name].missing("cuda"))
     model = runner.workload.model
     before = {path: dict(vars(module)) for path, module in model.named_modules()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import nn
@@ -18,6 +18,7 @@ from autockpt.workload.names import unwrap
 from autockpt.workload.units import module_of
 
 PLAIN = "save everything"
+OURS = "autockpt"
 Detach = Callable[[], None]
 
 
@@ -33,15 +34,13 @@ class Context:
     """What a peer may know when it makes its settings.
 
     ``units`` are the model's blocks in order, ``budgets`` the budgets in bytes by their text; ``plain_peak`` is the
-    measured peak of saving everything in bytes, None where that does not fit. ``plans`` are choices that a search
-    found, by budget.
+    measured peak of saving everything in bytes, None where that does not fit.
     """
 
     workload: Workload
     units: Sequence[Unit]
     budgets: Mapping[str, int]
     plain_peak: int | None
-    plans: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Peer(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -56,7 +55,7 @@ def policy(attention: bool, matmuls: int) -> Callable[..., CheckpointPolicy]:
             kept = kind == "attention" and attention
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return partial(decide)
+    return decide
 
 
 def kind_of(op: Any) -> str:

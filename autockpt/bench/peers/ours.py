@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.bench.peers.base import Always, Context, Detach, Setting
+from autockpt.bench.peers.base import OURS, Always, Context, Detach, Setting
 from autockpt.runtime import attach
 from autockpt.schema import parse_choice
 
@@ -15,11 +15,11 @@ from autockpt.schema import parse_choice
 class Ours(Always):
     """Attaches ``setting["choices"]``, as ``autockpt.apply`` would."""
 
-    name: ClassVar[str] = "autockpt"
+    name: ClassVar[str] = OURS
 
     def settings(self, context: Context) -> Iterable[Setting]:
-        for budget, choices in context.plans.items():
-            yield Setting(budget, {"choices": choices})
+        """None: each takes a search, with a worker of its own (``bench.searching``)."""
+        return ()
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
         return attach(model, {name: parse_choice(choice) for name, choice in setting["choices"].items()}).remove
