@@ -24,8 +24,8 @@ _ROUTING = frozenset(
 # Tagged as elementwise, but convert from one type to another without a temporary.
 _COPIES = frozenset(("_to_copy", "clone", "copy", "copy_", "fill", "fill_"))
 
-# What PyTorch runs in the memory of the first argument or not, depending on whether a dispatch mode is looking: additions
-# of gradients, and the backward of a selection, into the zeros that were just made.
+# What PyTorch runs in the memory of the first argument or not, depending on whether a dispatch mode is looking:
+# additions of gradients, and the backward of a selection, into the zeros that were just made.
 IN_PLACE = {
     "aten.add.Tensor": "aten.add_.Tensor",
     "aten.scatter.src": "aten.scatter_.src",
