@@ -30,6 +30,8 @@ class Device(Protocol):
 
     kind: str
     torch_device: torch.device
+    keeps_memory: bool
+    """Whether its allocator keeps what was freed, so that a plan's peak is that of later cycles than the first."""
 
     def describe(self) -> DeviceInfo:
         """What identifies the device."""

@@ -37,6 +37,7 @@ class CpuDevice:
 
     kind = "cpu"
     torch_device = torch.device("cpu")
+    keeps_memory = False
 
     def __init__(self, index: int = 0) -> None:
         self._memory = HostMemory()

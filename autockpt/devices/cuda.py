@@ -34,6 +34,7 @@ class CudaDevice:
     """
 
     kind = "cuda"
+    keeps_memory = True
 
     def __init__(self, index: int = 0) -> None:
         self.index = index

@@ -96,11 +96,12 @@ class WorkerMeasurer:
         return Measurement.model_validate(data)
 
     def compare(
-        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None
+        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
     ) -> dict[str, list[float]]:
         """See ``Measurer.compare``."""
         wired = {name: _wire(choices) for name, choices in plans.items()}
-        return self._request("compare", plans=wired, rounds=rounds, budget_bytes=self._limit(budget_bytes))
+        limit = self._limit(budget_bytes)
+        return self._request("compare", plans=wired, rounds=rounds, budget_bytes=limit, warmup=warmup)
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
         """See ``Measurer.call``."""

@@ -70,11 +70,11 @@ class LocalMeasurer:
         return self._open().measure(choices, steps=steps, warmup=warmup, budget_bytes=budget)
 
     def compare(
-        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None
+        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
     ) -> dict[str, list[float]]:
         """See ``Measurer.compare``."""
         budget = self._budget if budget_bytes is None else budget_bytes
-        return self._open().compare(plans, rounds=rounds, budget_bytes=budget)
+        return self._open().compare(plans, rounds=rounds, budget_bytes=budget, warmup=warmup)
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
         """See ``Measurer.call``."""

@@ -62,15 +62,18 @@ class StepRunner:
     ) -> Measurement:
         """Peak and time of one plan: ``warmup`` cycles, ``steps`` timed ones, and one untimed for the peak.
 
-        The first measurement of all runs a cycle more, so that optimizer states exist. ``noise`` in the result is half
-        the 95 % interval of the median as a share of it. See ``Measurer.measure`` for the errors.
+        Where the first cycle shows the peak already, it is the last of the warm-up. The first measurement of all runs a
+        cycle more, so that optimizer states exist. ``noise`` in the result is half the 95 % interval of the median as a
+        share of it. See ``Measurer.measure`` for the errors.
         """
         if steps < 1:
             raise ValueError("at least one cycle must be timed")
+        at_once = warmup > 0 and self._peak_at_once
         with self.device.limit(budget_bytes), self.under(choices) as session:
-            compiled = self._warm_up(warmup)
+            compiled = self._warm_up(warmup - at_once)
+            peak = self.measure_peak() if at_once else None
             times = [self.time_cycle() for _ in range(steps)]
-            peak = self.measure_peak()
+            peak = peak or self.measure_peak()
             graphs = self._graphs(choices)
         return Measurement(
             peak_bytes=peak.peak_bytes,
@@ -108,6 +111,11 @@ class StepRunner:
                         times[name].append(self.time_cycle())
                 self._round += 1
         return times
+
+    @property
+    def _peak_at_once(self) -> bool:
+        """Whether a plan's first cycle has the peak of all: nothing compiled, no allocator that keeps what it freed."""
+        return self.compiler is None and self.workload.full_step is None and not self.device.keeps_memory
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Run ``autockpt.module:function`` as ``function(runner, payload)``. MeasurementError for a bad ``ref``."""

@@ -93,7 +93,9 @@ class Worker:
     def do_compare(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Interleaved seconds of several plans."""
         plans = {name: _choices(choices) for name, choices in request["plans"].items()}
-        return self._runner.compare(plans, rounds=request["rounds"], budget_bytes=request["budget_bytes"])
+        return self._runner.compare(
+            plans, rounds=request["rounds"], budget_bytes=request["budget_bytes"], warmup=request["warmup"]
+        )
 
     def do_call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """A function of autockpt, run on the runner."""

@@ -82,6 +82,7 @@ class Engine:
         self.units = tuple(u.name for u in profiled.blocks)
         self.known = known_plans(self.units, space.choices)
         self.book = Book(run)
+        self.scorer.begin(self.book)
         self.rulings: dict[tuple[Choice, ...], Ruling] = {}
         self.device = profiled.predictor.device
         self.room = self.device.capacity_bytes - profiled.used_by_others

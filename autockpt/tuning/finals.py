@@ -1,11 +1,13 @@
 """The best few are measured again, interleaved with the baselines, before one is named.
 
 Among many noisy measurements the smallest is too small (the winner's curse): the name goes to the plan that wins when
-all contenders run side by side.
+all contenders run side by side. Whoever is surely slower drops out, so that time goes to those that are not (racing:
+Maron & Moore 1994).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,54 +25,59 @@ Compare = Callable[[Mapping[str, Mapping[str, Choice]], int], Mapping[str, Seque
 
 @dataclass(frozen=True)
 class Final:
-    """Outcome of the finals. ``times`` are interleaved seconds per trial number; ``undecided`` names close rivals."""
+    """Outcome of the finals. ``times`` are interleaved seconds per trial number, round by round from the first on, of
+    some more rounds than of others; ``undecided`` names close rivals."""
 
     winner: int
     times: dict[int, list[float]]
     undecided: tuple[int, ...]
 
+    def seconds(self, number: int) -> float:
+        """Step seconds of one that took part: by its ratio to the winner in the rounds that both have, so that all are
+        of the same conditions."""
+        best = self.times[self.winner]
+        return statistics.median(best) * _ratio(self.times[number], best).value
+
 
 def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, *, seconds: float) -> Final:
-    """Interleave ``candidates`` (one of them wins) and ``extra`` (measured beside them, for the table).
+    """Interleave ``candidates`` (one of them wins) and, in the first rounds, ``extra`` (measured for the table).
 
     Rounds go on until every rival's ratio to the leader is known within ± 0.5 % or lies surely above 1, at most
-    15 rounds and ``seconds`` of wall time.
+    15 rounds and ``seconds`` of wall time after the first few. Who is surely slower takes no further part.
     """
-    plans = {str(t.number): t.choices for t in (*candidates, *extra)}
-    times: dict[int, list[float]] = {int(name): [] for name in plans}
-    end = time.monotonic() + seconds
-    leader = candidates[0].number
+    choices = {t.number: t.choices for t in (*candidates, *extra)}
+    times: dict[int, list[float]] = {number: [] for number in choices}
+    playing, rivals = list(choices), [t.number for t in candidates]
+    end = math.inf
     while True:
-        for name, values in compare(plans, BATCH).items():
+        for name, values in compare({str(n): choices[n] for n in playing}, BATCH).items():
             times[int(name)].extend(values)
-        leader = min((t.number for t in candidates), key=lambda n: statistics.median(times[n]))
-        open_rivals = [
-            t.number for t in candidates if t.number != leader and _open(_ratio(times[t.number], times[leader]))
-        ]
-        if not open_rivals or len(times[leader]) >= MOST_ROUNDS or time.monotonic() > end:
+        end = min(end, time.monotonic() + seconds)
+        leader = min(rivals, key=lambda n: statistics.median(times[n]))
+        rivals = [n for n in rivals if n == leader or judge(_ratio(times[n], times[leader])) != "slower"]
+        unsettled = [n for n in rivals if n != leader and _ratio(times[n], times[leader]).half_width > WITHIN]
+        if not unsettled or len(times[leader]) >= MOST_ROUNDS or time.monotonic() >= end:
             break
-    rivals = [t.number for t in candidates if t.number != leader]
-    close = tuple(n for n in rivals if judge(_ratio(times[n], times[leader])) != "slower")
-    return Final(leader, times, close)
+        playing = rivals
+    return Final(leader, times, tuple(n for n in rivals if n != leader))
 
 
-def remeasured(trial: Trial, times: Sequence[float]) -> Measurement:
+def remeasured(trial: Trial, final: Final) -> Measurement:
     """The trial's measurement with the times of the finals in place of its first ones; the peak stands."""
     assert trial.measured is not None
+    times = final.times[trial.number]
     return trial.measured.model_copy(
         update={
-            "step_seconds": statistics.median(times),
+            "step_seconds": final.seconds(trial.number),
             "noise": noise(times),
             "steps": len(times),
             "times": tuple(times),
+            "beside": (),
         }
     )
 
 
 def _ratio(ours: Sequence[float], base: Sequence[float]) -> Interval:
-    return ratio_interval(ours, base, robust=True)
-
-
-def _open(ratio: Interval) -> bool:
-    """Neither surely slower nor known well enough."""
-    return judge(ratio) != "slower" and ratio.half_width > WITHIN
+    """Of the rounds that both have."""
+    both = min(len(ours), len(base))
+    return ratio_interval(ours[:both], base[:both], robust=True)

@@ -14,8 +14,10 @@ from autockpt.solvers.refine import FASTER
 from autockpt.tuning.book import Book, Score
 from autockpt.tuning.finals import play, remeasured
 from autockpt.tuning.job import Clock
+from autockpt.tuning.pairing import Pairing
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
+FEWEST_PAIRS, MOST_PAIRS = 2, 5  # where candidates are timed in turns with one plan that stays the same
 FINALISTS = 3
 FINAL_SECONDS = 30.0
 CONFIRMING_STEPS = 20
@@ -37,6 +39,10 @@ class Scorer(Protocol):
     worthwhile: float
     most_candidates: int | None
     notes: list[str]
+
+    def begin(self, book: Book) -> None:
+        """To be called with the trials of the question before any is scored."""
+        ...
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
         """Judge a plan that ``predicted`` says fits the device. ``budget_bytes``: a limit to hold where that is so."""
@@ -82,18 +88,28 @@ class RealSteps:
     measurer: Measurer
     clock: Clock
     confirm: Confirm | None = None
+    pairing: Pairing | None = None  # None: candidates are timed by themselves
     source: PlanStatus = "measured"
     most_repeats: int = MOST_REPEATS
     worthwhile: float = FASTER
     most_candidates: int | None = None
     notes: list[str] = field(default_factory=list)
 
+    def begin(self, book: Book) -> None:
+        """What earlier trials were timed beside stays what later ones are timed beside."""
+        if self.pairing is not None:
+            self.pairing.begin(book)
+
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
         """Real steps; running out of memory is a result."""
-        steps = max(3, min(10, round(SECONDS_PER_TRIAL / max(predicted.step_seconds or 1.0, 1e-3))))
+        cycles = SECONDS_PER_TRIAL / max(predicted.step_seconds or 1.0, 1e-3)
         try:
             with self.clock.part("measured steps"):
-                return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
+                if self.pairing is None:
+                    steps = max(3, min(10, round(cycles)))
+                    return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
+                pairs = max(FEWEST_PAIRS, min(MOST_PAIRS, round(cycles / 2)))
+                return Score("measured", self.pairing.measure(choices, pairs=pairs, budget_bytes=budget_bytes))
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
 
@@ -113,9 +129,9 @@ class RealSteps:
         extra = [t for t in beside if t.measured is not None and t.number not in taking_part]
         with self.clock.part("measured steps"):
             final = play(finalists, extra, self._side_by_side, seconds=min(FINAL_SECONDS, seconds))
-        for number, times in final.times.items():
+        for number in final.times:
             trial = book.trials[number]
-            book.put(trial.model_copy(update={"measured": remeasured(trial, times)}))
+            book.put(trial.model_copy(update={"measured": remeasured(trial, final)}))
         if final.undecided:
             others = ", ".join(f"#{n}" for n in final.undecided)
             self.notes.append(f"trial #{final.winner} and {others} cannot be told apart at the noise of this machine")
@@ -147,6 +163,9 @@ class Simulated:
     worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
     most_candidates: int | None = None
     notes: list[str] = field(default_factory=list)
+
+    def begin(self, book: Book) -> None:
+        """Predictions need no other trials."""
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
         """The prediction stands."""

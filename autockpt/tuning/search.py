@@ -45,6 +45,7 @@ from autockpt.tuning.compiled import compiled_search
 from autockpt.tuning.inexact import FixedMeasurer, Settled, nominal, settle, units_of, way_out
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import plain
+from autockpt.tuning.pairing import Pairing
 from autockpt.tuning.remedies import Bench, explained
 from autockpt.tuning.scoring import RealSteps, confirmation
 from autockpt.tuning.simulated import simulate_search
@@ -294,7 +295,9 @@ def _searched(
         measurer = cast(Measurer, FixedMeasurer(measurer, settled.fixed))
     with clock.stage("profile"):
         profiled = _profiled(job, settled, measurer, clock)
-    return find_plan(job, units, profiled, RealSteps(measurer, clock, confirm), run, storage, clock)
+    # on other devices a plan's first cycle after another's has its memory to get first
+    pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
+    return find_plan(job, units, profiled, RealSteps(measurer, clock, confirm, pairing), run, storage, clock)
 
 
 def _dry_run(
