@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,12 +14,12 @@ from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.schema import Choice, CompileMode, Measurement, PlanStatus, Prediction, Trial, WorkloadSpec
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.book import Book, Score
-from autockpt.tuning.finals import play, remeasured
+from autockpt.tuning.finals import Final, play, remeasured
 from autockpt.tuning.job import Clock
 from autockpt.tuning.pairing import Pairing
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
-FEWEST_PAIRS, MOST_PAIRS = 2, 5  # where candidates are timed in turns with one plan that stays the same
+FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a plan that stays the same is timed beside
 FINALISTS = 3
 FINAL_SECONDS = 30.0
 CONFIRMING_STEPS = 20
@@ -108,8 +110,8 @@ class RealSteps:
                 if self.pairing is None:
                     steps = max(3, min(10, round(cycles)))
                     return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
-                pairs = max(FEWEST_PAIRS, min(MOST_PAIRS, round(cycles / 2)))
-                return Score("measured", self.pairing.measure(choices, pairs=pairs, budget_bytes=budget_bytes))
+                steps = max(FEWEST_BESIDE, min(MOST_BESIDE, round(cycles / 2)))
+                return Score("measured", self.pairing.measure(choices, steps=steps, budget_bytes=budget_bytes))
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
 
@@ -124,18 +126,39 @@ class RealSteps:
         return None
 
     def _fastest(self, book: Book, finalists: list[Trial], beside: Sequence[Trial], seconds: float) -> Trial:
-        """The finalist that wins side by side; the times of the finals go into all trials that took part."""
-        taking_part = {t.number for t in finalists}
-        extra = [t for t in beside if t.measured is not None and t.number not in taking_part]
+        """The plan that wins side by side; the times of the finals go into all trials that took part.
+
+        Well-known plans that fit may win as well. Where trials were timed beside a standard, those that are surely
+        slower, and those that do not fit, need not run again: their times are put to the finals' conditions.
+        """
+        playing = {t.number for t in finalists}
+        others = [t for n in beside if (t := book.trials[n.number]).measured and t.number not in playing]
+        fitting = [t for t in others if t.feasible and not (self.pairing and _surely_slower(t, finalists[0]))]
+        extra = [t for t in others if t not in fitting and (self.pairing is None or self.pairing.is_standard(t))]
         with self.clock.part("measured steps"):
-            final = play(finalists, extra, self._side_by_side, seconds=min(FINAL_SECONDS, seconds))
+            final = play([*finalists, *fitting], extra, self._side_by_side, seconds=min(FINAL_SECONDS, seconds))
+        self._put_right(book, [t for t in others if t.number not in final.times], final)
         for number in final.times:
             trial = book.trials[number]
             book.put(trial.model_copy(update={"measured": remeasured(trial, final)}))
         if final.undecided:
-            others = ", ".join(f"#{n}" for n in final.undecided)
-            self.notes.append(f"trial #{final.winner} and {others} cannot be told apart at the noise of this machine")
+            close = ", ".join(f"#{n}" for n in final.undecided)
+            self.notes.append(f"trial #{final.winner} and {close} cannot be told apart at the noise of this machine")
         return book.trials[final.winner]
+
+    @staticmethod
+    def _put_right(book: Book, trials: Sequence[Trial], final: Final) -> None:
+        """Times of trials that were not in the finals, as they would be there by those that were."""
+        changes = [
+            math.log(final.seconds(number) / known.step_seconds)
+            for number in final.times
+            if (known := book.trials[number].measured) is not None
+        ]
+        change = math.exp(statistics.median(changes))
+        for trial in trials:
+            if (measured := trial.measured) is not None:
+                seconds = measured.step_seconds * change
+                book.put(trial.model_copy(update={"measured": measured.model_copy(update={"step_seconds": seconds})}))
 
     def _side_by_side(self, plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
         return self.measurer.compare(plans, rounds=rounds)
@@ -152,6 +175,12 @@ class RealSteps:
         where = f"over {CONFIRMING_STEPS} steps in a fresh process"
         self.notes.append(f"trial #{winner.number} did not hold the budget {where}")
         return book.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
+
+
+def _surely_slower(trial: Trial, best: Trial) -> bool:
+    """By their noise when they were tried."""
+    assert trial.measured is not None and best.measured is not None
+    return trial.score_seconds * (1 - trial.measured.noise) > best.score_seconds * (1 + best.measured.noise)
 
 
 @dataclass

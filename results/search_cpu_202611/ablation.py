@@ -5,21 +5,25 @@
     OMP_NUM_THREADS=1 python results/search_cpu_202611/ablation.py table > results/search_cpu_202611/ablation.md
 
 ``search`` makes one search of 20 trials per budget and keeps each trial with the time at which it ended, beside the
-plan that the solver makes of the profile alone (a dry run with the same op times). ``rounds`` then measures plans
-again, interleaved: the solver's, the three best of those that the solver made at fitted prices, the three best of 12
-trials, the plan that the search named, and each plan that was its best for a time. The first rounds choose among the
-three, as a search's finals do; all others judge. Both continue where they were interrupted; ``table`` reads the files.
+plan that the solver makes of the profile alone (a dry run with the same op times). These searches go on where one
+would end because nothing can be faster by more than the noise; where that would have been is noted. ``rounds`` then
+measures plans again, interleaved: the solver's, the two best of those that the solver made at fitted prices, the two
+best of 12 trials, the two best of those before the search would have ended, the plan named after 20, and each plan
+that was the best for a time. The first rounds choose among the two, as a search's finals do; all others judge. Both
+continue where they were interrupted; ``table`` reads the files.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,7 @@ from autockpt.schema import (
 )
 from autockpt.tuning import run_search
 from autockpt.tuning.candidates import neutral
+from autockpt.tuning.engine import Engine
 
 HERE = Path(__file__).parent
 SPEC = WorkloadSpec(
@@ -45,8 +50,9 @@ SPEC = WorkloadSpec(
 )
 SPACE = load_space("knobs")
 TRIALS, FEWER = 20, 12
-CHOOSING, JUDGING = 4, 16  # rounds
-BEST = 3
+CHOOSING, JUDGING = 3, 12  # rounds
+BEST = 2
+CLOSE = 1.03  # a plan that took more than that over the named one's time when it was tried is not measured again
 
 Record = dict[str, Any]
 
@@ -57,6 +63,23 @@ class Notes(Silence):
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.trials: list[Record] = []
+        self.would_end: Record | None = None
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Searches do not end because nothing can be faster; the first time that one would have is noted."""
+        ends = Engine._nothing_left
+
+        def goes_on(engine: Engine) -> bool:
+            if self.would_end is None and ends(engine):
+                self.would_end = {"trials": engine.book.spent, "at": round(time.monotonic() - self.began, 2)}
+            return False
+
+        Engine._nothing_left = goes_on
+        try:
+            yield
+        finally:
+            Engine._nothing_left = ends
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         measured = trial.measured
@@ -84,8 +107,8 @@ def choices_as_data(choices: Mapping[str, Any]) -> dict[str, Any]:
     return {name: dump_choice(choice) for name, choice in choices.items()}
 
 
-def searched(spec: WorkloadSpec, budget: str, seed: int = 0) -> Record:
-    """One search and the solver's plan without one, as data."""
+def searched(spec: WorkloadSpec, budget: str, seed: int = 0, go_on: bool = True) -> Record:
+    """One search and the solver's plan without one, as data. ``go_on``: to the last trial, whatever is to gain."""
     notes = Notes()
     with tempfile.TemporaryDirectory() as out:
         request = SearchRequest(
@@ -97,7 +120,9 @@ def searched(spec: WorkloadSpec, budget: str, seed: int = 0) -> Record:
             seed=seed,
             out=Path(out),
         )
-        found = run_search(request, notes)
+        os.environ["AUTOCKPT_CACHE"] = str(Path(out) / "cache")  # op times are part of what a search costs
+        with notes.going_on() if go_on else nullcontext():
+            found = run_search(request, notes)
         seconds = time.monotonic() - notes.began
         size = parse_budget(f"{found.budget.bytes // 1000}KB")
         alone = run_search(request.model_copy(update={"budget": size, "dry_run": True}))
@@ -108,6 +133,7 @@ def searched(spec: WorkloadSpec, budget: str, seed: int = 0) -> Record:
         "seed": seed,
         "seconds": round(seconds, 1),
         "stopped": found.stopped,
+        "would_end": notes.would_end,
         "stages": {s.name + (" (part)" if s.part else ""): round(s.seconds, 1) for s in found.stages},
         "named": plan_hash(found.plan.expand_planned()),
         "named_choices": choices_as_data(found.plan.expand_planned()),
@@ -159,17 +185,20 @@ def by_solver(search: Record) -> list[Record]:
 
 
 def incumbents(search: Record) -> list[Record]:
-    """Each plan that was the best for a time, in order; baselines among them count from when the last of them ended."""
+    """Each plan that was the best for a time, in order, but for those that are far behind the one that was named."""
     found: list[Record] = []
     for trial in search["trials"]:
         if trial in fitting(search, [trial]) and (not found or trial["seconds"] < found[-1]["seconds"]):
             found.append(trial)
-    return found
+    named = next(t for t in search["trials"] if t["hash"] == search["named"])
+    return [t for t in found if t["seconds"] <= CLOSE * named["seconds"]]
 
 
 def sets(search: Record) -> dict[str, list[Record]]:
     """Who may be named, by way of searching."""
+    end = (search["would_end"] or {"trials": len(search["trials"])})["trials"]
     return {
+        f"search as it would end, {end} trials": fitting(search, search["trials"][:end])[:BEST],
         "solver + refit": fitting(search, by_solver(search))[:BEST],
         f"+ Optuna, {FEWER} trials": fitting(search, search["trials"][:FEWER])[:BEST],
     }
