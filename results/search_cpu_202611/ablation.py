@@ -109,7 +109,7 @@ def choices_as_data(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 def searched(spec: WorkloadSpec, budget: str, seed: int = 0, go_on: bool = True) -> Record:
     """One search and the solver's plan without one, as data. ``go_on``: to the last trial, whatever is to gain."""
-    notes = Notes()
+    before, notes = os.getloadavg()[0], Notes()
     with tempfile.TemporaryDirectory() as out:
         request = SearchRequest(
             budget=parse_budget(budget),
@@ -139,6 +139,8 @@ def searched(spec: WorkloadSpec, budget: str, seed: int = 0, go_on: bool = True)
         "named_choices": choices_as_data(found.plan.expand_planned()),
         "solver_choices": choices_as_data(alone.plan.expand_planned()),
         "trials": notes.trials,
+        "cores": sorted(os.sched_getaffinity(0)),
+        "load": [before, os.getloadavg()[0]],
         "versions": found.plan.environment.versions if found.plan.environment else {},
         "notes": list(found.notes),
     }
@@ -280,28 +282,41 @@ def ablation_table(searches: Sequence[Record], lines: Sequence[Record]) -> None:
             earlier.setdefault(plan, way)
 
 
-def cycles(trial: Record) -> int:
-    """Cycles that a trial took: those timed, one for the peak, and before the first of all another."""
-    return len(trial["times"]) + len(trial["beside"]) + 1 + (trial["number"] == 0) if trial["times"] else 0
+def cycles(trials: Sequence[Record]) -> int:
+    """Cycles that trials took: those timed, one for the peak (and to warm up), and those of the plan beside that were
+    not the trial's before; the first of all takes one more, and one of itself beside."""
+    total, before = 0, []
+    for trial in trials:
+        if trial["times"]:
+            half = len(trial["beside"]) // 2
+            shared = half if half and trial["beside"][:half] == before[-half:] else 0
+            total += len(trial["times"]) + 1 + len(trial["beside"]) - shared + (0 if trial["beside"] else 2)
+            before = trial["beside"] or before
+    return total
 
 
 def cost_table(searches: Sequence[Record], lines: Sequence[Record]) -> None:
-    print("| budget | until within 1 %: trials | cycles | wall | in all: trials | cycles | wall | why it ended |")
-    print("|---|--:|--:|--:|--:|--:|--:|---|")
+    columns = ["budget", "until within 1 %: trials, cycles, wall", "until it would end", "to the last trial"]
+    print("| " + " | ".join([*columns, "finals", "cores, load average before and after"]) + " |")
+    print("|---|---|---|---|--:|---|")
     for search in searches:
         done = [line for line in lines if line["budget"] == search["budget"]][CHOOSING:]
-        trials = search["trials"]
-        first = next(
-            t
-            for t in incumbents(search)
-            if t["hash"] == search["named"] or ratio(done, t["hash"], search["named"]).value <= 1.01
-        )
+        trials, named = search["trials"], search["named"]
+        close = (t for t in incumbents(search) if t["hash"] == named or ratio(done, t["hash"], named).value <= 1.01)
+        first = next(close, next(t for t in trials if t["hash"] == named))
         until = trials[: first["number"] + 1]
+        end = search["would_end"]
+        would_end = f"{end['trials']} trials, {end['at']:.0f} s" if end else "not before the last trial"
+        load = ", ".join(f"{value:.1f}" for value in search["load"])
         print(
-            f"| {search['budget']} | {len([t for t in until if t['times']])} | {sum(map(cycles, until))} "
-            f"| {first['ended']:.0f} s | {len([t for t in trials if t['times']])} | {sum(map(cycles, trials))} "
-            f"| {search['seconds']:.0f} s | {search['stopped']} |"
+            f"| {search['budget']} | {measured(until)}, {cycles(until)}, {first['ended']:.0f} s | {would_end} "
+            f"| {measured(trials)} trials, {cycles(trials)} cycles, {trials[-1]['ended']:.0f} s "
+            f"| {search['stages']['finals']:.0f} s | {search['cores']}, {load} |"
         )
+
+
+def measured(trials: Sequence[Record]) -> int:
+    return sum(bool(t["times"]) for t in trials)
 
 
 def stage_table(searches: Sequence[Record]) -> None:

@@ -17,7 +17,7 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.runner import turn_order
-from autockpt.schema import RECOMPUTE
+from autockpt.schema import RECOMPUTE, choice_kinds, parse_choice
 from autockpt.workload import Workload
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 
@@ -51,6 +51,24 @@ def test_a_plan_is_measured_whole_and_recomputing_takes_fewer_bytes():
     weights = sum(p.nbytes for p in runner.workload.model.parameters())
     assert recomputed.peak_bytes > 4 * weights + runner.workload.batch.nbytes
     assert runner.measure({}, steps=1).peak_bytes == plain.peak_bytes
+
+
+@pytest.mark.parametrize("kind", [kind for kind in choice_kinds() if kind not in ("chunked_loss", "compile_budget")])
+def test_the_first_cycle_of_a_plan_has_the_peak_of_all(kind: str):
+    """So that no cycle is spent on the peak alone where the allocator keeps nothing."""
+    runner = runner_of(make_workload())
+    runner.run_cycle()
+    with runner.attached(dict.fromkeys(RECOMPUTE_ALL, parse_choice(kind))):
+        assert len({runner.measure_peak().peak_bytes for _ in range(3)}) == 1
+
+
+def test_a_warm_up_is_the_cycle_that_shows_the_peak():
+    runner = runner_of(make_workload())
+    runner.measure({}, steps=1)
+    beats: list[str] = []
+    runner.beat = beats.append
+    runner.measure(RECOMPUTE_ALL, steps=2)
+    assert beats == ["peak", "timed cycle", "timed cycle"]
 
 
 def test_the_peak_equals_the_bytes_of_a_step_by_hand():
