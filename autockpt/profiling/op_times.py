@@ -42,6 +42,8 @@ class _OpTimer(TorchDispatchMode):
         self.ops = 0
         self._pending: list[tuple[str, Any, Any]] | None = [] if cuda else None
         self._until_ahead = 0
+        # what else runs on the core is no part of an op; with more threads the processor's time is that of all of them
+        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def mark(self, phase: str) -> None:
         self.phase = phase
@@ -57,9 +59,9 @@ class _OpTimer(TorchDispatchMode):
             end.record()
             self._pending.append((name if self.phase != "optimizer" else "", begin, end))
             return out
-        start = time.perf_counter()
+        start = self._now()
         out = func(*args, **kwargs)
-        self._add(name if self.phase != "optimizer" else "", time.perf_counter() - start)
+        self._add(name if self.phase != "optimizer" else "", self._now() - start)
         return out
 
     def _get_ahead(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.devices.cpu import CpuDevice, peak_of
+from autockpt.devices.cpu import CpuDevice, peak_of, waited_for_core
 
 FLOAT = 4
 
@@ -164,3 +164,25 @@ def test_description(device):
     assert info.name
     assert info.threads == torch.get_num_threads()
     assert info.capacity_bytes == device.capacity() > device.used_by_others() >= 0
+
+
+def test_waiting_for_a_core_that_others_use_is_no_part_of_a_step(device, monkeypatch):
+    waits = iter([5.0, 5.75])
+    seconds = iter([10.0, 11.0])
+    monkeypatch.setattr("autockpt.devices.cpu.waited_for_core", lambda: next(waits))
+    monkeypatch.setattr("autockpt.devices.cpu.time.perf_counter", lambda: next(seconds))
+    assert device.time(lambda: None) == pytest.approx(0.25)
+
+
+def test_waiting_is_told_by_the_system_for_one_thread_and_never_runs_backwards():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert waited_for_core() is None
+        torch.set_num_threads(1)
+        first = waited_for_core()
+        if first is None:
+            pytest.skip("the system keeps no scheduler statistics")
+        assert 0 <= first <= (waited_for_core() or 0)
+    finally:
+        torch.set_num_threads(threads)
