@@ -43,20 +43,23 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
     """Interleave ``candidates`` (one of them wins) and, in the first rounds, ``extra`` (measured for the table).
 
     Rounds go on until every rival's ratio to the leader is known within ± 0.5 % or lies surely above 1, at most
-    15 rounds and ``seconds`` of wall time after the first few. Who is surely slower takes no further part.
+    15 rounds and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed. Who is
+    surely slower takes no further part.
     """
     choices = {t.number: t.choices for t in (*candidates, *extra)}
     times: dict[int, list[float]] = {number: [] for number in choices}
     playing, rivals = list(choices), [t.number for t in candidates]
     end = math.inf
     while True:
+        began = time.monotonic()
         for name, values in compare({str(n): choices[n] for n in playing}, BATCH).items():
             times[int(name)].extend(values)
-        end = min(end, time.monotonic() + seconds)
+        now = time.monotonic()
+        end, each = min(end, now + seconds), (now - began) / len(playing)
         leader = min(rivals, key=lambda n: statistics.median(times[n]))
         rivals = [n for n in rivals if n == leader or judge(_ratio(times[n], times[leader])) != "slower"]
         unsettled = [n for n in rivals if n != leader and _ratio(times[n], times[leader]).half_width > WITHIN]
-        if not unsettled or len(times[leader]) >= MOST_ROUNDS or time.monotonic() >= end:
+        if not unsettled or len(times[leader]) >= MOST_ROUNDS or now + each * len(rivals) > end:
             break
         playing = rivals
     return Final(leader, times, tuple(n for n in rivals if n != leader))
