@@ -1,7 +1,7 @@
 """What Optuna adds to the solver, and what a search costs, on the 8-layer Llama of results/bench_cpu_202611.
 
     OMP_NUM_THREADS=1 python results/search_cpu_202611/ablation.py search 30% 45% 60% 85%
-    OMP_NUM_THREADS=1 python results/search_cpu_202611/ablation.py rounds
+    OMP_NUM_THREADS=1 python results/search_cpu_202611/ablation.py rounds [seconds [budget …]]
     OMP_NUM_THREADS=1 python results/search_cpu_202611/ablation.py table > results/search_cpu_202611/ablation.md
 
 ``search`` makes one search of 20 trials per budget and keeps each trial with the time at which it ended, beside the
@@ -68,11 +68,11 @@ class Notes(Silence):
     @contextmanager
     def going_on(self) -> Iterator[None]:
         """Searches do not end because nothing can be faster; the first time that one would have is noted."""
-        ends = Engine._nothing_left
+        ends, notes = Engine._nothing_left, self
 
-        def goes_on(engine: Engine) -> bool:
-            if self.would_end is None and ends(engine):
-                self.would_end = {"trials": engine.book.spent, "at": round(time.monotonic() - self.began, 2)}
+        def goes_on(self: Engine) -> bool:
+            if notes.would_end is None and ends(self):
+                notes.would_end = {"trials": self.book.spent, "at": round(time.monotonic() - notes.began, 2)}
             return False
 
         Engine._nothing_left = goes_on
@@ -226,7 +226,8 @@ def rounds(path: Path, searches: Sequence[Record], spec: WorkloadSpec, seconds: 
             plans = {h: {n: parse_choice(c) for n, c in choices.items()} for h, choices in contenders(search).items()}
             while len(done) < CHOOSING + JUDGING and time.monotonic() < end:
                 times = worker.compare(plans, rounds=1)
-                line = {"budget": search["budget"], "times": {h: round(t[0], 5) for h, t in times.items()}}
+                seconds_of = {h: round(t[0], 5) for h, t in times.items()}
+                line = {"budget": search["budget"], "cores": sorted(os.sched_getaffinity(0)), "times": seconds_of}
                 append(path, line)
                 done.append(line)
 
@@ -338,7 +339,8 @@ def main() -> None:
             if budget not in known:
                 append(searches, searched(SPEC, budget))
     elif verb == "rounds":
-        rounds(lines, load_lines(searches), SPEC, float(rest[0]) if rest else math.inf)
+        wanted = [s for s in load_lines(searches) if s["budget"] in rest[1:] or not rest[1:]]
+        rounds(lines, wanted, SPEC, float(rest[0]) if rest else math.inf)
     else:
         ablation_table(load_lines(searches), load_lines(lines))
         print()

@@ -28,7 +28,7 @@ from autockpt.schema import parse_choice, plan_hash
 BUDGET = "45%act"
 SMALLER = SPEC.model_copy(update={"batch_size": 2})
 LIMIT = 1.015
-ROUNDS = 40
+ROUNDS = 30
 SEARCHES, LINES = "stability_searches.jsonl", "stability_rounds.jsonl"
 
 
