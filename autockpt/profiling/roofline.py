@@ -21,9 +21,9 @@ from autockpt.tracing.signature import ATTENTION
 VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
 # Parameters per kernel of the grouped optimizers: 30 to 110 in ATen's MultiTensorApply.cuh, by tensors per parameter.
 GROUPED_PARAMETERS = 36
-# Host time of a region that runs again (contexts, saved tensors, a second pass through the engine) besides its ops: 1.2
-# times that of a plain layer's forward and backward (results/choices_cpu_202611/host_cost.md), which are 215 ops.
-REGION_OPS = 260
+# Host time of a region that runs again (contexts, saved tensors, a second pass through the engine) besides its ops, in
+# ops, where a description does not say: 87 to 116 where it was measured (results/roofline_cpu_202611).
+REGION_OPS = 100
 
 
 def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
@@ -163,13 +163,16 @@ def _rerun_scale(
 ) -> float:
     """What running regions again costs the host besides their ops, as a factor on these ops."""
     extra = again = 0.0
+    region = hardware.region_seconds
+    if region is None:
+        region = REGION_OPS * hardware.launch_seconds
     for graph in graphs:
         ops = [op for op in graph.ops if op.phase != "optimizer"]
         phases = [op.phase for op in ops]
         begins = [p == "recompute" and (i == 0 or phases[i - 1] != p) for i, p in enumerate(phases)]
         if not any(begins):
             continue
-        cost = np.array(begins) * REGION_OPS * hardware.launch_seconds
+        cost = np.array(begins) * region
         device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
         host = _host_seconds(hardware, device)
         queued = hardware.kind != "cpu"

@@ -27,6 +27,7 @@ def hardware_rows(measured: Hardware, like: Hardware | None) -> list[Row]:
         ("cache bandwidth", "cache_bandwidth", "B/s"),
         ("cache", "cache_bytes", "B"),
         ("launch, per op", "launch_seconds", "s"),
+        ("region run again", "region_seconds", "s"),
         ("least kernel", "kernel_seconds", "s"),
         ("off the device", "link_out", "B/s"),
         ("back onto it", "link_in", "B/s"),

@@ -90,6 +90,12 @@ class Hardware(Data):
     matrix_flops: dict[str, Finite] = Field(description="by dtype: float32, tf32, bfloat16, float16, float64")
     bandwidth: Finite = Field(description="of device memory")
     launch_seconds: Finite = Field(description="host time per op: Python, autograd, dispatcher, launch")
+    region_seconds: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e-1,
+        description="host time of running a region again, its ops aside; default: as 100 ops",
+    )
     kernel_seconds: float = Field(default=0.0, ge=0, le=1e-3, description="least time of a kernel on the device")
     cache_bytes: Bytes = Field(default=0, description="last-level cache, where ops find what those before them wrote")
     cache_bandwidth: Finite | None = Field(default=None, description="where all that an op touches fits into it")

@@ -276,6 +276,16 @@ def test_recomputing_costs_its_ops_and_its_regions(graphs: dict[str, Graph]) -> 
     assert extra == pytest.approx(regions * REGION_OPS * cpu.launch_seconds, rel=0.01)
 
 
+def test_a_description_may_say_what_a_region_costs(graphs: dict[str, Graph]) -> None:
+    cpu = load_hardware("cpu")
+    free, dear = (cpu.model_copy(update={"region_seconds": seconds}) for seconds in (0.0, 1e-2))
+    more = [
+        simulation_of(graphs["recompute"], roofline_times(hardware, graphs.values())).step_seconds
+        for hardware in (free, dear)
+    ]
+    assert more[1] - more[0] == pytest.approx(len(graphs["save"].blocks()) * 1e-2, rel=0.01)
+
+
 @settings(max_examples=15, deadline=None)
 @given(figure=st.sampled_from(("matrix", "bandwidth", "launch", "share")), factor=st.floats(1.0, 8.0))
 def test_better_figures_are_never_slower(graphs: dict[str, Graph], figure: str, factor: float) -> None:
