@@ -25,9 +25,14 @@ _NOWHERE = float("inf")
 _aten = torch.ops.aten
 Kind = Literal["view", "hidden view", "writes", "again", "heavy", "other"]
 
-# Beside what PyTorch tags as pointwise: ops that do the same twice, on every device, and touch nothing but their result.
+# Beside what PyTorch tags as pointwise: ops that do the same twice on every device and touch nothing but their result.
 _REPLAYABLE = frozenset(
-    ["_fused_rms_norm", "_log_softmax", "_softmax", "_to_copy", "addcdiv", "addcmul", "all", "amax", "amin", "any", "argmax", "argmin", "cat", "constant_pad_nd", "copy", "embedding", "flip", "gather", "glu", "index_select", "linalg_vector_norm", "logsumexp", "masked_fill", "mean", "native_group_norm", "native_layer_norm", "repeat", "roll", "slice_scatter", "select_scatter", "stack", "std", "std_mean", "sum", "tril", "triu", "var", "var_mean"]
+    """
+    _fused_rms_norm _log_softmax _softmax _to_copy addcdiv addcmul all amax amin any argmax argmin cat
+    constant_pad_nd copy embedding flip gather glu index_select linalg_vector_norm logsumexp masked_fill mean
+    native_group_norm native_layer_norm repeat roll select_scatter slice_scatter stack std std_mean sum tril triu
+    var var_mean
+    """.split()
 )
 _HIDDEN_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "_reshape_alias", "lift_fresh"))
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autockpt.schema import Graph, Op, OpTimes, Unit
-from autockpt.schema.choices import ATTENTION, Selective
+from autockpt.schema.choices import ATTENTION, EVERYTHING, Remake, Selective
 
 MOST_SETS = 7
+MOST_REMADE = 9
 MOST_PARTS = 3
 _PACKING = "aten.detach.default"  # only where saved tensors are packed, so not in both forwards
 
@@ -37,6 +38,24 @@ def selective_front(again: Graph, unit: Unit, times: OpTimes) -> tuple[Selective
     return whole + tuple(_of_parts(parts[:n]) for n in range(1, len(parts) + 1))
 
 
+def remake_front(again: Graph, unit: Unit, times: OpTimes) -> tuple[Remake, ...]:
+    """Choices by which single tensors of one unit are made again, from few cheap ones to all.
+
+    First those in which all products are kept and only cheap ops of some parts run again, at most ``MOST_PARTS``, then
+    of all parts. Then ever fewer products are kept, the best bargain longest; ``MOST_REMADE`` such sets at most, down
+    to none. ``again`` as for ``selective_front``.
+    """
+    parts = [part.name for part in _parts(again, unit, times, handed_on_too=True)]
+    cheap = [Remake(keep=(EVERYTHING,), within=tuple(parts[:n])) for n in range(1, min(MOST_PARTS, len(parts)) + 1)]
+    order = _by_worth(again, unit, times)
+    counts = list(range(len(order) - 1, -1, -1))
+    if len(counts) > MOST_REMADE:
+        step = (len(counts) - 1) / (MOST_REMADE - 1)
+        counts = [counts[round(i * step)] for i in range(MOST_REMADE)]
+    fewer = [Remake(keep=tuple(order[:n])) for n in counts]
+    return tuple(dict.fromkeys([*cheap, Remake(keep=(EVERYTHING,)), *fewer]))
+
+
 @dataclass
 class _Part:
     """A module inside a unit: its heavy ops by the names to keep them by, and what running the rest again means."""
@@ -51,10 +70,10 @@ def _of_parts(parts: list[_Part]) -> Selective:
     return Selective(keep=tuple(set().union(*(p.keep for p in parts))), within=tuple(p.name for p in parts))
 
 
-def _parts(again: Graph, unit: Unit, times: OpTimes) -> list[_Part]:
+def _parts(again: Graph, unit: Unit, times: OpTimes, *, handed_on_too: bool = False) -> list[_Part]:
     """Parts of the unit in which only cheap ops would run again and free something, by bytes freed per second.
 
-    Freed is what nobody outside the part reads: what it hands on is saved there anyway.
+    Freed is what nobody outside the part reads, as what it hands on is saved there anyway; or all that it makes.
     """
     ops = [op for op in _rerun(again, unit) if op.target != _PACKING]
     part_of = _part_names(ops, [u.name for u in again.units if u.parent == unit.name])
@@ -63,7 +82,7 @@ def _parts(again: Graph, unit: Unit, times: OpTimes) -> list[_Part]:
     kept = {s.id: s.bytes for s in again.storages if s.birth >= first and (s.death is None or s.death > last)}
     freed = {out.storage: kept.get(out.storage, 0) for op in ops for out in op.outputs}
     for position, op in enumerate(ops):
-        if position in handed_on:
+        if position in handed_on and not handed_on_too:
             freed.update(dict.fromkeys((out.storage for out in op.outputs), 0))
     parts: dict[str, _Part] = {}
     for op in ops:
