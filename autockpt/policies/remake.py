@@ -22,7 +22,6 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
-from autockpt.policies.heavy import is_attention
 from autockpt.policies.tape import unpack
 from autockpt.policies.taping import Tape, current, running, tape_of
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
@@ -33,12 +32,22 @@ _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
 
 class RemakeState(Attachment):
-    """A unit's attachment. ``keeps``: everything heavy, or fused attention; ``everywhere``: all its ops are noted."""
+    """A unit's attachment. ``keep`` as in the choice; ``everywhere``: all its ops are noted."""
 
     def __init__(self, unit: str, keep: Sequence[str], *, everywhere: bool) -> None:
         super().__init__(unit)
-        self.everything, self.attention = EVERYTHING in keep, ATTENTION in keep
+        self.keep = tuple(keep)
         self.everywhere = everywhere
+        self._cache_checked: set[tuple[int, ...]] | None = None
+
+    def is_new(self, path: tuple[int, ...]) -> bool:
+        """Whether the unit has not gone this way before."""
+        if self._cache_checked is None:
+            self._cache_checked = set()
+        if path in self._cache_checked:
+            return False
+        self._cache_checked.add(path)
+        return True
 
 
 class PartState(Attachment):
@@ -61,20 +70,13 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     refuse_native(module, state.unit)
     tensors: list[torch.Tensor] = []
     take_apart((args, kwargs), tensors, [])
-    tape = _tape(state, tensors)
+    tape = Tape(state.unit, tensors, state.keep)
     before = _sequence_nr()
     with current(tape), saved_tensors_hooks(tape.pack, unpack), running(tape) if state.everywhere else nullcontext():
         output = call_inner(module, state, args, kwargs)
-    _refuse_custom_functions(output, before, state.unit)
+    if state.is_new((_sequence_nr() - before, *tape.path)):
+        _refuse_custom_functions(output, before, state.unit)
     return output
-
-
-def _tape(state: RemakeState, tensors: list[torch.Tensor]) -> Tape:
-    def keep(func: Any) -> bool:
-        return state.everything or tape.named > 0 or (state.attention and is_attention(func))
-
-    tape = Tape(state.unit, tensors, keep)
-    return tape
 
 
 def run_part(module: nn.Module, state: PartState, /, *args: Any, **kwargs: Any) -> Any:

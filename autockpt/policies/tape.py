@@ -76,7 +76,11 @@ class Source:
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Keep the bytes by a tensor on this storage. How it was made is of no use any more."""
-        self.held, self.version = alias(tensor), tensor._version
+        self.keep(alias(tensor))
+
+    def keep(self, detached: torch.Tensor) -> None:
+        """The same by a tensor without a graph."""
+        self.held, self.version = detached, detached._version
         self.op = None
         self.free = True
 

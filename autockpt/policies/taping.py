@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,26 +13,60 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.policies.heavy import draws_random_numbers, is_heavy
+from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.saved import Kept
 from autockpt.policies.tape import Maker, Op, Read, Slot, Source, geometry_of
+from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
 """A saved tensor this many times smaller than the unit's input (statistics of a norm) is not worth making again."""
 _DEPTH = 64  # of ops between a saved tensor and what it could be made from; no search goes further back
 _NOWHERE = float("inf")
 
-_aten = torch.ops.aten
 Kind = Literal["view", "hidden view", "writes", "again", "heavy", "other"]
 
 # Beside what PyTorch tags as pointwise: ops that do the same twice on every device and touch nothing but their result.
 _REPLAYABLE = frozenset(
-    """
-    _fused_rms_norm _log_softmax _softmax _to_copy addcdiv addcmul all amax amin any argmax argmin cat
-    constant_pad_nd copy embedding flip gather glu index_select linalg_vector_norm logsumexp masked_fill mean
-    native_group_norm native_layer_norm repeat roll select_scatter slice_scatter stack std std_mean sum tril triu
-    var var_mean
-    """.split()
+    (
+        "_fused_rms_norm",
+        "_log_softmax",
+        "_softmax",
+        "_to_copy",
+        "addcdiv",
+        "addcmul",
+        "all",
+        "amax",
+        "amin",
+        "any",
+        "argmax",
+        "argmin",
+        "cat",
+        "constant_pad_nd",
+        "copy",
+        "embedding",
+        "flip",
+        "gather",
+        "glu",
+        "index_select",
+        "linalg_vector_norm",
+        "logsumexp",
+        "masked_fill",
+        "mean",
+        "native_group_norm",
+        "native_layer_norm",
+        "repeat",
+        "roll",
+        "select_scatter",
+        "slice_scatter",
+        "stack",
+        "std",
+        "std_mean",
+        "sum",
+        "tril",
+        "triu",
+        "var",
+        "var_mean",
+    )
 )
 _HIDDEN_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "_reshape_alias", "lift_fresh"))
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -56,27 +90,34 @@ def kind_of(func: Any) -> Kind:
 
 
 class Tape:
-    """The tape of one call of a unit. ``keep`` says of a heavy op whether its output must not be made again.
+    """The tape of one call of a unit. ``keep`` names heavy ops whose outputs are not made again: all, fused attention.
 
     ``pack`` is the hook for what autograd saves. Between a tensor and what it could be made from that is held which
     costs fewer bytes, all that counts as held already being free.
     """
 
-    def __init__(self, unit: str, inputs: Iterable[torch.Tensor], keep: Callable[[Any], bool]) -> None:
-        self.unit, self.keep = unit, keep
+    def __init__(self, unit: str, inputs: Iterable[torch.Tensor], keep: Collection[str] = ()) -> None:
+        self.unit = unit
+        self._everything, self._attention = EVERYTHING in keep, ATTENTION in keep
         self.named = 0  # modules running whose products are kept
         self.running = False
         self._maker = Maker(unit)
         self._sources: dict[int, Source] = {}
         self._ops: list[Op] = []
+        self.packed = 0
         self._small = max((t.nbytes for t in inputs if t.layout is torch.strided), default=0) // SMALL
+
+    @property
+    def path(self) -> tuple[int, int]:
+        """What tells one way through the unit's forward from another: ops noted, tensors saved."""
+        return len(self._ops), self.packed
 
     # Noting ops.
 
     def note(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and note what it made; its answer."""
         again = kind == "again" or (
-            kind == "heavy" and not self.keep(func) and not draws_random_numbers(func, args, kwargs)
+            kind == "heavy" and not self._keeps(func) and not draws_random_numbers(func, args, kwargs)
         )
         op = self._op(func, args, kwargs) if again else None
         out = func(*args, **kwargs)
@@ -85,6 +126,9 @@ class Tape:
             if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
                 self._add(tensor, index, None if tensor.is_complex() else op, free)
         return out
+
+    def _keeps(self, func: Any) -> bool:
+        return self._everything or self.named > 0 or (self._attention and is_attention(func))
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
         """The op as it would run again; None where it reads what a tape cannot follow."""
@@ -170,6 +214,7 @@ class Tape:
 
     def pack(self, tensor: torch.Tensor) -> Slot | Kept:
         """The hook for autograd's packing."""
+        self.packed += 1
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return Kept(tensor, self.unit)
         source = self._find(tensor, tensor.untyped_storage())
@@ -177,8 +222,9 @@ class Tape:
             return Kept(tensor, self.unit)
         memo: dict[Source, float] = {}
         if source.nbytes <= self._small or self._by_making(source, memo, _DEPTH) >= source.nbytes:
-            source.hold(tensor)
-            return Kept(tensor, self.unit)
+            kept = Kept(tensor, self.unit)
+            source.keep(kept.tensor)
+            return kept
         self._commit(source, memo)
         return Slot(self._maker, source, geometry_of(tensor))
 
@@ -243,7 +289,7 @@ _current = threading.local()
 
 
 @contextmanager
-def current(tape: Tape) -> Any:
+def current(tape: Tape) -> Iterator[None]:
     """What runs inside finds the tape of its unit."""
     outer, _current.tape = getattr(_current, "tape", None), tape
     try:
@@ -259,7 +305,7 @@ def tape_of(unit: str) -> Tape | None:
 
 
 @contextmanager
-def running(tape: Tape) -> Any:
+def running(tape: Tape) -> Iterator[None]:
     """Ops inside are noted; once, where this is inside of itself."""
     if tape.running:
         yield
