@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python results/choices_cpu_202611/bound.py > results/choices_cpu_202611/bound.md
 
 The 8-layer Llama of ``results/bench_cpu_202611`` (8 × 256 tokens, packed, no optimizer). Seconds are of single ops,
-timed in real steps on this machine (``llama_op_times.json``); all is computed from them, nothing is measured here.
+timed in real steps on this machine (``llama_op_times.json``); all is computed from them, nothing is measured here. The
+plans go to ``llama_plans.json``, for ``beside_ilp.py``.
 
 *Ideal*: every subset of what a layer saves for backward is tried. What is dropped is made again from what is kept, each
 op once, with no host cost; layers choose freely among the points of that front, and only the bytes at the turn from
@@ -15,14 +16,16 @@ seconds, ops that run again as dear as at first.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autockpt.profiling.profile import Profiled, build_profile, uniform_graphs
-from autockpt.schema import Graph, OpTimes, Problem, Unit, WorkloadSpec
+from autockpt.schema import Choice, Graph, OpTimes, Problem, Unit, WorkloadSpec, dump_choice
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 
@@ -100,15 +103,19 @@ def without(problem: Problem, kind: str) -> Problem:
     return problem.model_copy(update={"units": tuple(units)})
 
 
-def ours(profiled: Profiled, budget: int) -> Iterator[str]:
-    """Predicted overhead and peak of the solver's plan, without ``remake`` and with it; and the latter's choices."""
+def ours(profiled: Profiled, budget: int, plans: list[dict[str, Choice]]) -> Iterator[str]:
+    """Predicted overhead and peak of the solver's plan, without ``remake`` and with it; and the latter's choices.
+
+    The plans are added to ``plans``.
+    """
     plain = profiled.profile.save_all_seconds
     for problem in (without(profiled.problem(budget), "remake"), profiled.problem(budget)):
-        plan = refine(problem, profiled.rule).choices
+        plan = dict(refine(problem, profiled.rule).choices)
+        plans.append(plan)
         said = profiled.predictor.predict(plan)
         share = said.peak_bytes / profiled.base.peak_bytes
         yield f"{said.step_seconds / plain - 1:+.1%} at {share:.1%}"
-    runs = [(str(choice), len(list(same))) for choice, same in itertools.groupby(plan.values())]
+    runs = [(str(choice), len(list(same))) for choice, same in itertools.groupby(plans[-1].values())]
     yield "; ".join(f"{count} × {choice}" for choice, count in runs)
 
 
@@ -131,11 +138,15 @@ def main() -> None:
             print(f"| {freed / MIB:.2f} | {seconds * 1e3:.2f} | {names or 'nothing'} |")
         profiled = build_profile(tracer, times, uniform_graphs(tracer, blocks, KINDS))
         print("\n| budget | ideal | ours without remake | ours | plan |\n|--:|--:|--:|--:|---|", flush=True)
+        found: dict[str, Any] = {}
         for share in SHARES:
             budget = int(share * base.peak_bytes)
             bound = least(front, len(blocks), base.peak_bytes - budget)
             ideal = "none" if bound is None else f"{bound / profiled.profile.save_all_seconds:+.1%}"
-            print(f"| {share:.0%} | {ideal} | {' | '.join(ours(profiled, budget))} |", flush=True)
+            plans: list[dict[str, Choice]] = []
+            print(f"| {share:.0%} | {ideal} | {' | '.join(ours(profiled, budget, plans))} |", flush=True)
+            found[f"{share:.0%}"] = {name: dump_choice(choice) for name, choice in plans[-1].items()}
+    (HERE / "llama_plans.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
