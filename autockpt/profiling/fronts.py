@@ -4,6 +4,8 @@ What keeping an output saves (the seconds of its op in the second forward) and w
 on what else is kept, so the sets of the Pareto front are those that grow by seconds per byte; what they really cost is
 read off ghost runs afterwards, as for every choice.
 
+Where single tensors can be made again (``remake``), running a unit as a whole gains nothing: few such sets are tried.
+
 At the other end of the front little is to be given up. There only those parts of a unit run again whose cheap ops free
 the most bytes per second (an MLP's activation function, norms), and all of its matrix products are kept.
 """
@@ -12,27 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from autockpt.schema import Graph, Op, OpTimes, Unit
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Remake, Selective
 
+T = TypeVar("T")
 MOST_SETS = 7
+MOST_SETS_BESIDE = 3  # where single tensors can be made again, which is as lean and runs less
 MOST_REMADE = 9
 MOST_PARTS = 3
 _PACKING = "aten.detach.default"  # only where saved tensors are packed, so not in both forwards
 
 
-def selective_front(again: Graph, unit: Unit, times: OpTimes) -> tuple[Selective, ...]:
-    """Choices for one unit, from keeping a single output to all that are worth anything; at most ``MOST_SETS``.
+def selective_front(again: Graph, unit: Unit, times: OpTimes, most: int = MOST_SETS) -> tuple[Selective, ...]:
+    """Choices for one unit, from keeping a single output to all that are worth anything; at most ``most``.
 
     Then those in which only parts of the unit run again, at most ``MOST_PARTS``. ``again`` is a ghost run in which
     ``unit`` is recomputed. Fused attention alone is left out: that is the choice ``keep_attention``.
     """
     order = _by_worth(again, unit, times)
     sets = [order[:n] for n in range(1, len(order) + 1) if order[:n] != [ATTENTION]]
-    if len(sets) > MOST_SETS:
-        step = (len(sets) - 1) / (MOST_SETS - 1)
-        sets = [sets[round(i * step)] for i in range(MOST_SETS)]
+    sets = _thinned(sets, most)
     whole = tuple(Selective(keep=tuple(names)) for names in sets)
     parts = _parts(again, unit, times)[:MOST_PARTS]
     return whole + tuple(_of_parts(parts[:n]) for n in range(1, len(parts) + 1))
@@ -48,12 +51,16 @@ def remake_front(again: Graph, unit: Unit, times: OpTimes) -> tuple[Remake, ...]
     parts = [part.name for part in _parts(again, unit, times, handed_on_too=True)]
     cheap = [Remake(keep=(EVERYTHING,), within=tuple(parts[:n])) for n in range(1, min(MOST_PARTS, len(parts)) + 1)]
     order = _by_worth(again, unit, times)
-    counts = list(range(len(order) - 1, -1, -1))
-    if len(counts) > MOST_REMADE:
-        step = (len(counts) - 1) / (MOST_REMADE - 1)
-        counts = [counts[round(i * step)] for i in range(MOST_REMADE)]
-    fewer = [Remake(keep=tuple(order[:n])) for n in counts]
+    fewer = [Remake(keep=tuple(order[:n])) for n in _thinned(range(len(order) - 1, -1, -1), MOST_REMADE)]
     return tuple(dict.fromkeys([*cheap, Remake(keep=(EVERYTHING,)), *fewer]))
+
+
+def _thinned(values: Sequence[T], most: int) -> list[T]:
+    """At most so many of the values, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    step = (len(values) - 1) / (most - 1)
+    return [values[round(i * step)] for i in range(most)]
 
 
 @dataclass
