@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_=70368744177664 MALLOC_MMAP_THRESHOLD_=33554432 \
         python results/choices_cpu_202611/beside_ilp.py > results/choices_cpu_202611/beside_ilp.md
 
-The ILP's sets are those that ``results/bench_cpu_202611`` got from it and found to fit each budget. Stops after
-``SECONDS`` of rounds. Overheads are of paired rounds (Hodges-Lehmann, 95 % signed-rank interval).
+Arguments: seconds of rounds (default 240), budgets (default all four). The ILP's sets are those that
+``results/bench_cpu_202611`` got from it and found to fit each budget. Overheads are of paired rounds (Hodges-Lehmann,
+95 % signed-rank interval).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ASKED = {
 }
 PLAIN = "save everything"
 SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 240.0
+BUDGETS = sys.argv[2:] or list(ASKED)
 
 
 def rows() -> dict[str, dict[str, Any]]:
@@ -38,6 +40,8 @@ def rows() -> dict[str, dict[str, Any]]:
     lines = (BENCH / "bench-llama_cpu_8aa6cc67" / "settings.jsonl").read_text().splitlines()
     by_peer = {line["peer"]: dict(line["settings"]) for line in map(json.loads, lines)}
     for budget, choices in json.loads((HERE / "llama_plans.json").read_text()).items():
+        if budget not in BUDGETS:
+            continue
         found[f"{budget} ours"] = {"peer": "autockpt", "setting": {"choices": choices}}
         ilp = by_peer["torch SAC ILP"].get(ASKED[budget])
         if ilp is not None:
