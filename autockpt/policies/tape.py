@@ -162,7 +162,7 @@ def _laid_out(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    return tensor.size(), tensor.stride(), tensor.storage_offset()
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 class Slot:

@@ -191,7 +191,7 @@ class Tape:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in value if type(value) in (list, tuple) else (value,):
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                     source = self._sources.pop(tensor.untyped_storage()._cdata, None)
                     if source is not None and source.read:

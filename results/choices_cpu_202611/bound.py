@@ -113,6 +113,7 @@ def ours(profiled: Profiled, budget: int, plans: list[dict[str, Choice]]) -> Ite
         plan = dict(refine(problem, profiled.rule).choices)
         plans.append(plan)
         said = profiled.predictor.predict(plan)
+        assert said.step_seconds is not None
         share = said.peak_bytes / profiled.base.peak_bytes
         yield f"{said.step_seconds / plain - 1:+.1%} at {share:.1%}"
     runs = [(str(choice), len(list(same))) for choice, same in itertools.groupby(plans[-1].values())]
