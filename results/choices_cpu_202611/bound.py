@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autockpt.profiling.profile import Profiled, build_profile, uniform_graphs
-from autockpt.schema import Choice, Graph, OpTimes, Problem, Unit, WorkloadSpec, dump_choice
+from autockpt.schema import Choice, Graph, OpTimes, Unit, WorkloadSpec, dump_choice
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 
@@ -95,27 +95,18 @@ def least(front: list[tuple[int, float, frozenset[int]]], layers: int, need: int
     return float(found.fun) if found.success else None
 
 
-def without(problem: Problem, kind: str) -> Problem:
-    """The same problem without one kind of choice."""
-    units = [
-        u.model_copy(update={"options": tuple(o for o in u.options if o.choice.kind != kind)}) for u in problem.units
-    ]
-    return problem.model_copy(update={"units": tuple(units)})
-
-
-def ours(profiled: Profiled, budget: int, plans: list[dict[str, Choice]]) -> Iterator[str]:
+def ours(profiles: Sequence[Profiled], budget: int, plans: list[dict[str, Choice]]) -> Iterator[str]:
     """Predicted overhead and peak of the solver's plan, without ``remake`` and with it; and the latter's choices.
 
     The plans are added to ``plans``.
     """
-    plain = profiled.profile.save_all_seconds
-    for problem in (without(profiled.problem(budget), "remake"), profiled.problem(budget)):
-        plan = dict(refine(problem, profiled.rule).choices)
+    for profiled in profiles:
+        plan = dict(refine(profiled.problem(budget), profiled.rule).choices)
         plans.append(plan)
         said = profiled.predictor.predict(plan)
         assert said.step_seconds is not None
-        share = said.peak_bytes / profiled.base.peak_bytes
-        yield f"{said.step_seconds / plain - 1:+.1%} at {share:.1%}"
+        over = said.step_seconds / profiled.profile.save_all_seconds - 1
+        yield f"{over:+.1%} at {said.peak_bytes / profiled.base.peak_bytes:.1%}"
     runs = [(str(choice), len(list(same))) for choice, same in itertools.groupby(plans[-1].values())]
     yield "; ".join(f"{count} × {choice}" for choice, count in runs)
 
@@ -137,15 +128,17 @@ def main() -> None:
         for freed, seconds, dropped in front:
             names = ", ".join(layer.name(s) for s in layer.saved if s in dropped)
             print(f"| {freed / MIB:.2f} | {seconds * 1e3:.2f} | {names or 'nothing'} |")
-        profiled = build_profile(tracer, times, uniform_graphs(tracer, blocks, KINDS))
+        kinds = [kind for kind in KINDS if kind != "remake"], KINDS
+        profiles = [build_profile(tracer, times, uniform_graphs(tracer, blocks, some)) for some in kinds]
+        plain = profiles[0].profile.save_all_seconds
         print("\n| budget | ideal | ours without remake | ours | plan |\n|--:|--:|--:|--:|---|", flush=True)
         found: dict[str, Any] = {}
         for share in SHARES:
             budget = int(share * base.peak_bytes)
             bound = least(front, len(blocks), base.peak_bytes - budget)
-            ideal = "none" if bound is None else f"{bound / profiled.profile.save_all_seconds:+.1%}"
+            ideal = "none" if bound is None else f"{bound / plain:+.1%}"
             plans: list[dict[str, Choice]] = []
-            print(f"| {share:.0%} | {ideal} | {' | '.join(ours(profiled, budget, plans))} |", flush=True)
+            print(f"| {share:.0%} | {ideal} | {' | '.join(ours(profiles, budget, plans))} |", flush=True)
             found[f"{share:.0%}"] = {name: dump_choice(choice) for name, choice in plans[-1].items()}
     (HERE / "llama_plans.json").write_text(json.dumps(found, indent=1) + "\n")
 
