@@ -45,12 +45,12 @@ class _Output:
     def __init__(self, func: Any, out: Any) -> None:
         leaves, self._form = tree_flatten(out)
         self.func = func
-        self._leaves = [_alias(leaf) for leaf in leaves]
+        self._leaves = [alias(leaf) for leaf in leaves]
         self._watched = [(leaf, leaf._version) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
     def watch(self, out: Any) -> None:
         """Look out for changes by way of ``out`` too, which shares memory and no version counter with the output."""
-        leaves = [_alias(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        leaves = [alias(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self._watched += [(leaf, leaf._version) for leaf in leaves]
 
     def addresses(self) -> Iterator[int]:
@@ -64,10 +64,10 @@ class _Output:
         return any(tensor._version != version for tensor, version in self._watched)
 
     def again(self) -> Any:
-        return tree_unflatten([_alias(leaf) for leaf in self._leaves], self._form)
+        return tree_unflatten([alias(leaf) for leaf in self._leaves], self._form)
 
 
-def _alias(leaf: Any) -> Any:
+def alias(leaf: Any) -> Any:
     """The same memory under a tensor of its own, without a graph, that shares the version counter.
 
     Below autograd views do not share it by themselves, and a change in place would go unnoticed.
