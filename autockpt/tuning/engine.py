@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ from autockpt.tuning.scoring import Scorer
 from autockpt.tuning.study import Parameters, Study
 
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
+
+COPY_PRICES = (0.5, 0.2, 0.1)  # how dear copies are where they hide behind other units' compute than their own
+LADDER_CALLS = 3  # ghost runs spent on each
 
 CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
 MOST_MISSES = 3  # candidates tried for each that is wanted
@@ -167,7 +171,7 @@ class Engine:
             return from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.rule)
         return self._solved(parameters)
 
-    def _solved(self, parameters: Parameters) -> Candidate:
+    def _solved(self, parameters: Parameters, calls: int | None = None) -> Candidate:
         return from_knobs(
             parameters,
             self.budget.bytes,
@@ -175,18 +179,37 @@ class Engine:
             self._problem,
             self.profiled.rule,
             remembered=self.rulings,
-            calls=self.referee_calls,
+            calls=calls or self.referee_calls,
             faster=self.scorer.worthwhile,
         )
 
     def _seeds(self) -> list[Parameters]:
         """The solver's plans at several margins, in the terms of the encoding."""
         if self.space.encoding == "knobs":
-            return [neutral(self.space, margin) for margin in self.space.margins]
+            plain = [neutral(self.space, margin) for margin in self.space.margins]
+            return [plain[0], *self._copies_hidden(plain[0]), *plain[1:]]
         solved = (self._solved({"margin": m}).choices for m in self.space.margins)
         plans = [*self.known.values(), *self.seeds.values(), *solved]
         labels: list[Parameters] = [{name: label(choice) for name, choice in plan.items()} for plan in plans]
         return [point for point in labels if all(point[n] in menu for n, menu in self._menus().items())]
+
+    def _copies_hidden(self, plain: Parameters) -> list[Parameters]:
+        """The price of copies whose plan the simulator holds to be faster than that at the profile's own price, if any.
+
+        The solver's prices add up, as if every unit had its own compute to hide its copies behind; between units of
+        different kinds, or with few units that copy, that is too dear. The simulator sees the whole schedule.
+        """
+        knob = self.space.knobs.get("offload_price")
+        if knob is None or not self.device.copy_queues or self.scorer.most_candidates is not None:
+            return []
+        points = [plain, *({**plain, "offload_price": p} for p in COPY_PRICES if knob.low <= p <= knob.high)]
+        return [best] if (best := min(points, key=self._foreseen)) is not plain else []
+
+    def _foreseen(self, parameters: Parameters) -> float:
+        """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
+        candidate = self._solved(parameters, calls=LADDER_CALLS)
+        seconds = self._predict(candidate.choices).step_seconds
+        return seconds if candidate.fits and seconds is not None else math.inf
 
     def _menus(self) -> dict[str, list[str]]:
         return {unit.name: [label(option.choice) for option in unit.options] for unit in self.unpriced.units}
