@@ -130,7 +130,7 @@ def _measure(device: Device, sizes: Sizes, tell: Tell, started: float, environme
     tell("single kernels")
     elements = probes.time_elements(clock, sizes.rows, sizes.columns)
     tell("launch overhead")
-    launch = probes.launch_seconds(clock, 2 * sizes.repeats)
+    launch, region = probes.host_costs(clock, 2 * sizes.repeats)
     tell("copies off the device and back")
     links = probes.time_links(clock, small=sizes.copy, large=sizes.large_copy)
     described = environment_of(device) if device.kind == "cuda" else environment  # libraries are loaded by now
@@ -148,6 +148,7 @@ def _measure(device: Device, sizes: Sizes, tell: Tell, started: float, environme
             "elements": elements,
             "kernel_seconds": _kernel_seconds(clock) if device.kind == "cuda" else 0.0,
             "launch_seconds": launch,
+            "region_seconds": region,
             "links": links,
             "memory_bytes": device.capacity(),
             "context_bytes": device.describe().overhead_bytes,

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE, Choice
 from autockpt.schema.machine import ElementTime, Links, ProductTime, Traffic
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import build
+from autockpt.workload import Workload, build
 
+T = TypeVar("T")
 LEAST_SAMPLE = 2e-3  # seconds: shorter samples are repeated until they last that long
 
 
@@ -184,15 +187,41 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launch_seconds(clock: Clock, cycles: int) -> float:
-    """Host seconds per op of a real model's training step with next to no arithmetic: eight tokens, tiny layers."""
+def host_costs(clock: Clock, cycles: int) -> tuple[float, float]:
+    """Host seconds per op of a training step, and per region that runs again besides its ops.
+
+    Of a real model with next to no arithmetic (eight tokens, tiny layers), in turns plainly and with every layer
+    recomputed.
+    """
     spec = WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8, optimizer="sgd")
     workload = build(spec, clock.device)
-    workload.cycle()
+    layers = [f"model.layers.{i}" for i in range(workload.model.config.num_hidden_layers)]  # type: ignore[union-attr]
+    plans = ({}, dict.fromkeys(layers, RECOMPUTE))
+    plain_ops, ops = (_under(workload, plan, lambda: _ops_of(workload)) for plan in plans)
+    rounds = [
+        tuple(_under(workload, plan, lambda: _host_seconds(clock, workload.cycle)) for plan in plans)
+        for _ in range(cycles)
+    ]
+    launch = statistics.median(plain for plain, _ in rounds) / plain_ops
+    extra = statistics.median(again - plain for plain, again in rounds) - (ops - plain_ops) * launch
+    return launch, max(extra, 0.0) / len(layers)
+
+
+def _under(workload: Workload, plan: Mapping[str, Choice], measure: Callable[[], T]) -> T:
+    """What ``measure`` finds with a plan attached, after a cycle that warms up."""
+    session = attach(workload.model, plan)
+    try:
+        workload.cycle()
+        return measure()
+    finally:
+        session.remove()
+
+
+def _ops_of(workload: Workload) -> int:
     counter = _Counter()
     with counter:
         workload.cycle()
-    return statistics.median(_host_seconds(clock, workload.cycle) for _ in range(cycles)) / counter.ops
+    return counter.ops
 
 
 def _host_seconds(clock: Clock, fn: Callable[[], Any]) -> float:

@@ -21,9 +21,9 @@ from autockpt.tracing.signature import ATTENTION
 VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
 # Parameters per kernel of the grouped optimizers: 30 to 110 in ATen's MultiTensorApply.cuh, by tensors per parameter.
 GROUPED_PARAMETERS = 36
-# Host time of a region that runs again (contexts, saved tensors, a second pass through the engine) besides its ops: 1.2
-# times that of a plain layer's forward and backward (results/choices_cpu_202611/host_cost.md), which are 215 ops.
-REGION_OPS = 260
+# Host time of a region that runs again (contexts, saved tensors, a second pass through the engine) besides its ops, in
+# ops, where a description does not say: 87 to 116 where it was measured (results/roofline_cpu_202611).
+REGION_OPS = 100
 
 
 def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
@@ -74,19 +74,24 @@ def seconds_of_work(hardware: Hardware, work: Work) -> float:
     efficiency = hardware.efficiency
     share = efficiency.attention if work.name == ATTENTION else efficiency.attention_backward
     if work.kind == "matrix":
-        small = work.smallest / (work.smallest + hardware.efficiency.half_size) if work.smallest else 1.0
-        share = hardware.efficiency.matrix * small
+        small = work.smallest / (work.smallest + efficiency.half_size) if work.smallest else 1.0
+        share = efficiency.of_matrix(_matrix_dtype(hardware, work)) * small
     computing = work.flops / (_matrix_rate(hardware, work) * share)
-    fixed = hardware.kernel_seconds + hardware.efficiency.matrix_seconds
+    fixed = hardware.kernel_seconds + efficiency.matrix_seconds
     return fixed + max(computing, moving)
 
 
+def _matrix_dtype(hardware: Hardware, work: Work) -> str:
+    """The arithmetic's type. PyTorch lets convolutions in fp32 use TF32, and products not, unless told to."""
+    convolution = work.name.startswith(("convolution", "_convolution"))
+    return "tf32" if convolution and work.dtype == "float32" and "tf32" in hardware.matrix_flops else work.dtype
+
+
 def _matrix_rate(hardware: Hardware, work: Work) -> float:
-    """FLOP/s of the matrix units. PyTorch lets convolutions in fp32 use TF32, and products not, unless told to."""
-    if work.name.startswith(("convolution", "_convolution")) and work.dtype == "float32":
-        return hardware.matrix_flops.get("tf32", hardware.matrix_flops["float32"])
-    if work.dtype in hardware.matrix_flops:
-        return hardware.matrix_flops[work.dtype]
+    """FLOP/s of the matrix units."""
+    dtype = _matrix_dtype(hardware, work)
+    if dtype in hardware.matrix_flops:
+        return hardware.matrix_flops[dtype]
     if not work.dtype.startswith(("float", "bfloat")):
         return hardware.vector_flops
     known = ", ".join(hardware.matrix_flops)
@@ -158,13 +163,16 @@ def _rerun_scale(
 ) -> float:
     """What running regions again costs the host besides their ops, as a factor on these ops."""
     extra = again = 0.0
+    region = hardware.region_seconds
+    if region is None:
+        region = REGION_OPS * hardware.launch_seconds
     for graph in graphs:
         ops = [op for op in graph.ops if op.phase != "optimizer"]
         phases = [op.phase for op in ops]
         begins = [p == "recompute" and (i == 0 or phases[i - 1] != p) for i, p in enumerate(phases)]
         if not any(begins):
             continue
-        cost = np.array(begins) * REGION_OPS * hardware.launch_seconds
+        cost = np.array(begins) * region
         device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
         host = _host_seconds(hardware, device)
         queued = hardware.kind != "cpu"
