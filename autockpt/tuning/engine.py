@@ -25,7 +25,15 @@ from autockpt.schema import (
 from autockpt.schema.known import NONE, known_plans
 from autockpt.solvers import Ruling, exact
 from autockpt.tuning.book import Book, Score, peak_of_trial
-from autockpt.tuning.candidates import REFEREE_CALLS, Candidate, from_knobs, from_layers, neutral
+from autockpt.tuning.candidates import (
+    LADDER_CALLS,
+    REFEREE_CALLS,
+    Candidate,
+    from_knobs,
+    from_layers,
+    hidden_copies,
+    neutral,
+)
 from autockpt.tuning.dryrun import infeasible
 from autockpt.tuning.job import Clock, Limits
 from autockpt.tuning.refit import Fit, fit, unseen_bytes
@@ -33,9 +41,6 @@ from autockpt.tuning.scoring import Scorer
 from autockpt.tuning.study import Parameters, Study
 
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
-
-COPY_PRICES = (0.5, 0.2, 0.1)  # how dear copies are where they hide behind other units' compute than their own
-LADDER_CALLS = 3  # ghost runs spent on each
 
 CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
 MOST_MISSES = 3  # candidates tried for each that is wanted
@@ -187,23 +192,17 @@ class Engine:
         """The solver's plans at several margins, in the terms of the encoding."""
         if self.space.encoding == "knobs":
             plain = [neutral(self.space, margin) for margin in self.space.margins]
-            return [plain[0], *self._copies_hidden(plain[0]), *plain[1:]]
+            return [plain[0], *self._hidden(plain[0]), *plain[1:]]
         solved = (self._solved({"margin": m}).choices for m in self.space.margins)
         plans = [*self.known.values(), *self.seeds.values(), *solved]
         labels: list[Parameters] = [{name: label(choice) for name, choice in plan.items()} for plan in plans]
         return [point for point in labels if all(point[n] in menu for n, menu in self._menus().items())]
 
-    def _copies_hidden(self, plain: Parameters) -> list[Parameters]:
-        """The price of copies whose plan the simulator holds to be faster than that at the profile's own price, if any.
-
-        The solver's prices add up, as if every unit had its own compute to hide its copies behind; between units of
-        different kinds, or with few units that copy, that is too dear. The simulator sees the whole schedule.
-        """
-        knob = self.space.knobs.get("offload_price")
-        if knob is None or not self.device.copy_queues or self.scorer.most_candidates is not None:
+    def _hidden(self, plain: Parameters) -> list[Parameters]:
+        """The price of copies that the simulator prefers to the profile's, if any, where it sees a schedule at all."""
+        if not self.device.copy_queues or self.scorer.most_candidates is not None:
             return []
-        points = [plain, *({**plain, "offload_price": p} for p in COPY_PRICES if knob.low <= p <= knob.high)]
-        return [best] if (best := min(points, key=self._foreseen)) is not plain else []
+        return hidden_copies(plain, self.space, self._foreseen)
 
     def _foreseen(self, parameters: Parameters) -> float:
         """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
