@@ -14,7 +14,18 @@ from autockpt.errors import UsageError
 from autockpt.explain.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
 from autockpt.profiling import Profiled, Uniform, build_profile, promised_bytes, tracer_for, uniform_graphs
-from autockpt.schema import Budget, Choice, Graph, Listener, Plan, Selective, WorkloadSpec, dump_choice, load_space
+from autockpt.schema import (
+    Budget,
+    Choice,
+    Graph,
+    Listener,
+    Plan,
+    Remake,
+    Selective,
+    WorkloadSpec,
+    dump_choice,
+    load_space,
+)
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning.inexact import FixedTracer
@@ -142,7 +153,7 @@ def workload_key(spec: WorkloadSpec, fixed: Mapping[str, Choice]) -> str:
 
 def _own_sets(choices: Mapping[str, Choice]) -> tuple[Choice, ...]:
     """Choices of a plan that no menu has by itself."""
-    return tuple(dict.fromkeys(c for c in choices.values() if isinstance(c, Selective)))
+    return tuple(dict.fromkeys(c for c in choices.values() if isinstance(c, Selective | Remake)))
 
 
 def _refused(uniform: Uniform) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from autockpt.policies.keeping import given_up
 from autockpt.policies.offload import OffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.recompute_offload import RecomputeOffloadPolicy
+from autockpt.policies.remake import RemakePolicy
 from autockpt.policies.replay import recomputing
 from autockpt.policies.save import SavePolicy
 from autockpt.policies.segment import SegmentPolicy
@@ -22,6 +23,7 @@ POLICIES: dict[str, Policy] = {
         RecomputePolicy(),
         KeepAttentionPolicy(),
         SelectivePolicy(),
+        RemakePolicy(),
         OffloadPolicy(),
         RecomputeOffloadPolicy(),
         SegmentPolicy(),

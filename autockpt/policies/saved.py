@@ -178,6 +178,11 @@ class Kept:
     def __init__(self, tensor: torch.Tensor, unit: str) -> None:
         self._tensor, self._version, self._unit = tensor.detach(), tensor._version, unit
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The same memory without a graph; shares the version counter of what was saved."""
+        return self._tensor
+
     def unpack(self) -> torch.Tensor:
         _check(self._tensor, self._version, self._unit, self._tensor.size())
         return self._tensor

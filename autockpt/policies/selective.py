@@ -19,7 +19,7 @@ from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.keeping import KeepingReplay, ScopeState, run_scope
 from autockpt.policies.recompute import run_twice
 from autockpt.policies.replay import ReplayState
-from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Selective
+from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Remake, Selective
 from autockpt.schema.names import strip_prefixes
 
 WHY = "keeps the outputs of single ops, which a compiled graph no longer shows"
@@ -85,7 +85,13 @@ class KeepAttentionPolicy(SelectivePolicy):
 
 def kept_by(choice: Choice) -> tuple[str, ...]:
     """What a choice keeps the outputs of, beside a unit's inputs: modules of the unit, fused attention, everything."""
-    return _kept(choice) if isinstance(choice, KeepAttention | Selective) else ()
+    return (
+        choice.keep
+        if isinstance(choice, Remake)
+        else _kept(choice)
+        if isinstance(choice, KeepAttention | Selective)
+        else ()
+    )
 
 
 def _kept(choice: Choice) -> tuple[str, ...]:

@@ -4,6 +4,8 @@ What keeping an output saves (the seconds of its op in the second forward) and w
 on what else is kept, so the sets of the Pareto front are those that grow by seconds per byte; what they really cost is
 read off ghost runs afterwards, as for every choice.
 
+Where single tensors can be made again (``remake``), running a unit as a whole gains nothing: few such sets are tried.
+
 At the other end of the front little is to be given up. There only those parts of a unit run again whose cheap ops free
 the most bytes per second (an MLP's activation function, norms), and all of its matrix products are kept.
 """
@@ -12,29 +14,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from autockpt.schema import Graph, Op, OpTimes, Unit
-from autockpt.schema.choices import ATTENTION, Selective
+from autockpt.schema.choices import ATTENTION, EVERYTHING, Remake, Selective
 
+T = TypeVar("T")
 MOST_SETS = 7
+MOST_SETS_BESIDE = 3  # where single tensors can be made again, which is as lean and runs less
+MOST_REMADE = 9
 MOST_PARTS = 3
 _PACKING = "aten.detach.default"  # only where saved tensors are packed, so not in both forwards
 
 
-def selective_front(again: Graph, unit: Unit, times: OpTimes) -> tuple[Selective, ...]:
-    """Choices for one unit, from keeping a single output to all that are worth anything; at most ``MOST_SETS``.
+def selective_front(again: Graph, unit: Unit, times: OpTimes, most: int = MOST_SETS) -> tuple[Selective, ...]:
+    """Choices for one unit, from keeping a single output to all that are worth anything; at most ``most``.
 
     Then those in which only parts of the unit run again, at most ``MOST_PARTS``. ``again`` is a ghost run in which
     ``unit`` is recomputed. Fused attention alone is left out: that is the choice ``keep_attention``.
     """
     order = _by_worth(again, unit, times)
     sets = [order[:n] for n in range(1, len(order) + 1) if order[:n] != [ATTENTION]]
-    if len(sets) > MOST_SETS:
-        step = (len(sets) - 1) / (MOST_SETS - 1)
-        sets = [sets[round(i * step)] for i in range(MOST_SETS)]
+    sets = _thinned(sets, most)
     whole = tuple(Selective(keep=tuple(names)) for names in sets)
     parts = _parts(again, unit, times)[:MOST_PARTS]
     return whole + tuple(_of_parts(parts[:n]) for n in range(1, len(parts) + 1))
+
+
+def remake_front(again: Graph, unit: Unit, times: OpTimes) -> tuple[Remake, ...]:
+    """Choices by which single tensors of one unit are made again, from few cheap ones to all.
+
+    First those in which all products are kept and only cheap ops of some parts run again, at most ``MOST_PARTS``, then
+    of all parts. Then ever fewer products are kept, the best bargain longest; ``MOST_REMADE`` such sets at most, down
+    to none. ``again`` as for ``selective_front``.
+    """
+    parts = [part.name for part in _parts(again, unit, times, handed_on_too=True)]
+    cheap = [Remake(keep=(EVERYTHING,), within=tuple(parts[:n])) for n in range(1, min(MOST_PARTS, len(parts)) + 1)]
+    order = _by_worth(again, unit, times)
+    fewer = [Remake(keep=tuple(order[:n])) for n in _thinned(range(len(order) - 1, -1, -1), MOST_REMADE)]
+    return tuple(dict.fromkeys([*cheap, Remake(keep=(EVERYTHING,)), *fewer]))
+
+
+def _thinned(values: Sequence[T], most: int) -> list[T]:
+    """At most so many of the values, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    step = (len(values) - 1) / (most - 1)
+    return [values[round(i * step)] for i in range(most)]
 
 
 @dataclass
@@ -51,10 +77,10 @@ def _of_parts(parts: list[_Part]) -> Selective:
     return Selective(keep=tuple(set().union(*(p.keep for p in parts))), within=tuple(p.name for p in parts))
 
 
-def _parts(again: Graph, unit: Unit, times: OpTimes) -> list[_Part]:
+def _parts(again: Graph, unit: Unit, times: OpTimes, *, handed_on_too: bool = False) -> list[_Part]:
     """Parts of the unit in which only cheap ops would run again and free something, by bytes freed per second.
 
-    Freed is what nobody outside the part reads: what it hands on is saved there anyway.
+    Freed is what nobody outside the part reads, as what it hands on is saved there anyway; or all that it makes.
     """
     ops = [op for op in _rerun(again, unit) if op.target != _PACKING]
     part_of = _part_names(ops, [u.name for u in again.units if u.parent == unit.name])
@@ -63,7 +89,7 @@ def _parts(again: Graph, unit: Unit, times: OpTimes) -> list[_Part]:
     kept = {s.id: s.bytes for s in again.storages if s.birth >= first and (s.death is None or s.death > last)}
     freed = {out.storage: kept.get(out.storage, 0) for op in ops for out in op.outputs}
     for position, op in enumerate(ops):
-        if position in handed_on:
+        if position in handed_on and not handed_on_too:
             freed.update(dict.fromkeys((out.storage for out in op.outputs), 0))
     parts: dict[str, _Part] = {}
     for op in ops:

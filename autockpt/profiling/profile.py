@@ -12,7 +12,7 @@ from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
-from autockpt.profiling.fronts import selective_front
+from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
 from autockpt.profiling.menus import build_menus, representatives
 from autockpt.profiling.predictor import Needs, Predictor, simulation_of
 from autockpt.profiling.problem import build_problem, point_bytes
@@ -28,6 +28,7 @@ from autockpt.schema import (
     Problem,
     Profile,
     RecomputeOffload,
+    Remake,
     Selective,
     Unit,
     dump_choice,
@@ -247,7 +248,11 @@ def build_profile(
         choices = [choice for kind in uniform if (choice := parse_choice(kind)) != SAVE]
         if Selective().kind in uniform:
             again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
-            choices += selective_front(again, unit, times)
+            most = MOST_SETS_BESIDE if Remake().kind in uniform else MOST_SETS
+            choices += selective_front(again, unit, times, most)
+        if Remake().kind in uniform:
+            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
+            choices += remake_front(again, unit, times)
         if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
             moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
             choices += [choice for choice in moving if choice.kind in uniform]

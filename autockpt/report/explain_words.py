@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.report import words
-from autockpt.schema import Choice, Selective, format_binary
+from autockpt.schema import Choice, Remake, Selective, format_binary
 from autockpt.schema.explanation import Alive, Basis, Explanation, Largest, Reach
 
 _IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
@@ -25,7 +25,7 @@ def writable(text: str, encoding: str) -> str:
 def choice_words(choice: Choice) -> str:
     """A choice with its options; a long list of what it keeps as its length."""
     text = str(choice)
-    if len(text) <= LONG or not isinstance(choice, Selective):
+    if len(text) <= LONG or not isinstance(choice, Remake | Selective):
         return text
     return f"{choice.kind} (keeps {words.counted(len(choice.keep), 'output')})"
 

@@ -24,6 +24,20 @@ def _words(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
+def _tidy(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(names):
+        raise ValueError("must name modules, none of them by an empty name")
+    return (EVERYTHING,) if EVERYTHING in names else tuple(sorted(set(names)))
+
+
+def _check_within(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name in (EVERYTHING, ATTENTION):
+            raise ValueError(f"within must name modules, not {name}")
+        if any(name.startswith(f"{other}.") for other in names):
+            raise ValueError(f"within names {name} and a module around it")
+
+
 class _Choice(Data):
     letter: ClassVar[str]
     """What stands for the choice where a plan is shown in one line."""
@@ -78,19 +92,42 @@ class Selective(_Choice):
     @field_validator("keep", "within")
     @classmethod
     def _tidy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(value):
-            raise ValueError("must name modules, none of them by an empty name")
-        return (EVERYTHING,) if EVERYTHING in value else tuple(sorted(set(value)))
+        return _tidy(value)
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if not self.keep and not self.within:
             raise ValueError("keep must name at least one module; without any, the choice is `recompute`")
-        for name in self.within:
-            if name in (EVERYTHING, ATTENTION):
-                raise ValueError(f"within must name modules, not {name}")
-            if any(name.startswith(f"{other}.") for other in self.within):
-                raise ValueError(f"within names {name} and a module around it")
+        _check_within(self.within)
+        return self
+
+
+class Remake(_Choice):
+    """Make what the unit saves again tensor by tensor in backward, each by the ops that made it.
+
+    What is saved is dropped where it can be made from what is kept anyway, or from something smaller. ``keep`` names
+    modules inside the unit whose matrix products and convolutions are not run again, ``fused_attention``, or ``**`` for
+    all of these; by default none. ``within`` names the modules inside the unit whose ops may run again; by default all.
+    """
+
+    letter: ClassVar[str] = "M"
+    kind: Literal["remake"] = "remake"
+    keep: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
+
+    @field_validator("keep", "within", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("keep", "within")
+    @classmethod
+    def _tidy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _tidy(value)
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        _check_within(self.within)
         return self
 
 
@@ -171,7 +208,16 @@ class CompileBudget(_Choice):
 
 
 Choice = Annotated[
-    Save | Recompute | KeepAttention | Selective | Offload | RecomputeOffload | Segment | ChunkedLoss | CompileBudget,
+    Save
+    | Recompute
+    | KeepAttention
+    | Selective
+    | Remake
+    | Offload
+    | RecomputeOffload
+    | Segment
+    | ChunkedLoss
+    | CompileBudget,
     Field(discriminator="kind"),
 ]
 SAVE, RECOMPUTE, OFFLOAD, CHUNKED_LOSS = Save(), Recompute(), Offload(), ChunkedLoss()
@@ -180,6 +226,7 @@ CHOICE_TYPES: tuple[type[_Choice], ...] = (
     Recompute,
     KeepAttention,
     Selective,
+    Remake,
     Offload,
     RecomputeOffload,
     Segment,

@@ -48,7 +48,7 @@ class SearchSpace(Data):
     name: str = ""
     description: str = ""
     encoding: Encoding
-    sampler: Literal["gp", "tpe", "random"] = "gp"
+    sampler: Literal["gp", "tpe", "nsga2", "random"] = "gp"
     choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
     margins: tuple[float, ...] = (0.0, 0.02, 0.05)
     knobs: dict[str, Knob] = Field(default_factory=dict)

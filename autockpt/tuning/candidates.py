@@ -16,6 +16,8 @@ MakeProblem = Callable[[Mapping[str, float], int], Problem]  # prices by kind, b
 
 REFEREE_CALLS = 8
 REPAIRS = 4
+COPY_PRICES = (0.5, 0.2, 0.1)  # of the profile's, for copies that hide behind other units' compute than their own
+LADDER_CALLS = 3  # ghost runs spent on each
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,21 @@ def neutral(space: SearchSpace, margin: float) -> Parameters:
     if "margin" in parameters:
         parameters["margin"] = min(max(margin, space.knobs["margin"].low), space.knobs["margin"].high)
     return parameters
+
+
+def hidden_copies(plain: Parameters, space: SearchSpace, foreseen: Callable[[Parameters], float]) -> list[Parameters]:
+    """The knobs of ``plain`` with the price of copies whose plan should be fastest; none where that is the profile's.
+
+    The solver's prices add up, as if every unit had its own compute to hide its copies behind. Between units of
+    different kinds, or with few units that copy, that is too dear; ``foreseen``, the simulated step seconds of the
+    solver's plan under some knobs, sees the whole schedule.
+    """
+    knob = space.knobs.get("offload_price")
+    if knob is None:
+        return []
+    points = [plain, *({**plain, "offload_price": p} for p in COPY_PRICES if knob.low <= p <= knob.high)]
+    best = min(points, key=foreseen)
+    return [] if best is plain else [best]
 
 
 def from_knobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,15 @@ from autockpt.schema import (
 from autockpt.schema.known import NONE, known_plans
 from autockpt.solvers import Ruling, exact
 from autockpt.tuning.book import Book, Score, peak_of_trial
-from autockpt.tuning.candidates import REFEREE_CALLS, Candidate, from_knobs, from_layers, neutral
+from autockpt.tuning.candidates import (
+    LADDER_CALLS,
+    REFEREE_CALLS,
+    Candidate,
+    from_knobs,
+    from_layers,
+    hidden_copies,
+    neutral,
+)
 from autockpt.tuning.dryrun import infeasible
 from autockpt.tuning.job import Clock, Limits
 from autockpt.tuning.refit import Fit, fit, unseen_bytes
@@ -168,7 +177,7 @@ class Engine:
             return from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.rule)
         return self._solved(parameters)
 
-    def _solved(self, parameters: Parameters) -> Candidate:
+    def _solved(self, parameters: Parameters, calls: int | None = None) -> Candidate:
         return from_knobs(
             parameters,
             self.budget.bytes,
@@ -176,18 +185,31 @@ class Engine:
             self._problem,
             self.profiled.rule,
             remembered=self.rulings,
-            calls=self.referee_calls,
+            calls=calls or self.referee_calls,
             faster=self.scorer.worthwhile,
         )
 
     def _seeds(self) -> list[Parameters]:
         """The solver's plans at several margins, in the terms of the encoding."""
         if self.space.encoding == "knobs":
-            return [neutral(self.space, margin) for margin in self.space.margins]
+            plain = [neutral(self.space, margin) for margin in self.space.margins]
+            return [plain[0], *self._hidden(plain[0]), *plain[1:]]
         solved = (self._solved({"margin": m}).choices for m in self.space.margins)
         plans = [*self.known.values(), *self.seeds.values(), *solved]
         labels: list[Parameters] = [{name: label(choice) for name, choice in plan.items()} for plan in plans]
         return [point for point in labels if all(point[n] in menu for n, menu in self._menus().items())]
+
+    def _hidden(self, plain: Parameters) -> list[Parameters]:
+        """The price of copies that the simulator prefers to the profile's, if any, where it sees a schedule at all."""
+        if not self.device.copy_queues or self.scorer.most_candidates is not None:
+            return []
+        return hidden_copies(plain, self.space, self._foreseen)
+
+    def _foreseen(self, parameters: Parameters) -> float:
+        """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
+        candidate = self._solved(parameters, calls=LADDER_CALLS)
+        seconds = self._predict(candidate.choices).step_seconds
+        return seconds if candidate.fits and seconds is not None else math.inf
 
     def _menus(self) -> dict[str, list[str]]:
         return {unit.name: [label(option.choice) for option in unit.options] for unit in self.unpriced.units}

@@ -11,6 +11,7 @@ import numpy as np
 from autockpt.schema import Choice, Problem, Trial, option_of
 
 PRIOR_WEIGHT = 0.3  # one measured trial outweighs the profile about three to one
+PRIOR_ERROR = 0.2  # of the profile's prices, as a share: what is within the noise of measurements leaves them alone
 SCALE_RANGE = (0.2, 5.0)
 
 
@@ -41,17 +42,24 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     kinds = sorted({kind for row in rows for kind in row})
     seconds = np.array([t.score_seconds for t in scored])
     matrix = np.array([[1.0] + [row.get(kind, 0.0) for kind in kinds] for row in rows])
-    # The prior pulls each scale to 1 with the weight of a fraction of a typical trial; the base is left free.
+    # The prior pulls each scale to 1 with the weight of a fraction of a typical trial, and with no less than the noise
+    # asks for: what a choice adds in all may be less than that, and its scale would be noise. The base is left free.
     spread = np.maximum(np.abs(matrix[:, 1:]).max(axis=0, initial=0.0), 1e-9)
-    prior = np.hstack([np.zeros((len(kinds), 1)), np.diag(PRIOR_WEIGHT * spread)])
+    weight = np.maximum(PRIOR_WEIGHT * spread, _noise_seconds(scored) / PRIOR_ERROR)
+    prior = np.hstack([np.zeros((len(kinds), 1)), np.diag(weight)])
     left = np.vstack([matrix, prior])
-    right = np.concatenate([seconds, PRIOR_WEIGHT * spread])
+    right = np.concatenate([seconds, weight])
     solution, *_ = np.linalg.lstsq(left, right, rcond=None)
     scale = {kind: float(np.clip(value, *SCALE_RANGE)) for kind, value in zip(kinds, solution[1:], strict=True)}
     base = float(np.median(seconds - matrix[:, 1:] @ np.array([scale[kind] for kind in kinds])))
     partial = Fit(base, scale)
     errors = [abs(partial.predict(problem, t.choices) - t.score_seconds) for t in scored]
     return Fit(base, scale, max(errors))
+
+
+def _noise_seconds(trials: Sequence[Trial]) -> float:
+    """One standard deviation of a measured step time, about: half of what encloses it in 95 of 100 cases."""
+    return float(np.median([t.measured.noise * t.score_seconds / 2 if t.measured else 0.0 for t in trials]))
 
 
 def unseen_bytes(trials: Sequence[Trial]) -> int:

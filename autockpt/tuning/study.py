@@ -11,7 +11,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
 from autockpt.errors import RunDirectoryError, UsageError
@@ -21,14 +21,14 @@ Parameters = dict[str, float | int | str]
 
 
 class Study:
-    """One study over a search space; ``menus`` are the choices of each unit.
+    """One study over a search space; ``menus`` are the choices of each unit. ``storage`` None keeps it in memory.
 
     A trial that ran out of memory or over the budget is told as complete, with its predicted time and a positive
     violation: told as failed it would teach the sampler nothing.
     """
 
     def __init__(
-        self, space: SearchSpace, menus: Mapping[str, Sequence[Choice]], *, name: str, storage: str, seed: int
+        self, space: SearchSpace, menus: Mapping[str, Sequence[Choice]], *, name: str, storage: str | None, seed: int
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
@@ -47,7 +47,7 @@ class Study:
             )
             self._reap()
         except Exception as error:  # optuna passes on whatever the database driver raises
-            raise _unusable(storage, error) from error
+            raise _unusable(storage or "memory", error) from error
 
     def _reap(self) -> None:
         """Trials left running by a killed search would hold their place for ever."""
@@ -110,4 +110,6 @@ def _sampler(space: SearchSpace, seed: int) -> BaseSampler:
             return TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
         if space.sampler == "random":
             return RandomSampler(seed=seed)
-    raise UsageError(f"unknown sampler {space.sampler!r}", remedy="Use gp, tpe or random.")
+        if space.sampler == "nsga2":
+            return NSGAIISampler(seed=seed, population_size=12)  # Optuna's 50 are more than a search has trials
+    raise UsageError(f"unknown sampler {space.sampler!r}", remedy="Use gp, tpe, nsga2 or random.")

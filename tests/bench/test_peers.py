@@ -137,6 +137,19 @@ def test_every_second_matmul_counts_each_run_anew() -> None:
     assert kept(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, False)
 
 
+@pytest.mark.parametrize("model", ["bert-tiny", "vit-tiny"])
+def test_the_ilp_takes_modules_that_run_twice_or_only_for_a_forward(model: str) -> None:
+    if reason := PEERS["torch SAC ILP"].missing("cpu"):
+        pytest.skip(reason)
+    made = StepRunner(build(WorkloadSpec(model=model, optimizer="none"), torch.device("cpu")), get_device("cpu"))
+    try:
+        settings = [setting for _, setting in settings_of("torch SAC ILP", made)]
+        answers = [worker.prepare(made, {"peer": "torch SAC ILP", "setting": setting}) for setting in settings]
+        assert "measured" in [answer["state"] for answer in answers], answers
+    finally:
+        made.close()
+
+
 def test_what_the_ilp_keeps_is_told_by_name_and_not_by_position() -> None:
     decide = policy_by_name({"mm": [0, 1]})
     mm, mask = torch.ops.aten.mm.default, torch.ops.aten.scalar_tensor.default

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autockpt.profiling.fronts import MOST_PARTS, MOST_SETS, selective_front
+from autockpt.profiling.fronts import MOST_PARTS, MOST_REMADE, MOST_SETS, remake_front, selective_front
 from autockpt.schema import RECOMPUTE, SAVE, Graph, WorkloadSpec
 from autockpt.tracing import Tracer
 
@@ -43,3 +43,18 @@ def test_what_a_part_hands_on_is_not_freed() -> None:
         again = tracer.trace({unit.name: RECOMPUTE})
         first = next(c for c in selective_front(again, unit, alike(again)) if c.within)
     assert first.within != ("intermediate",)
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt2-tiny", "vit-tiny"])
+def test_remade_sets_free_ever_more(model: str) -> None:
+    """From cheap ops of some parts to everything; nothing heavy runs again as long as all products are kept."""
+    with Tracer.from_spec(WorkloadSpec(model=model, batch_size=2)) as tracer:
+        unit = next(u for u in tracer.units if u.role == "block")
+        front = remake_front(again := tracer.trace({unit.name: RECOMPUTE}), unit, alike(again))
+        traced = {choice: tracer.trace({unit.name: choice}) for choice in front}
+    heavy = {choice: sum(op.phase == "recompute" and op.flops > 0 for op in g.ops) for choice, g in traced.items()}
+    assert all((heavy[choice] == 0) == (choice.keep == ("**",)) for choice in front)
+    fewer = [choice for choice in front if not choice.within]
+    assert fewer[0].keep == ("**",) and fewer[-1].keep == () and len(fewer) <= MOST_REMADE + 1
+    assert [heavy[choice] for choice in fewer] == sorted(heavy.values())[len(front) - len(fewer) :]
+    assert all(set(a.within) < set(b.within) for a, b in itertools.pairwise(front[: len(front) - len(fewer)]))

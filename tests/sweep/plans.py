@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from autockpt.schema.choices import ATTENTION, CHOICE_TYPES, SAVE, Choice, Segment, Selective, parse_choice
+from autockpt.schema.choices import ATTENTION, CHOICE_TYPES, SAVE, Choice, Remake, Segment, Selective, parse_choice
 from autockpt.schema.graph import Unit
 from autockpt.workload.units import module_of
 
@@ -51,8 +51,9 @@ def _choice(module: nn.Module, generator: random.Random, segment: Segment) -> Ch
     choice = parse_choice(generator.choice(kinds()))
     if isinstance(choice, Segment):
         return segment
-    if not isinstance(choice, Selective) or generator.random() < 1 / 3:
+    if not isinstance(choice, Remake | Selective) or generator.random() < 1 / 3:
         return choice
     heavy = [path for path, inner in module.named_modules() if path and type(inner).__name__ in _HEAVY]
     candidates = [*heavy, ATTENTION]
-    return Selective(keep=tuple(generator.sample(candidates, generator.randint(1, min(_MOST_KEPT, len(candidates))))))
+    keep = tuple(generator.sample(candidates, generator.randint(1, min(_MOST_KEPT, len(candidates)))))
+    return choice.model_copy(update={"keep": tuple(sorted(keep))})

@@ -87,6 +87,23 @@ def test_one_wild_measurement_cannot_make_a_choice_free() -> None:
     assert SCALE_RANGE[0] <= fitted.scale["recompute"] <= SCALE_RANGE[1]
 
 
+def test_a_choice_that_adds_less_than_the_noise_keeps_its_price() -> None:
+    small = problem()
+    options = tuple(o.model_copy(update={"seconds": o.seconds / 100}) for o in small.units[0].options)
+    small = small.model_copy(update={"units": tuple(u.model_copy(update={"options": options}) for u in small.units)})
+
+    def noisy(choices: dict[str, Choice], seconds: float, noise: float) -> Trial:
+        measured = Measurement(peak_bytes=500, step_seconds=seconds, noise=noise)
+        return trial(choices, seconds).model_copy(update={"measured": measured})
+
+    def scale(noise: float) -> float:
+        trials = [noisy(plan(*[SAVE] * 4), 0.99, noise), noisy(plan(*[RECOMPUTE] * 4), 1.01, noise)]
+        return fit(small, trials).scale["recompute"]
+
+    assert scale(0.02) == pytest.approx(1.0, abs=0.1)
+    assert scale(0.0) > 3
+
+
 def test_bytes_that_ghost_runs_miss_are_kept_as_headroom() -> None:
     trials = [trial(plan(SAVE, SAVE, SAVE, SAVE), 1.0, predicted=500, measured=530)]
     assert unseen_bytes(trials) == 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def estimate(workload: Workload) -> Estimate:
         def forward() -> torch.Tensor:
             return workload.step(model, batch)
 
-        with without_kv_cache(model):
+        with without_kv_cache(model), _modules_kept_alive():
             memory = MemTracker()
             memory.track_external(model)
             with memory:
@@ -67,11 +68,38 @@ def estimate(workload: Workload) -> Estimate:
             with ops(estimate_mode_type=MODE):
                 loss = forward()
             loss.backward()
-        ops.pwlf_sac_tradeoff_curve(n_segments=2, save_tradeoff_graphs=False)
-        _forget_modules_without_backward(memory, times, ops)
+        _forget_modules_without_curve(ops)
+        _forget_modules_without_backward(model, memory, times, ops)
         graph = parse_module_info(aggregate_stats(model, memory, times, ops, workload.device))
     peak, _ = get_peak_memory_runtime_baseline(graph)
     return Estimate(graph, int(peak), ops.sac_mod_stats, type(model).__name__)
+
+
+def _forget_modules_without_curve(ops: Any) -> None:
+    """Fit the curves of bytes against seconds; leave out modules that have none, on which the tools fail.
+
+    Those that keep nothing (dropout switched off) are divided by; a curve of one point has a slope of nan.
+    """
+    for name in [n for n, stats in ops.sac_mod_stats.items() if not sum(stats.memory)]:
+        del ops.sac_mod_stats[name]
+    ops.pwlf_sac_tradeoff_curve(n_segments=2, save_tradeoff_graphs=False)
+    for name in [n for n, fit in ops.sac_mod_tradeoff_stats.items() if not all(map(math.isfinite, fit.slopes))]:
+        del ops.sac_mod_stats[name], ops.sac_mod_tradeoff_stats[name]
+
+
+@contextlib.contextmanager
+def _modules_kept_alive() -> Iterator[None]:
+    """Keeps modules that a forward makes on the fly (a loss) until its backward: the tools hold them weakly."""
+    alive: list[nn.Module] = []
+
+    def keep(module: nn.Module, args: Any) -> None:
+        alive.append(module)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
@@ -85,24 +113,29 @@ def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _forget_modules_without_backward(memory: Any, times: Any, ops: Any) -> None:
-    """Leave out modules that take no part in backward (rotary tables, frozen parts): the tools fail with a KeyError."""
+def _forget_modules_without_backward(model: nn.Module, memory: Any, times: Any, ops: Any) -> None:
+    """Leave out modules that take no part in backward (rotary tables, frozen parts) or are none of the model's.
+
+    The tools fail on either, with a KeyError and an AssertionError.
+    """
     from torch.distributed._tools.mem_tracker import _ModState
 
     needed = {_ModState.PRE_BW, _ModState.PEAK_BW, _ModState.POST_FW}
     without = {m: s.mod_fqn for m, s in memory.memory_tracking.items() if not needed <= set(s.snapshots)}
-    names = set(without.values())
     for module in without:
         del memory.memory_tracking[module]
+    known = {memory.memory_tracking[m].mod_fqn for m in model.modules() if m in memory.memory_tracking}
+    names = (set(times.mod_fw_pre_order) | set(without.values())) - known
     for order in ("mod_fw_pre_order", "mod_bw_pre_order", "mod_fw_post_order", "mod_bw_post_order"):
-        setattr(times, order, [name for name in getattr(times, order) if name not in names])
+        once = dict.fromkeys(getattr(times, order))  # a module may run twice in a forward, but is one
+        setattr(times, order, [name for name in once if name not in names])
     for name in names:
         ops.sac_mod_tradeoff_stats.pop(name, None)
         ops.sac_mod_stats.pop(name, None)
 
 
 class _Event:
-    """What the runtime estimator needs of a CUDA event, read off the host's clock."""
+    """What the runtime estimator needs of a device's event, read off the host's clock."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.seconds = 0.0
@@ -116,16 +149,26 @@ class _Event:
 
 @contextlib.contextmanager
 def _host_clock(device: torch.device) -> Iterator[None]:
-    """Lets the runtime estimator, which times ops by CUDA events only, run on a device without them."""
+    """Lets the runtime estimator, which times ops by a device's events only, run on a device without them."""
     if device.type == "cuda":
         yield
         return
-    stands_in = {"Event": _Event, "current_stream": lambda *_: None, "synchronize": lambda *_: None}
-    before = {name: getattr(torch.cuda, name) for name in stands_in}
+    none = {"current_stream": lambda *_: None, "synchronize": lambda *_: None}
+    # which of them it asks depends on the version: torch.cuda up to 2.13, torch and torch.accelerator by 2.15
+    stands_in = [
+        (module, name, value)
+        for module, values in (
+            (torch.cuda, none | {"Event": _Event}),
+            (torch.accelerator, none),
+            (torch, {"Event": _Event}),
+        )
+        for name, value in values.items()
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in stands_in]
     try:
-        for name, value in stands_in.items():
-            setattr(torch.cuda, name, value)
+        for module, name, value in stands_in:
+            setattr(module, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(torch.cuda, name, value)
+        for module, name, value in before:
+            setattr(module, name, value)

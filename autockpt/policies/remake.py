@@ -1,0 +1,155 @@
+"""remake: what a unit saves is made again tensor by tensor in backward, by the ops that made it and from what is kept.
+
+Beside ``recompute`` and ``selective``, whose units run again as a whole: only what leads to a saved tensor runs, when
+it is needed, and nothing of the unit's Python. With ``keep: ["**"]`` only what is cheap is made again, such as an MLP's
+activation function and product, and norms (fused by hand: Megatron-LM, arXiv:2205.05198; by a compiler's partitioner:
+torch._functorch.partitioners).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from autockpt.errors import ConflictError, PlanError
+from autockpt.policies.arguments import take_apart
+from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.compiling import outside_graphs
+from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.tape import unpack
+from autockpt.policies.taping import Tape, current, running, tape_of
+from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
+from autockpt.schema.names import strip_prefixes
+
+_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_PYTHON_NODE = torch.autograd.function.BackwardCFunction
+
+
+class RemakeState(Attachment):
+    """A unit's attachment. ``keep`` as in the choice; ``everywhere``: all its ops are noted."""
+
+    def __init__(self, unit: str, keep: Sequence[str], *, everywhere: bool) -> None:
+        super().__init__(unit)
+        self.keep = tuple(keep)
+        self.everywhere = everywhere
+        self._cache_checked: set[tuple[int, ...]] | None = None
+
+    def is_new(self, path: tuple[int, ...]) -> bool:
+        """Whether the unit has not gone this way before."""
+        if self._cache_checked is None:
+            self._cache_checked = set()
+        if path in self._cache_checked:
+            return False
+        self._cache_checked.add(path)
+        return True
+
+
+class PartState(Attachment):
+    """A module inside: its products are kept (``keeps``), or its ops are noted."""
+
+    def __init__(self, unit: str, *, keeps: bool) -> None:
+        super().__init__(unit)
+        self.keeps = keeps
+
+
+@outside_graphs("remake", "makes single tensors again, which a compiled graph no longer shows", inside=True)
+def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: Any) -> Any:
+    """The unit's forward; where gradients are enabled, what it saves is dropped where it can be made again.
+
+    Raises ConflictError where a custom autograd function runs in it. In backward InPlaceError where something that it
+    read was changed since, ConflictError where an op does not do again what it did.
+    """
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    refuse_native(module, state.unit)
+    tensors: list[torch.Tensor] = []
+    take_apart((args, kwargs), tensors, [])
+    tape = Tape(state.unit, tensors, state.keep)
+    before = _sequence_nr()
+    with current(tape), saved_tensors_hooks(tape.pack, unpack), running(tape) if state.everywhere else nullcontext():
+        output = call_inner(module, state, args, kwargs)
+    if state.is_new((_sequence_nr() - before, *tape.path)):
+        _refuse_custom_functions(output, before, state.unit)
+    return output
+
+
+def run_part(module: nn.Module, state: PartState, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module inside a unit whose tape may be running."""
+    tape = tape_of(state.unit) if state.active else None
+    if tape is None:
+        return call_inner(module, state, args, kwargs)
+    if not state.keeps:
+        with running(tape):
+            return call_inner(module, state, args, kwargs)
+    tape.named += 1
+    try:
+        return call_inner(module, state, args, kwargs)
+    finally:
+        tape.named -= 1
+
+
+def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:
+    """A custom autograd function may write to memory without anybody noticing, as Triton kernels do.
+
+    Those of PyTorch itself do not.
+    """
+    leaves: list[torch.Tensor] = []
+    take_apart(output, leaves, [])
+    open_ends = [t.grad_fn for t in leaves if t.grad_fn is not None]
+    seen = set(open_ends)
+    while open_ends:
+        node = open_ends.pop()
+        if isinstance(node, _PYTHON_NODE) and not (made_by := type(node)._forward_cls).__module__.startswith("torch."):  # type: ignore[attr-defined]
+            raise ConflictError(
+                f"{unit} runs {made_by.__name__}, a custom autograd function, so what it saves cannot be made again op "
+                "by op",
+                remedy="Use `recompute`, `selective`, `save` or `offload` for it.",
+            )
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and following._sequence_nr() >= since:
+                seen.add(following)
+                open_ends.append(following)
+
+
+class RemakePolicy:
+    """Carries out ``remake``."""
+
+    kind: ClassVar[str] = "remake"
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        for unit in units:
+            choice = unit.choice
+            assert isinstance(choice, Remake)
+            for module in _named(unit, choice.within, "whose tensors could be made again"):
+                session.place(unit.name, module, run_part, PartState(unit.name, keeps=False))
+            keep = [] if EVERYTHING in choice.keep else [name for name in choice.keep if name != ATTENTION]
+            for module in _named(unit, keep, "whose output could be kept"):
+                session.place(unit.name, module, run_part, PartState(unit.name, keeps=True))
+            state = RemakeState(unit.name, choice.keep, everywhere=not choice.within)
+            session.place(unit.name, unit.module, run_remade, state)
+            kept = "matrix products and attention" if EVERYTHING in choice.keep else ", ".join(choice.keep)
+            where = f" of {', '.join(choice.within)}" if choice.within else ""
+            besides = f", products of {kept} are kept" if kept else ""
+            session.note(unit.name, f"remake: tensors{where} are made again one by one in backward{besides}")
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        assert isinstance(choice, Remake)
+        return 0, 0 if EVERYTHING in choice.keep else forward
+
+
+def _named(unit: PlannedUnit, names: Sequence[str], what: str) -> Iterator[nn.Module]:
+    inside = {strip_prefixes(path): module for path, module in unit.module.named_modules() if path}
+    for name in names:
+        if name not in inside or isinstance(inside[name], nn.ModuleList | nn.ModuleDict):
+            leaves = [path for path, module in inside.items() if not any(True for _ in module.children())]
+            raise PlanError(
+                f"{unit.name} has no module named {name!r} {what}",
+                remedy=f"Name modules as seen from the unit, or {ATTENTION!r}; it has: {', '.join(leaves)}.",
+            )
+        yield inside[name]

@@ -1,0 +1,269 @@
+"""What one forward of a unit computed, op by op, so that single tensors can be made again without running the unit.
+
+A tape notes the ops below autograd: which storages each read, and in which layout. What autograd saves is looked up
+there. A tensor that can be made from others, which are held anyway or are smaller, is replaced by an empty slot; at its
+first use in backward exactly the ops that lead to it run, each once, and what they make on the way for other slots
+fills these. No Python of the unit runs a second time: nothing draws random numbers or changes buffers again, and no
+graph is built. (Rematerialization of single tensors: Griewank and Walther 2000; MONeT, arXiv:2010.14501.)
+
+Only ops that are known to do the same twice are run again (``replayable``); everything else that is saved is held as it
+is. So is whatever was changed in place.
+
+Ownership: an autograd graph holds slots, a slot its source, a source its op, an op the sources that it reads. The tape
+itself lives only as long as the forward.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autockpt.policies.base import InPlaceError
+from autockpt.policies.keeping import alias
+from autockpt.policies.replay import running_again
+from autockpt.policies.saved import Kept
+from autockpt.policies.slots import differs
+
+Geometry = tuple[torch.Size, tuple[int, ...], int]
+
+
+class Source:
+    """One storage that a unit's forward made or read, and how to have it in backward.
+
+    ``held`` is a tensor on it that is kept until then; else ``op`` makes it, as its output number ``index``; with
+    neither it is lost. ``form`` is the layout of the tensor that was seen first, ``made`` a weak reference to it.
+    ``free``: it can be made from what is held anyway. ``read``: an op on the tape reads it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_again",
+        "_again_version",
+        "dtype",
+        "form",
+        "free",
+        "held",
+        "index",
+        "made",
+        "nbytes",
+        "op",
+        "read",
+        "slots",
+        "storage",
+        "version",
+    )
+
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        self.storage = weakref.ref(storage)
+        self.nbytes = storage.nbytes()
+        self.dtype = tensor.dtype
+        self.form = geometry_of(tensor)
+        self.made: weakref.ref[torch.Tensor] | None = weakref.ref(tensor)
+        self.version = tensor._version
+        self.held: torch.Tensor | None = None
+        self.op: Op | None = None
+        self.index = 0
+        self.free = False
+        self.slots: list[weakref.ref[Slot]] = []
+        self.read = False
+        self._again: weakref.ref[torch.Tensor] | None = None
+        self._again_version = 0
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keep the bytes by a tensor on this storage. How it was made is of no use any more."""
+        self.keep(alias(tensor))
+
+    def keep(self, detached: torch.Tensor) -> None:
+        """The same by a tensor without a graph."""
+        self.held, self.version = detached, detached._version
+        self.op = None
+        self.free = True
+
+    def present(self) -> torch.Tensor | None:
+        """The tensor that was seen first, where it is alive and was not changed since."""
+        tensor = self.made() if self.made is not None else None
+        return tensor if tensor is not None and tensor._version == self.version else None
+
+    def at_hand(self, unit: str) -> torch.Tensor | None:
+        """What is held, or was made again and is still there. Raises InPlaceError where that was changed in place."""
+        if self.held is not None:
+            if self.held._version != self.version:
+                raise _changed(unit, self.held, self.version)
+            if self.held.untyped_storage().nbytes() < self.nbytes:
+                raise differs(unit, "cannot make tensors again from memory that was given back since (sharded weights)")
+            return self.held
+        again = self._again() if self._again is not None else None
+        return again if again is not None and again._version == self._again_version else None
+
+    def fill(self, tensor: torch.Tensor, unit: str) -> None:
+        """It was made again: put it where autograd waits for it."""
+        if geometry_of(tensor) != self.form or tensor.dtype != self.dtype:
+            raise differs(unit, f"made a tensor {tuple(tensor.size())} otherwise than in forward")
+        self._again, self._again_version = weakref.ref(tensor), tensor._version
+        for slot in self.waiting():
+            slot.fill(tensor)
+
+    def waiting(self) -> list[Slot]:
+        """The slots for it in graphs that are alive."""
+        return [slot for ref in self.slots if (slot := ref()) is not None]
+
+    def forget(self) -> None:
+        """What it would be made from has changed: it can be held only."""
+        self.op, self.free = None, False
+
+
+class Op:
+    """An op that can run again. ``args`` and ``kwargs`` have sources in the place of tensors."""
+
+    __slots__ = ("args", "func", "kwargs", "number", "outputs")
+
+    def __init__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.number, self.func, self.args, self.kwargs = number, func, args, kwargs
+        self.outputs: list[weakref.ref[Source]] = []
+
+    def reads(self) -> Iterator[Source]:
+        """Its sources, each as often as it is read."""
+        for arg in (*self.args, *self.kwargs.values()):
+            if type(arg) is Read:
+                yield arg.source
+            elif type(arg) is list:
+                yield from (part.source for part in arg if type(part) is Read)
+
+    def run(self, value: Callable[[Source], torch.Tensor]) -> Any:
+        """Its result; ``value`` gives tensors on the sources."""
+        args = [_filled(arg, value) for arg in self.args]
+        kwargs = {name: _filled(arg, value) for name, arg in self.kwargs.items()}
+        return self.func(*args, **kwargs)
+
+
+class Read:
+    """A tensor among the arguments of an op."""
+
+    __slots__ = ("geometry", "source")
+
+    def __init__(self, source: Source, geometry: Geometry) -> None:
+        self.source, self.geometry = source, geometry
+
+
+def _filled(arg: Any, value: Callable[[Source], torch.Tensor]) -> Any:
+    if type(arg) is Read:
+        return _laid_out(value(arg.source), arg.geometry)
+    return [_filled(part, value) for part in arg] if type(arg) is list else arg
+
+
+def _laid_out(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """The tensor of this layout on the storage of ``base``."""
+    return base if geometry_of(base) == geometry else base.as_strided(*geometry)
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+
+class Slot:
+    """Stands in an autograd graph for a tensor that will be made again; ``value`` is there until its use."""
+
+    __slots__ = ("__weakref__", "geometry", "maker", "source", "value", "version")
+
+    def __init__(self, maker: Maker, source: Source, geometry: Geometry) -> None:
+        self.maker, self.source, self.geometry = maker, source, geometry
+        self.value: torch.Tensor | None = None
+        self.version = 0
+        source.slots.append(weakref.ref(self))
+
+    def fill(self, value: torch.Tensor) -> None:
+        self.value, self.version = value, value._version
+
+    def unpack(self) -> torch.Tensor:
+        """Raises InPlaceError where something that it is made from was changed in place since."""
+        with self.maker.lock:
+            base, self.value = self.value, None
+            if base is None or base._version != self.version:
+                base = self.maker.make(self.source)
+                self.value = None  # it was filled along with the others
+            return _laid_out(base, self.geometry)
+
+
+def unpack(packed: Slot | Kept) -> torch.Tensor:
+    """The hook for autograd's unpacking."""
+    return packed.unpack()
+
+
+class Maker:
+    """Runs ops again for one call of a unit."""
+
+    __slots__ = ("lock", "unit")
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.lock = threading.RLock()
+
+    def make(self, wanted: Source) -> torch.Tensor:
+        """A tensor on the storage of a source, in its form.
+
+        Raises InPlaceError where what it is made from was changed since, ConflictError where an op does not make again
+        what it made.
+        """
+        values: dict[Source, torch.Tensor] = {}
+        ops = self._needed(wanted, values)
+        readers: dict[Source, int] = {wanted: 1}
+        for op in ops:
+            for source in op.reads():
+                readers[source] = readers.get(source, 0) + 1
+        with _as_below_autograd(self.unit):
+            for op in ops:
+                self._run(op, values, readers)
+        return values[wanted]
+
+    def _needed(self, wanted: Source, values: dict[Source, torch.Tensor]) -> list[Op]:
+        """The ops that lead to a source, in their order; what is at hand is put into ``values``."""
+        found: dict[int, Op] = {}
+        open_ends = [wanted]
+        while open_ends:
+            source = open_ends.pop()
+            if source in values or (source.op is not None and source.op.number in found):
+                continue
+            if (tensor := source.at_hand(self.unit)) is not None:
+                values[source] = tensor
+            elif source.op is None:
+                raise differs(self.unit, "has lost a tensor that others are made from")
+            else:
+                found[source.op.number] = source.op
+                open_ends.extend(source.op.reads())
+        return [found[number] for number in sorted(found)]
+
+    def _run(self, op: Op, values: dict[Source, torch.Tensor], readers: dict[Source, int]) -> None:
+        """Run an op, fill what waits for its outputs, and let go of what nobody reads any more."""
+        made = op.run(values.__getitem__)
+        outputs = made if type(made) in (tuple, list) else (made,)
+        for ref in op.outputs:
+            if (source := ref()) is not None and source.held is None:
+                tensor = outputs[source.index]
+                source.fill(tensor, self.unit)
+                if source in readers:
+                    values[source] = tensor
+        for source in op.reads():
+            readers[source] -= 1
+            if not readers[source]:
+                values.pop(source, None)
+
+
+@contextmanager
+def _as_below_autograd(unit: str) -> Iterator[None]:
+    """Ops do just what their call says: no casts, no graph. Gradients are enabled as whenever a unit runs again."""
+    with torch.enable_grad(), torch._C._DisableAutocast(), running_again(unit):
+        yield
+
+
+def _changed(unit: str, tensor: torch.Tensor, version: int) -> InPlaceError:
+    return InPlaceError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of shape {tuple(tensor.size())} that {unit} makes others from is at version {tensor._version}, expected "
+        f"{version}",
+        remedy="Change it after backward: an optimizer step before the last backward of a graph does this.",
+    )

@@ -1,0 +1,318 @@
+"""The forward of a unit with a tape running: which ops are noted, and which saved tensors are dropped for slots."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
+from autockpt.policies.saved import Kept
+from autockpt.policies.tape import Maker, Op, Read, Slot, Source, geometry_of
+from autockpt.schema.choices import ATTENTION, EVERYTHING
+
+SMALL = 16
+"""A saved tensor this many times smaller than the unit's input (statistics of a norm) is not worth making again."""
+_DEPTH = 64  # of ops between a saved tensor and what it could be made from; no search goes further back
+_NOWHERE = float("inf")
+
+Kind = Literal["view", "hidden view", "writes", "again", "heavy", "other"]
+
+# Beside what PyTorch tags as pointwise: ops that do the same twice on every device and touch nothing but their result.
+_REPLAYABLE = frozenset(
+    (
+        "_fused_rms_norm",
+        "_log_softmax",
+        "_softmax",
+        "_to_copy",
+        "addcdiv",
+        "addcmul",
+        "all",
+        "amax",
+        "amin",
+        "any",
+        "argmax",
+        "argmin",
+        "cat",
+        "constant_pad_nd",
+        "copy",
+        "embedding",
+        "flip",
+        "gather",
+        "glu",
+        "index_select",
+        "linalg_vector_norm",
+        "logsumexp",
+        "masked_fill",
+        "mean",
+        "native_group_norm",
+        "native_layer_norm",
+        "repeat",
+        "roll",
+        "select_scatter",
+        "slice_scatter",
+        "stack",
+        "std",
+        "std_mean",
+        "sum",
+        "tril",
+        "triu",
+        "var",
+        "var_mean",
+    )
+)
+_HIDDEN_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "_reshape_alias", "lift_fresh"))
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+@functools.cache
+def kind_of(func: Any) -> Kind:
+    """What a tape does with an op."""
+    schema, name = func._schema, func._schema.name.removeprefix("aten::")
+    if schema.is_mutable:
+        return "writes"
+    if name in _HIDDEN_VIEWS:
+        return "hidden view"
+    if any(r.alias_info is not None for r in schema.returns):
+        return "view"
+    if is_heavy(func):
+        return "heavy"
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return "other"
+    return "again" if torch.Tag.pointwise in func.tags or name in _REPLAYABLE else "other"
+
+
+class Tape:
+    """The tape of one call of a unit. ``keep`` names heavy ops whose outputs are not made again: all, fused attention.
+
+    ``pack`` is the hook for what autograd saves. Between a tensor and what it could be made from that is held which
+    costs fewer bytes, all that counts as held already being free.
+    """
+
+    def __init__(self, unit: str, inputs: Iterable[torch.Tensor], keep: Collection[str] = ()) -> None:
+        self.unit = unit
+        self._everything, self._attention = EVERYTHING in keep, ATTENTION in keep
+        self.named = 0  # modules running whose products are kept
+        self.running = False
+        self._maker = Maker(unit)
+        self._sources: dict[int, Source] = {}
+        self._ops: list[Op] = []
+        self.packed = 0
+        self._small = max((t.nbytes for t in inputs if t.layout is torch.strided), default=0) // SMALL
+
+    @property
+    def path(self) -> tuple[int, int]:
+        """What tells one way through the unit's forward from another: ops noted, tensors saved."""
+        return len(self._ops), self.packed
+
+    # Noting ops.
+
+    def note(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op and note what it made; its answer."""
+        again = kind == "again" or (
+            kind == "heavy" and not self._keeps(func) and not draws_random_numbers(func, args, kwargs)
+        )
+        op = self._op(func, args, kwargs) if again else None
+        out = func(*args, **kwargs)
+        free = op is not None and all(source.free for source in op.reads())
+        for index, tensor in enumerate(out if type(out) in (tuple, list) else (out,)):
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+                self._add(tensor, index, None if tensor.is_complex() else op, free)
+        return out
+
+    def _keeps(self, func: Any) -> bool:
+        return self._everything or self.named > 0 or (self._attention and is_attention(func))
+
+    def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
+        """The op as it would run again; None where it reads what a tape cannot follow."""
+        read = [self._noted(arg) for arg in args]
+        named = {name: self._noted(arg) for name, arg in kwargs.items()}
+        if _LOST in read or _LOST in named.values():
+            return None
+        op = Op(len(self._ops), func, tuple(read), named)
+        self._ops.append(op)
+        return op
+
+    def _noted(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._read(value)
+        if type(value) in (list, tuple) and any(isinstance(part, torch.Tensor) for part in value):
+            parts = [self._noted(part) for part in value]
+            return _LOST if _LOST in parts else parts
+        return value
+
+    def _read(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return _LOST
+        storage = tensor.untyped_storage()
+        source = self._find(tensor, storage)
+        if source is None:  # it comes from outside, or was changed in place: what it is now is held
+            source = self._sources[storage._cdata] = Source(tensor, storage)
+            source.hold(tensor)
+        if tensor.dtype is not source.dtype:
+            return _LOST
+        source.read = True
+        return Read(source, geometry_of(tensor))
+
+    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Source | None:
+        """The source that a tensor looks into, unless it was changed in place since."""
+        source = self._sources.get(storage._cdata)
+        if source is None or source.storage() is not storage or source.version != tensor._version:
+            return None
+        return source
+
+    def _add(self, tensor: torch.Tensor, index: int, op: Op | None, free: bool) -> None:
+        storage = tensor.untyped_storage()
+        known = self._sources.get(storage._cdata)
+        if known is not None and known.storage() is storage:
+            return  # nothing new, but memory that was there before
+        source = self._sources[storage._cdata] = Source(tensor, storage)
+        if op is not None:
+            source.op, source.index, source.free = op, index, free
+            op.outputs.append(weakref.ref(source))
+
+    def renamed(self, out: Any) -> None:
+        """A view of which autograd knows nothing takes its source's place: changes in place show there."""
+        for tensor in out if type(out) in (tuple, list) else (out,):
+            source = self._sources.get(tensor.untyped_storage()._cdata)
+            if source is not None and source.held is None and tensor._version == source.version:
+                source.made = weakref.ref(tensor)
+
+    def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Some arguments are about to be changed: what is made from them as they are is made now, and held."""
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                    source = self._sources.pop(tensor.untyped_storage()._cdata, None)
+                    if source is not None and source.read:
+                        self._cut(source)
+
+    def _cut(self, changing: Source) -> None:
+        tainted = {changing}
+        for op in self._ops:
+            if any(source in tainted for source in op.reads()):
+                tainted |= {source for ref in op.outputs if (source := ref()) is not None and source.held is None}
+        for source in tainted - {changing}:
+            if source.waiting():
+                present = source.present()
+                source.hold(self._maker.make(source) if present is None else present)
+        for source in tainted - {changing}:
+            if source.held is None:
+                source.forget()
+
+    # Deciding what is held.
+
+    def pack(self, tensor: torch.Tensor) -> Slot | Kept:
+        """The hook for autograd's packing."""
+        self.packed += 1
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return Kept(tensor, self.unit)
+        source = self._find(tensor, tensor.untyped_storage())
+        if source is None or source.held is not None or source.dtype is not tensor.dtype:
+            return Kept(tensor, self.unit)
+        memo: dict[Source, float] = {}
+        if source.nbytes <= self._small or self._by_making(source, memo, _DEPTH) >= source.nbytes:
+            kept = Kept(tensor, self.unit)
+            source.keep(kept.tensor)
+            return kept
+        self._commit(source, memo)
+        return Slot(self._maker, source, geometry_of(tensor))
+
+    def _by_making(self, source: Source, memo: dict[Source, float], depth: int) -> float:
+        """Bytes that must be held besides for an op to make this; infinite where none can."""
+        if source.free:
+            return 0
+        if source.op is None or depth == 0:
+            return _NOWHERE
+        return sum(self._by_any_way(read, memo, depth - 1) for read in set(source.op.reads()))
+
+    def _by_any_way(self, source: Source, memo: dict[Source, float], depth: int) -> float:
+        """The same, or the bytes of the source itself where that is less."""
+        if source not in memo:
+            making = self._by_making(source, memo, depth)
+            holding = source.nbytes if making and source.present() is not None else _NOWHERE
+            memo[source] = min(making, holding)
+        return memo[source]
+
+    def _commit(self, source: Source, memo: dict[Source, float]) -> None:
+        """Hold what the making of this rests on."""
+        if source.free:
+            return
+        assert source.op is not None
+        for read in source.op.reads():
+            present = None if read.free else read.present()
+            if present is not None and read.nbytes <= self._by_making(read, memo, _DEPTH):
+                read.hold(present)
+            else:
+                self._commit(read, memo)
+        source.free = True
+
+
+_LOST = object()  # stands for a tensor that a tape cannot follow
+
+
+class _Taping(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # not wrapped by torch, which costs more than the noting of an op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = kind_of(func)
+        if kind == "view":
+            return func(*args, **kwargs)
+        if kind == "hidden view":
+            out = func(*args, **kwargs)
+            self._tape.renamed(out)
+            return out
+        if kind == "writes":
+            self._tape.before_write(func, args, kwargs)
+            return func(*args, **kwargs)
+        return self._tape.note(kind, func, args, kwargs)
+
+
+_current = threading.local()
+
+
+@contextmanager
+def current(tape: Tape) -> Iterator[None]:
+    """What runs inside finds the tape of its unit."""
+    outer, _current.tape = getattr(_current, "tape", None), tape
+    try:
+        yield
+    finally:
+        _current.tape = outer
+
+
+def tape_of(unit: str) -> Tape | None:
+    """The tape that runs for this unit."""
+    tape: Tape | None = getattr(_current, "tape", None)
+    return tape if tape is not None and tape.unit == unit else None
+
+
+@contextmanager
+def running(tape: Tape) -> Iterator[None]:
+    """Ops inside are noted; once, where this is inside of itself."""
+    if tape.running:
+        yield
+        return
+    tape.running = True
+    try:
+        with _Taping(tape):
+            yield
+    finally:
+        tape.running = False

@@ -1,0 +1,178 @@
+"""remake: what is dropped, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autockpt.errors import ConflictError, PlanError
+from autockpt.policies import InPlaceError
+from autockpt.runtime import attach
+from autockpt.runtime.reruns import RunCounter
+from autockpt.schema.choices import Choice, parse_choice
+from tests.device import DEVICE
+from tests.policies.zoo import CASES, assert_equal, plain, train
+
+KEEPS = ((), ("**",), ("fused_attention",), ("mlp.gate_proj", "self_attn.q_proj"))
+
+
+def remake(**options: Any) -> Choice:
+    return parse_choice({"kind": "remake", **options})
+
+
+class Unit(nn.Module):
+    """A linear layer, and then what a test wants."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.then, self.last = nn.Linear(64, 64), then, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.then(self.first(x)))
+
+
+def model_of(then: Callable[[Tensor], Tensor]) -> nn.Module:
+    return nn.Sequential(Unit(then), Unit(then)).to(DEVICE)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    model(torch.randn(128, 64).to(DEVICE)).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Heavy(TorchDispatchMode):
+    """Counts matrix products outside and inside of backward while gradients are enabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.again = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and torch.is_grad_enabled():
+            in_backward = torch._C._current_graph_task_id() != -1
+            self.again, self.forward = self.again + in_backward, self.forward + (not in_backward)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=str)
+@pytest.mark.parametrize("within", [(), ("mlp",), ("input_layernorm", "mlp.act_fn")], ids=str)
+def test_any_set_is_bit_equal(keep: tuple[str, ...], within: tuple[str, ...]) -> None:
+    case = CASES["llama"]
+    model = case.make()
+    with attach(model, case.choices(model, remake(keep=keep, within=within))):
+        assert_equal(train(model, case, "bf16"), plain(case, "bf16"))
+
+
+@pytest.mark.parametrize(("keep", "again"), [((), 2), (("**",), 0), (("first",), 0)])
+def test_products_that_are_kept_do_not_run_again(keep: tuple[str, ...], again: int) -> None:
+    model = model_of(torch.sin)
+    with attach(model, dict.fromkeys(("0", "1"), remake(keep=keep))), Heavy() as heavy:
+        gradients(model)
+    assert (heavy.forward, heavy.again) == (4, again)
+
+
+def test_only_what_is_needed_runs_again() -> None:
+    """The last product's output is saved by nobody in the unit; recompute stops before it, and so does this."""
+    model = model_of(torch.sigmoid)
+    counter = RunCounter(model, ["0", "1"])
+    with attach(model, dict.fromkeys(("0", "1"), remake())), counter.counting():
+        gradients(model)
+    assert all(runs.again == 1 for runs in counter.result().values())
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda x: torch.relu_(x).exp(),
+        lambda x: x.cos().mul_(2).sin(),
+        lambda x: (x.sin() + x.exp()).add_(1).tanh(),
+        lambda x: torch.cat([x.sin(), x.cos()], 1)[:, ::2].exp(),
+        lambda x: x.t().exp().t().sigmoid(),
+        lambda x: nn.functional.dropout(x.sin(), 0.3).exp(),
+        lambda x: x.bfloat16().exp().float(),
+        lambda x: torch.view_as_real(torch.view_as_complex(x.view(128, 32, 2)) * 1j).flatten(1).exp(),
+    ],
+)
+@pytest.mark.parametrize("keep", [(), ("**",)], ids=str)
+def test_changes_in_place_views_and_types_are_exact(then: Callable[[Tensor], Tensor], keep: tuple[str, ...]) -> None:
+    wanted, model = gradients(model_of(then)), model_of(then)
+    with attach(model, dict.fromkeys(("0", "1"), remake(keep=keep))):
+        assert_equal(gradients(model), wanted)
+
+
+def test_what_was_dropped_is_made_before_its_source_changes() -> None:
+    """``b`` is dropped, since it is the sine of ``a``; then ``a`` is changed, which plain training allows."""
+
+    def then(x: Tensor) -> Tensor:
+        a = x * 2
+        b = a.cos().exp()
+        a.detach().add_(1)
+        return b.sin()
+
+    wanted, model = gradients(model_of(lambda x: (x * 2).cos().exp().sin())), model_of(then)
+    with attach(model, dict.fromkeys(("0", "1"), remake())):
+        try:
+            assert_equal(gradients(model), wanted)
+        except RuntimeError as error:  # as plain training says: the cosine needs `a` as it was
+            assert "modified by an inplace operation" in str(error)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+def test_custom_autograd_functions_are_refused_by_name() -> None:
+    model = model_of(Doubled.apply)
+    with attach(model, {"0": remake()}), pytest.raises(ConflictError, match="0 runs Doubled, a custom autograd"):
+        gradients(model)
+
+
+def test_a_source_that_changed_before_backward_is_an_error() -> None:
+    model = model_of(torch.exp)
+    with attach(model, {"0": remake()}):
+        x = torch.randn(128, 64).to(DEVICE)
+        loss = model(x).sum()
+        x.add_(1)
+        with pytest.raises(InPlaceError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_memory_is_given_back_without_a_garbage_collection() -> None:
+    case = CASES["llama"]
+    model = case.make()
+    with attach(model, case.choices(model, remake(keep=["fused_attention"]))):
+        case.step(model, case.batch(), use_cache=False).backward()
+        gc.collect()
+        gc.disable()
+        try:
+            before = sum(type(o).__module__ == "autockpt.policies.tape" for o in gc.get_objects())
+            case.step(model, case.batch(), use_cache=False).backward()
+            after = sum(type(o).__module__ == "autockpt.policies.tape" for o in gc.get_objects())
+        finally:
+            gc.enable()
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), list(itertools.product(({"keep": ["nose"]}, {"within": ["nose"]}), ("nose",)))
+)
+def test_unknown_modules_are_named(options: dict[str, Any], said: str) -> None:
+    model = model_of(torch.exp)
+    with pytest.raises(PlanError, match=f"0 has no module named '{said}'"):
+        attach(model, {"0": remake(**options)})

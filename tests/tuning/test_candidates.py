@@ -1,0 +1,26 @@
+"""Knobs and the plans that they stand for."""
+
+from __future__ import annotations
+
+from autockpt.schema import load_space
+from autockpt.tuning.candidates import COPY_PRICES, hidden_copies, neutral
+from autockpt.tuning.study import Parameters
+
+
+def test_the_price_of_copies_is_the_one_whose_plan_should_be_fastest() -> None:
+    space = load_space("knobs")
+    plain = neutral(space, 0.0)
+
+    def hides(parameters: Parameters) -> float:
+        return abs(float(parameters["offload_price"]) - COPY_PRICES[1])
+
+    assert hidden_copies(plain, space, hides) == [{**plain, "offload_price": COPY_PRICES[1]}]
+
+
+def test_where_the_profile_is_right_nothing_is_added() -> None:
+    space = load_space("knobs")
+    plain = neutral(space, 0.0)
+    assert hidden_copies(plain, space, lambda parameters: 1.0) == []
+    assert hidden_copies(plain, space, lambda parameters: float("inf")) == []
+    without = space.restricted(("recompute",))
+    assert hidden_copies(neutral(without, 0.0), without, lambda parameters: 0.0) == []
