@@ -23,12 +23,13 @@ from autockpt.schema import (
     format_bytes,
 )
 from autockpt.schema.choices import CompileBudget
-from autockpt.schema.known import NONE, known_plans
+from autockpt.schema.known import EVERY_2, NONE, known_plans
 from autockpt.schema.space import Knob
 from autockpt.tuning.book import Book, Score
 from autockpt.tuning.engine import Found
+from autockpt.tuning.finals import BATCH
 from autockpt.tuning.job import Clock, Limits
-from autockpt.tuning.scoring import MOST_REPEATS, RealSteps
+from autockpt.tuning.scoring import FINALISTS, MOST_REPEATS, RealSteps
 from autockpt.tuning.splits import RUNS_AGAIN, SAVES, Cost, Split, from_knobs, proposals, to_knobs
 from autockpt.tuning.study import Study
 
@@ -38,8 +39,14 @@ EagerPlans = Callable[[float], Plans]  # the budget's place between these two, f
 
 FRACTIONS = (0.8, 0.6, 0.4, 0.2)
 """Budgets that are measured for all layers alike before anything else."""
+FINALS_SHARE = 0.2
+"""Of the time limit, at most, is kept for the finals."""
 ANSWERING = 5.0
 """Seconds that a worker gets at least before it is ended at the time limit."""
+_COMPILING = {
+    "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
+    "model": "Every plan is compiled as a whole, which takes a while; later runs find it.",
+}
 
 
 @dataclass
@@ -67,18 +74,20 @@ class CompiledEngine:
     def __post_init__(self) -> None:
         self.book = Book(self.run)
         self.listener = self.clock.listener
-        self.known: dict[str, dict[str, Choice]] = known_plans(self.layers, self.kinds)
         self.budgets = "recompute" in self.kinds
+        self.known: dict[str, dict[str, Choice]] = known_plans(self.layers, self.kinds)
+        if self.mode == "model":  # where every plan is compiled anew, one that is seldom good is not worth it
+            self.known.pop(EVERY_2, None)
         self.notes: list[str] = []
         self.stopped = ""
         self.budget: ResolvedBudget | None = None
-        self.patience = self.measurer.patience
 
     def search(self) -> Found:
         """Measure until the trials, the time or the ideas are used up. Raises InfeasibleError where nothing fits."""
         best, interrupted = None, False
         try:
             study = Study(_space(self.mode), {}, name="compiled", storage=self.storage, seed=self.limits.seed)
+            self.listener.note(_COMPILING[self.mode])
             with self.clock.stage("baselines", len(self.known) + len(FRACTIONS)):
                 self._baselines()
             self.budget = self._resolved()
@@ -125,13 +134,19 @@ class CompiledEngine:
         return min((t.measured.peak_bytes for t in self.book.trials if t.measured is not None), default=0)
 
     @property
+    def _leanest(self) -> int:
+        """The least peak of the plans that every run of this question begins with, so that all mean the same budget."""
+        known = (t.measured.peak_bytes for t in self.book.scored if t.encoding == "baseline" and t.measured is not None)
+        return min(known, default=self._smallest)
+
+    @property
     def _share(self) -> float:
         """Where the budget lies between the leanest plan and saving everything, both compiled."""
         none = self.book.find(self.known[NONE])
         assert self.budget is not None
-        if none is None or none.measured is None or none.measured.peak_bytes <= self._smallest:
+        if none is None or none.measured is None or none.measured.peak_bytes <= self._leanest:
             return 1.0
-        return (self.budget.bytes - self._smallest) / (none.measured.peak_bytes - self._smallest)
+        return (self.budget.bytes - self._leanest) / (none.measured.peak_bytes - self._leanest)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -155,7 +170,7 @@ class CompiledEngine:
         if self._smallest == 0:
             raise self._failure()
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
-        budget = self.resolve(top, self._smallest)
+        budget = self.resolve(top, self._leanest)
         self.book.judge(budget.bytes)
         return budget
 
@@ -188,9 +203,9 @@ class CompiledEngine:
     def _try(self, choices: dict[str, Choice], name: str, encoding: str, split: Split | None = None) -> Trial | None:
         """Measure a plan; one that the compiler refuses is a trial that failed. None where time ran out over it."""
         limit = self.budget.bytes if self.budget is not None else None
-        self.measurer.patience = min(self.patience, max(ANSWERING, self._seconds_left))
         try:
-            score = self.scorer.score(choices, Prediction(peak_bytes=0, step_seconds=self._typical), limit)
+            with self.measurer.within(max(ANSWERING, self._seconds_left)):
+                score = self.scorer.score(choices, Prediction(peak_bytes=0, step_seconds=self._typical), limit)
         except ConflictError as error:
             score = Score("failed", message=error.message)
             if self.budgets and "190758" in error.message:
@@ -204,8 +219,6 @@ class CompiledEngine:
             if self._seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
                 self.notes.append(f"{name} was not compiled and measured by the time limit")
                 return None
-        finally:
-            self.measurer.patience = self.patience
         parameters = None if split is None else split.parameters
         trial = self.book.write(choices, name, encoding, score, elapsed=self.clock.elapsed, parameters=parameters)
         self.listener.trial(trial, self.book.best)
@@ -264,7 +277,7 @@ class CompiledEngine:
 
     def _enough(self, repeats: int) -> bool:
         """Whether the search should end; ``stopped`` then says why."""
-        if used_up := self.limits.used_up(self.book.spent, self.clock):
+        if used_up := self.limits.used_up(self.book.spent, self.clock, self._for_finals):
             self.stopped = used_up
         elif repeats >= MOST_REPEATS:
             self.stopped = "the space offers no further plan"
@@ -274,15 +287,34 @@ class CompiledEngine:
     def _seconds_left(self) -> float:
         return self.limits.seconds_left(self.clock)
 
+    @property
+    def _for_finals(self) -> float:
+        """Seconds of the time limit in which no plan is begun, so that the best are still measured side by side."""
+        if self.budget is None or self.limits.timeout is None:
+            return 0.0
+        turns = 2 * BATCH * (FINALISTS + len(self._beside()))
+        return min(turns * (self._typical or 0.0), FINALS_SHARE * self.limits.timeout)
+
+    def _beside(self) -> list[Trial]:
+        """Plans to be timed with the finalists: saving everything, and the fastest of the well-known ones that fits."""
+        tried = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
+        none = [trial for trial in tried if trial.measured is not None and trial.name == NONE]
+        return none + sorted((t for t in tried if t.feasible and t not in none), key=lambda t: t.score_seconds)[:1]
+
     def _finals(self) -> Trial | None:
-        if self._seconds_left <= 0:
-            self.notes.append("the time limit left no room to measure the best plans side by side")
-            return self.book.best
-        beside = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
+        """The best plan by steps side by side; where time runs out over them, the best by those it was tried with."""
         assert self.budget is not None
-        best = self.scorer.winner(self.book, beside, self.budget.bytes, max(self._seconds_left, 0.0))
-        self.notes.extend(self.scorer.notes)
-        return best
+        if self._seconds_left > 0:
+            try:  # plans of an earlier run are compiled here first
+                with self.measurer.within(max(ANSWERING, self._seconds_left)):
+                    best = self.scorer.winner(self.book, self._beside(), self.budget.bytes, self._seconds_left)
+                self.notes.extend(self.scorer.notes)
+                return best
+            except MeasurementError:
+                if self._seconds_left > 0:
+                    raise
+        self.notes.append("the time limit left no room to measure the best plans side by side")
+        return self.book.best
 
 
 def _fraction(choice: Choice) -> float | None:

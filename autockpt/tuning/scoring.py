@@ -20,6 +20,8 @@ FINALISTS = 3
 FINAL_SECONDS = 30.0
 CONFIRMING_STEPS = 20
 MOST_REPEATS = 12
+STEPS, COMPILING = "measured steps", "compiling"
+"""What a search's real steps took, and what compiling them did."""
 
 Choices = Mapping[str, Choice]
 Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
@@ -92,7 +94,7 @@ class RealSteps:
         """Real steps; running out of memory is a result."""
         steps = max(3, min(10, round(SECONDS_PER_TRIAL / max(predicted.step_seconds or 1.0, 1e-3))))
         try:
-            with self.clock.part("measured steps"):
+            with self.clock.part(STEPS):
                 return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
@@ -111,7 +113,7 @@ class RealSteps:
         """The finalist that wins side by side; the times of the finals go into all trials that took part."""
         taking_part = {t.number for t in finalists}
         extra = [t for t in beside if t.measured is not None and t.number not in taking_part]
-        with self.clock.part("measured steps"):
+        with self.clock.part(STEPS):
             final = play(finalists, extra, self._side_by_side, seconds=min(FINAL_SECONDS, seconds))
         for number, times in final.times.items():
             trial = book.trials[number]
@@ -127,7 +129,7 @@ class RealSteps:
     def _confirmed(self, book: Book, winner: Trial, budget_bytes: int) -> Trial:
         """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""
         assert self.confirm is not None and winner.measured is not None
-        with suppress(DeviceOutOfMemory), self.clock.part("measured steps"):
+        with suppress(DeviceOutOfMemory), self.clock.part(STEPS):
             again = self.confirm(winner.choices, budget_bytes, CONFIRMING_STEPS)
             if again.peak_bytes <= budget_bytes:
                 peak = max(again.peak_bytes, winner.measured.peak_bytes)
