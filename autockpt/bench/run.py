@@ -62,6 +62,12 @@ def _check(request: BenchRequest) -> None:
         raise UsageError(f"there is no peer {name!r}", remedy=f"{hint}The table has: {', '.join(PEERS)}.")
 
 
+def taking_part(asked: Sequence[str] | None) -> list[str]:
+    """Names of the peers that take part, in the table's order; plain training always does."""
+    wanted = asked or [name for name, peer in PEERS.items() if not peer.by_name_only]
+    return [name for name in PEERS if name == PLAIN or name in wanted]
+
+
 class _Bench:
     """The state of one run; what is lasting is in the directory."""
 
@@ -75,8 +81,7 @@ class _Bench:
         self.rows = directory.rows()
         self.rounds = directory.rounds()
         self.budgets: list[ResolvedBudget] = []
-        asked = request.peers or [name for name, peer in PEERS.items() if not peer.by_name_only]
-        self.wanted = [name for name in PEERS if name == PLAIN or name in asked]
+        self.wanted = taking_part(request.peers)
         self.missing: dict[str, str] = {}
         self.deadline = float("inf")
 

@@ -179,6 +179,67 @@ def test_compiling_ends_at_the_time_limit_and_what_was_measured_counts():
     assert any("was not compiled" in note for note in found.notes)
 
 
+def test_time_that_runs_out_over_the_finals_costs_nothing_but_them():
+    compiler = MadeUpCompiler()
+    late = [0.0]
+
+    def compare(plans: Any, *, rounds: int = 5) -> Any:
+        late[0] = 1000.0
+        raise MeasurementError("ended at the time limit")
+
+    compiler.compare = compare  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "elapsed", property(lambda self: late[0]))
+        found = search(compiler, "60%act", timeout=100.0)
+    fitting = [t for t in found.trials if t.feasible and t.measured is not None]
+    assert found.best == min(fitting, key=lambda t: t.score_seconds)
+    assert any("no room" in note for note in found.notes)
+
+
+def test_time_is_kept_for_the_finals():
+    compiler = MadeUpCompiler()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "elapsed", property(lambda self: float(len(compiler.measured) * 10)))
+        found = search(compiler, "60%act", timeout=130.0, trials=40)
+    assert "time limit" in found.stopped
+    assert len(found.trials) < 13 and not any("no room" in note for note in found.notes)
+
+
+def test_few_plans_are_timed_beside_the_finalists():
+    compiler = MadeUpCompiler()
+    took_part: list[int] = []
+    compare = compiler.compare
+
+    def counting(plans: Any, *, rounds: int = 5) -> Any:
+        took_part.append(len(plans))
+        return compare(plans, rounds=rounds)
+
+    compiler.compare = counting  # type: ignore[method-assign]
+    search(compiler, "60%act")
+    assert took_part and max(took_part) <= 5
+
+
+def test_a_leaner_plan_that_was_found_does_not_move_the_budget(tmp_path):
+    def enter() -> RunDirectory:
+        return RunDirectory.enter(tmp_path, {"q": 1}, model="m", device="cpu", budget="60%act")
+
+    lean = {name: CompileBudget(fraction=0.05) for name in NAMES}
+
+    class Odd(MadeUpCompiler):
+        def costs(self, choices: Mapping[str, Choice]) -> tuple[int, float]:
+            peak, seconds = super().costs(choices)
+            return (100 if choices == lean else peak), seconds
+
+    first = search(Odd(), "60%act", run=enter(), eager=lambda share: {"odd": lean})
+    assert any(t.measured is not None and t.measured.peak_bytes == 100 for t in first.trials)
+    assert search(Odd(), "60%act", run=enter()).budget.bytes == first.budget.bytes
+
+
+def test_with_one_graph_the_plan_that_alternates_is_not_compiled():
+    names = {t.name for t in search(MadeUpCompiler(), "60%act", "model").trials}
+    assert "every-2" not in names and {"none", "recompute all"} <= names
+
+
 def test_a_second_run_takes_the_trials_of_the_first_over(tmp_path):
     def enter() -> RunDirectory:
         return RunDirectory.enter(tmp_path, {"q": 1}, model="m", device="cpu", budget="60%act")
