@@ -204,4 +204,5 @@ def _graphs(found: Found) -> list[str]:
     if found.best is None or found.best.measured is None:
         return []
     graphs = found.best.measured.graphs
-    return [f"the plan's steps are compiled to {graphs} graph{'s' if graphs != 1 else ''} (with a backward each)"]
+    said = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
+    return [f"the plan's steps are compiled to {said}"]

@@ -93,7 +93,8 @@ class CompiledEngine:
             self.budget = self._resolved()
             if self.binding:
                 with self.clock.stage("search", max(0, self.limits.trials - self.book.spent)):
-                    for name, choices in {**self.seeds, **self.eager(self._share)}.items():
+                    plans = {} if self._enough(0) else {**self.seeds, **self.eager(self._share)}
+                    for name, choices in plans.items():
                         if not self._enough(0) and self.book.find(dict(choices)) is None:
                             self._try(dict(choices), name, "seed")
                     self._search(study)
