@@ -74,19 +74,24 @@ def seconds_of_work(hardware: Hardware, work: Work) -> float:
     efficiency = hardware.efficiency
     share = efficiency.attention if work.name == ATTENTION else efficiency.attention_backward
     if work.kind == "matrix":
-        small = work.smallest / (work.smallest + hardware.efficiency.half_size) if work.smallest else 1.0
-        share = hardware.efficiency.matrix * small
+        small = work.smallest / (work.smallest + efficiency.half_size) if work.smallest else 1.0
+        share = efficiency.of_matrix(_matrix_dtype(hardware, work)) * small
     computing = work.flops / (_matrix_rate(hardware, work) * share)
-    fixed = hardware.kernel_seconds + hardware.efficiency.matrix_seconds
+    fixed = hardware.kernel_seconds + efficiency.matrix_seconds
     return fixed + max(computing, moving)
 
 
+def _matrix_dtype(hardware: Hardware, work: Work) -> str:
+    """The arithmetic's type. PyTorch lets convolutions in fp32 use TF32, and products not, unless told to."""
+    convolution = work.name.startswith(("convolution", "_convolution"))
+    return "tf32" if convolution and work.dtype == "float32" and "tf32" in hardware.matrix_flops else work.dtype
+
+
 def _matrix_rate(hardware: Hardware, work: Work) -> float:
-    """FLOP/s of the matrix units. PyTorch lets convolutions in fp32 use TF32, and products not, unless told to."""
-    if work.name.startswith(("convolution", "_convolution")) and work.dtype == "float32":
-        return hardware.matrix_flops.get("tf32", hardware.matrix_flops["float32"])
-    if work.dtype in hardware.matrix_flops:
-        return hardware.matrix_flops[work.dtype]
+    """FLOP/s of the matrix units."""
+    dtype = _matrix_dtype(hardware, work)
+    if dtype in hardware.matrix_flops:
+        return hardware.matrix_flops[dtype]
     if not work.dtype.startswith(("float", "bfloat")):
         return hardware.vector_flops
     known = ", ".join(hardware.matrix_flops)

@@ -43,6 +43,9 @@ def hardware_rows(measured: Hardware, like: Hardware | None) -> list[Row]:
         (f"share: {name.replace('_', ' ')}", getattr(measured.efficiency, name), getattr(theirs, name, None), "share")
         for name in shares
     ]
+    for dtype in (measured.efficiency.matrix_of or {}) | ((theirs.matrix_of if theirs else None) or {}):
+        share_of_theirs = theirs.of_matrix(dtype) if theirs else None
+        rows.append((f"share: matrix {dtype}", measured.efficiency.of_matrix(dtype), share_of_theirs, "share"))
     rows.append(("half size", measured.efficiency.half_size, getattr(theirs, "half_size", None), "elements"))
     for name in measured.element_rates | known:
         rows.append((f"elements: {name}", measured.element_rates.get(name), known.get(name), "1/s"))

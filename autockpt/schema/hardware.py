@@ -45,10 +45,12 @@ class Efficiency(Data):
     """Shares of the peaks that kernels reach, and how products of small matrices fall short of them.
 
     A product takes ``matrix_seconds`` and then its FLOPs at ``matrix`` times the peak, divided by
-    ``d / (d + half_size)`` for its smallest dimension of ``d`` elements.
+    ``d / (d + half_size)`` for its smallest dimension of ``d`` elements. ``matrix_of`` takes the place of ``matrix``
+    where a dtype reaches another share: on many cards fp32 does, which runs on the vector units.
     """
 
     matrix: Share = Field(description="of the matrix rate: products of large matrices")
+    matrix_of: dict[str, Share] | None = Field(default=None, description="by dtype, where it differs from matrix")
     attention: Share = Field(default=0.5, description="of the matrix rate: fused attention, forward")
     attention_backward: Share = Field(default=0.4, description="of the matrix rate: fused attention, backward")
     bandwidth: Share = Field(description="of the memory bandwidth: elementwise kernels on large tensors")
@@ -56,12 +58,24 @@ class Efficiency(Data):
     half_size: float = Field(default=0.0, ge=0, le=65536, allow_inf_nan=False)
     matrix_seconds: float = Field(default=0.0, ge=0, le=1e-3, allow_inf_nan=False)
 
+    @field_validator("matrix_of")
+    @classmethod
+    def _known_dtypes(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for name in value or {}:
+            _known_dtype(name)
+        return value
+
+    def of_matrix(self, dtype: str) -> float:
+        """Share of the matrix rate that products of large matrices of this type reach."""
+        return (self.matrix_of or {}).get(dtype, self.matrix)
+
 
 class Hardware(Data):
     """A device, as its data sheet or a measurement has it.
 
     Where ``unified_memory`` is true host and device share ``memory_bytes``: moving activations to the host frees
-    nothing. ``sources`` says for each figure where it is from; what begins with "assumption" is one.
+    nothing. ``sources`` says for each figure where it is from: an address and what was read there, or a measurement;
+    what begins with "assumption" is one, and for what begins with "not confirmed" no document was found.
     """
 
     name: str = Field(min_length=1)
@@ -145,8 +159,7 @@ class Hardware(Data):
     @classmethod
     def _possible_matrix(cls, value: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         for name, rate in value.items():
-            if name not in MATRIX_DTYPES:
-                raise ValueError(f"unknown dtype {name!r}; known are {', '.join(MATRIX_DTYPES)}")
+            _known_dtype(name)
             try:
                 _within(rate, *_RATE)
             except ValueError as error:
@@ -205,6 +218,11 @@ class Hardware(Data):
     def has_copy_queues(self) -> bool:
         """Whether copies run beside compute."""
         return self.kind in ("cuda", "rocm")
+
+
+def _known_dtype(name: str) -> None:
+    if name not in MATRIX_DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; known are {', '.join(MATRIX_DTYPES)}")
 
 
 def _within(value: float, low: float, high: float, unit: str) -> float:

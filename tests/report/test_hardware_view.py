@@ -28,3 +28,10 @@ def test_alone_where_there_is_none() -> None:
 def test_what_only_one_side_has_is_shown() -> None:
     rows = {row[0]: row for row in hardware_rows(load_hardware("t4"), load_hardware("a100-40"))}
     assert rows["matrix rate bfloat16"][1:3] == (None, 312e12)
+
+
+def test_a_share_of_one_type_stands_beside_what_holds_for_it_on_the_other() -> None:
+    rows = {row[0]: row for row in hardware_rows(load_hardware("cpu"), load_hardware("l40s"))}
+    assert rows["share: matrix"][1:3] == (1.0, 0.75)
+    assert rows["share: matrix float32"][1:3] == (1.0, 0.52)
+    assert "share: matrix float32" not in {row[0] for row in hardware_rows(load_hardware("cpu"), None)}

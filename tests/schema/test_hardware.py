@@ -130,3 +130,13 @@ def test_a_compute_capability_is_one_of_an_nvidia_gpu() -> None:
         described(kind="cpu", capability=[8, 9])
     with pytest.raises(ValidationError, match=r"\[8, 9\]"):
         described(capability=[89, 0])
+
+
+def test_a_type_may_reach_a_share_of_its_own() -> None:
+    plain = described().efficiency
+    own = described(efficiency=GOOD["efficiency"] | {"matrix_of": {"float32": 0.6}}).efficiency
+    assert plain.of_matrix("float32") == plain.of_matrix("bfloat16") == 0.8
+    assert own.of_matrix("float32") == 0.6 and own.of_matrix("bfloat16") == 0.8
+    assert "int8" in complaint(efficiency=GOOD["efficiency"] | {"matrix_of": {"int8": 0.6}})
+    assert "matrix_of" in complaint(efficiency=GOOD["efficiency"] | {"matrix_of": {"float32": 1.2}})
+    assert "matrix_of" not in dump_hardware(described())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -38,6 +39,52 @@ def test_every_figure_has_a_source(name: str) -> None:
     assert hardware.name == name and hardware.description
     assert set(hardware.sources) >= FIGURES
     assert all(hardware.sources.values())
+
+
+# An address and what was read there, or what the figure rests on otherwise.
+ORIGIN = re.compile(r"https://\S+: \S|(assumption|not confirmed|fitted|measured)\b|none on a CPU$")
+
+
+@pytest.mark.parametrize("name", list_hardware())
+def test_every_source_says_what_it_is(name: str) -> None:
+    hardware = load_hardware(name)
+    for figure, source in hardware.sources.items():
+        assert ORIGIN.match(source), f"{figure}: {source}"
+        if figure.startswith("efficiency."):  # no data sheet gives a share: it is fitted, measured, or assumed
+            assert not source.startswith("https://"), figure
+    stated = set(hardware.model_dump(exclude_none=True, exclude_defaults=True)) - {
+        *("name", "description", "kind", "sources", "environment", "measured", "efficiency")
+    }
+    shares = {f"efficiency.{n}" for n, value in hardware.efficiency.model_dump(exclude_none=True).items() if value}
+    assert set(hardware.sources) >= stated | shares
+
+
+# GiB that PyTorch's messages or the vendor's tools were seen to say: the least of them, which no description exceeds
+SEEN = {
+    "rtx4090": 23.52,
+    "rtx5090": 31.37,
+    "a100-40": 39.39,
+    "a100-80": 79.25,
+    "l40s": 44.42,
+    "h100": 79.11,
+    "h200": 139.72,
+    "b200": 178.35,
+    "t4": 14.56,
+    "mi300x": 191.69,
+    "m4-max": 107.52,
+}
+
+
+@pytest.mark.parametrize(("name", "gib"), SEEN.items())
+def test_no_card_has_more_memory_than_it_was_seen_to_have(name: str, gib: float) -> None:
+    assert 0.99 * gib < load_hardware(name).memory_bytes / 2**30 <= gib
+
+
+def test_geforce_rates_are_with_accumulation_in_fp32() -> None:
+    for name in ("rtx3090", "rtx4090", "rtx5090"):
+        rates = load_hardware(name).matrix_flops
+        assert rates["bfloat16"] == rates["float16"] == pytest.approx(2 * rates["float32"], rel=0.01)
+        assert rates["tf32"] == rates["float32"]
 
 
 def test_dense_rates_as_published() -> None:
