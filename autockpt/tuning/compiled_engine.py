@@ -23,7 +23,7 @@ from autockpt.schema import (
     format_bytes,
 )
 from autockpt.schema.choices import CompileBudget
-from autockpt.schema.known import EVERY_2, NONE, known_plans
+from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.space import Knob
 from autockpt.tuning.book import Book, Score
 from autockpt.tuning.engine import Found
@@ -43,6 +43,9 @@ FINALS_SHARE = 0.2
 """Of the time limit, at most, is kept for the finals."""
 ANSWERING = 5.0
 """Seconds that a worker gets at least before it is ended at the time limit."""
+_LONGER = (
+    "Allow more --timeout or --trials; what was compiled and measured is kept, and the same command goes on from it."
+)
 _COMPILING = {
     "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
     "model": "Every plan is compiled as a whole, which takes a while; later runs find it.",
@@ -105,7 +108,7 @@ class CompiledEngine:
                 best = self.book.find(self.known[NONE])
         except KeyboardInterrupt:
             interrupted, self.stopped = True, "interrupted; everything measured so far is kept"
-            if self.budget is None and self.book.find(self.known[NONE]) is not None:
+            if self.budget is None and self.book.find(self.known[NONE]) is not None and not self._unknown:
                 self.budget = self._resolved()
             best = self.book.best
         if self.budget is None:
@@ -136,9 +139,19 @@ class CompiledEngine:
 
     @property
     def _leanest(self) -> int:
-        """The least peak of the plans that every run of this question begins with, so that all mean the same budget."""
-        known = (t.measured.peak_bytes for t in self.book.scored if t.encoding == "baseline" and t.measured is not None)
-        return min(known, default=self._smallest)
+        """Peak of recomputing everything, with which every run begins, so that all mean the same budget.
+
+        The least peak there is where that does not run.
+        """
+        trial = self.book.find(self.known.get(ALL, {}))
+        return trial.measured.peak_bytes if trial is not None and trial.measured is not None else self._smallest
+
+    @property
+    def _unknown(self) -> bool:
+        """Whether the budget is a share of a range whose lean end was not tried yet."""
+        if ALL not in self.known or self.book.find(self.known[ALL]) is not None:
+            return False
+        return self.resolve(self._smallest, 0).bytes != self.resolve(self._smallest, self._smallest).bytes
 
     @property
     def _share(self) -> float:
@@ -170,6 +183,12 @@ class CompiledEngine:
         none = self.book.find(self.known[NONE])
         if self._smallest == 0:
             raise self._failure()
+        if self._unknown:
+            raise MeasurementError(
+                "the budget is a share of what activations take, which is not known before recomputing everything was "
+                f"measured: {self.stopped}",
+                remedy=_LONGER,
+            )
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
         budget = self.resolve(top, self._leanest)
         self.book.judge(budget.bytes)
@@ -187,7 +206,9 @@ class CompiledEngine:
                 f"no compiled step runs on this device: {said[-1].message}",
                 remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
             )
-        why = said[0].message if said else self.stopped
+        if not said:
+            return MeasurementError(f"no compiled step could be measured: {self.stopped}", remedy=_LONGER)
+        why = said[0].message
         return MeasurementError(f"no compiled step could be measured: {why}", remedy="Search without --compile.")
 
     def _infeasible(self) -> InfeasibleError:

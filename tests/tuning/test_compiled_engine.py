@@ -196,6 +196,29 @@ def test_time_that_runs_out_over_the_finals_costs_nothing_but_them():
     assert any("no room" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(("budget", "said"), [("60%act", "share of what activations take"), ("90%", "")])
+def test_a_range_of_which_one_end_was_measured_is_no_budget(budget: str, said: str):
+    compiler = MadeUpCompiler()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "elapsed", property(lambda self: 1000.0 * len(compiler.measured)))
+        if said:
+            with pytest.raises(MeasurementError, match=said) as caught:
+                search(compiler, budget, timeout=100.0)
+            assert "--timeout" in str(caught.value.remedy)
+        else:
+            with pytest.raises(InfeasibleError):
+                search(compiler, budget, timeout=100.0)
+    assert len(compiler.measured) == 1
+
+
+def test_time_that_is_up_before_the_first_plan_is_the_reason():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "elapsed", property(lambda self: 1000.0))
+        with pytest.raises(MeasurementError, match="time limit") as caught:
+            search(MadeUpCompiler(), "60%act", timeout=100.0)
+    assert "--timeout" in str(caught.value.remedy)
+
+
 def test_time_is_kept_for_the_finals():
     compiler = MadeUpCompiler()
     with pytest.MonkeyPatch.context() as patched:
