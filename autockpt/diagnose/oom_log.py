@@ -30,7 +30,7 @@ _BARE = re.compile(
 _EXCEPTION = re.compile(r"\b\w*(?:Error|Exception)\b")
 _NOISE = re.compile(r"[\s│|╭╰─]+")
 _FIELDS = {
-    "tried": (rf"Tried to allocate {_SIZE}",),
+    "tried": (rf"Tried to allocate {_SIZE}", rf"Requested size: {_SIZE}"),
     "capacity": (rf"total capaci?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"max allowed: {_SIZE}"),
     "free": (rf"of which {_SIZE} is free", rf"already allocated; {_SIZE} free"),
     "allowed": (rf"{_SIZE} allowed;", rf"; {_SIZE} allowed\)"),

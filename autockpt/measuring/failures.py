@@ -13,7 +13,7 @@ from autockpt.devices import Device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_TRIED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|B|KiB|MiB|GiB|TiB)")
+_TRIED = re.compile(r"(?:[Tt]ried to allocate|Requested size:) (\d+(?:\.\d+)?) ?(bytes|B|KiB|MiB|GiB|TiB)")
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def _refuse_random_numbers(graph: Any, inputs: Any) -> Any:
     """Called with forward and backward in one graph, before they are parted.
 
     The partitioner makes random numbers anew in backward where its budget is below 1 (pytorch#190758, open as of
-    torch 2.13): other masks of dropout, wrong gradients, no error.
+    torch 2.15): other masks of dropout, wrong gradients, no error.
     """
     if drawn := next(_random_ops(graph), None):
         raise ConflictError(

@@ -2,8 +2,9 @@
 
 The two devices differ: CUDA computes norms, softmax, sums, powers and losses in fp32, the CPU in 16 bit. The lists are
 those of ``aten/src/ATen/autocast_mode.h`` (``AT_FORALL_LOWER_PRECISION_FP``, ``AT_FORALL_FP32``,
-``AT_FORALL_FP32_SET_OPT_DTYPE``, ``AT_FORALL_PROMOTE``) of torch 2.11 to 2.13, the same as in the documentation of
-``torch.amp``. They take the place of the CPU's kernels in the dispatcher, so that ops inside of ops are seen as well.
+``AT_FORALL_FP32_SET_OPT_DTYPE``, ``AT_FORALL_PROMOTE``) of torch 2.11 to 2.15, the same as in the documentation of
+``torch.amp``, with what is registered beside them: ``_cudnn_rnn`` in builds with cuDNN, ``linalg_matrix_sqrth`` since
+2.15. They take the place of the CPU's kernels in the dispatcher, so that ops inside of ops are seen as well.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LOWER_PRECISION = frozenset(
     "conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm "
     "bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell "
     "rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution "
-    "cudnn_convolution_transpose".split()
+    "cudnn_convolution_transpose _cudnn_rnn".split()
 )
 FP32 = frozenset(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "  # noqa: SIM905
@@ -33,7 +34,8 @@ FP32 = frozenset(
     "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm "
     "logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
     "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
-    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim".split()
+    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim "
+    "linalg_matrix_sqrth".split()
 )
 FP32_RESULT = frozenset(
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "  # noqa: SIM905

@@ -90,6 +90,11 @@ def test_recomputing_within_backward() -> None:
             "PyTorch but unallocated.",
             {"process": None, "allocated": gib(52.93)},
         ),
+        (  # with throw_on_cudamalloc_oom among the allocator's settings
+            "torch.OutOfMemoryError: CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+            "per_process_memory_fraction limit. Requested size: 1.50 GiB",
+            {"backend": "cuda", "tried": gib(1.5), "allocated": None},
+        ),
         (
             "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 4.50 GiB. GPU 2 has a total capacity of "
             "15.98 GiB of which 1.40 GiB is free. Of the allocated memory 1.26 GiB is allocated by PyTorch, and 152.50 "

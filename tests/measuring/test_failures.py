@@ -50,6 +50,11 @@ def test_unknown_classes_are_measurement_errors(name):
         ),
         ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB", 2 << 30),
         ("CUDA out of memory. Tried to allocate 512.00 KiB. GPU", 512 << 10),
+        (
+            "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+            "per_process_memory_fraction limit. Requested size: 2.00 GiB",
+            2 << 30,
+        ),
         ("CUDA error: out of memory", None),
     ],
 )

@@ -242,6 +242,25 @@ def test_a_forward_that_takes_another_path_the_second_time_is_found_out():
         gradients(model)
 
 
+def test_what_a_dispatch_mode_makes_wrong_is_refused():
+    """pytorch#198118: of complex numbers, not of real ones, and only where outputs are kept around it."""
+
+    def body(unit: Unit, x: Tensor, kind: torch.dtype) -> Tensor:
+        return mlp(unit, torch.linalg.pinv(x.to(kind)).mT.abs() + x)
+
+    for kind in (torch.complex64, torch.float32):
+        model = Model(lambda unit, x, kind=kind: body(unit, x, kind))
+        wanted = gradients(model)
+        with attach(model, {"units.0": selective("up")}):
+            assert_equal(gradients(model), wanted)
+        with attach(model, {"units.0": selective("**")}):
+            if kind.is_complex:
+                with pytest.raises(ConflictError, match=r"units\.0 would make aten\.linalg_pinv"):
+                    gradients(model)
+            else:
+                assert_equal(gradients(model), wanted)
+
+
 def test_names_are_checked_when_the_plan_is_applied():
     model = Model(mlp)
     with pytest.raises(PlanError, match="no module named 'upp'") as caught:

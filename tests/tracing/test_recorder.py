@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import weakref
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autockpt.tracing.location import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from autockpt.tracing.real import RealRecorder
@@ -226,6 +228,26 @@ def test_hooks_of_others_keep_working_and_decide_what_is_saved() -> None:
         (kept + away).sum().backward()
     assert unpacked == [1, 1]
     assert leaf.grad is not None and torch.allclose(leaf.grad, 2 * leaf.detach().exp())
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_checkpoint_does_not_take_the_recorder_for_hooks_of_the_user() -> None:
+    """Since torch 2.15 what selective checkpointing keeps can go through the user's hooks; its own are none."""
+    options: list[dict[str, Any]] = [{}]
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+        options.append({"respect_saved_tensors_hooks": True})
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    leaf, weight = torch.rand(4, 8, requires_grad=True), torch.rand(8, 8)
+    (wanted,) = torch.autograd.grad(((leaf @ weight).sin() @ weight).sum(), leaf)
+    for option in options:
+        made = recorder()
+        with made.recording():
+            loss = checkpoint(
+                lambda x: (x @ weight).sin() @ weight, leaf, use_reentrant=False, context_fn=contexts, **option
+            ).sum()
+            (got,) = torch.autograd.grad(loss, leaf)
+        assert torch.equal(got, wanted)
+        assert names(made.ops).count("mm") == 4, "two forwards and two of backward: none runs again"
 
 
 def test_random_states_count_where_the_device_is_the_cpu() -> None:

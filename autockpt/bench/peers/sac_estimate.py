@@ -102,7 +102,7 @@ def _forget_modules_without_backward(memory: Any, times: Any, ops: Any) -> None:
 
 
 class _Event:
-    """What the runtime estimator needs of a CUDA event, read off the host's clock."""
+    """What the runtime estimator needs of a device's event, read off the host's clock."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.seconds = 0.0
@@ -116,16 +116,26 @@ class _Event:
 
 @contextlib.contextmanager
 def _host_clock(device: torch.device) -> Iterator[None]:
-    """Lets the runtime estimator, which times ops by CUDA events only, run on a device without them."""
+    """Lets the runtime estimator, which times ops by a device's events only, run on a device without them."""
     if device.type == "cuda":
         yield
         return
-    stands_in = {"Event": _Event, "current_stream": lambda *_: None, "synchronize": lambda *_: None}
-    before = {name: getattr(torch.cuda, name) for name in stands_in}
+    none = {"current_stream": lambda *_: None, "synchronize": lambda *_: None}
+    # which of them it asks depends on the version: torch.cuda up to 2.13, torch and torch.accelerator by 2.15
+    stands_in = [
+        (module, name, value)
+        for module, values in (
+            (torch.cuda, none | {"Event": _Event}),
+            (torch.accelerator, none),
+            (torch, {"Event": _Event}),
+        )
+        for name, value in values.items()
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in stands_in]
     try:
-        for name, value in stands_in.items():
-            setattr(torch.cuda, name, value)
+        for module, name, value in stands_in:
+            setattr(module, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(torch.cuda, name, value)
+        for module, name, value in before:
+            setattr(module, name, value)
