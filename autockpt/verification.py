@@ -30,7 +30,6 @@ from autockpt.runtime import (
     kept_state,
     observe,
     sketch,
-    without_kv_cache,
 )
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice
 from autockpt.schema.graph import Unit
@@ -347,7 +346,7 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
 
     def observed() -> Observation:
         with (
-            without_kv_cache(workload.model) if choices is None else attach(workload.model, choices),
+            runner.session(choices),
             runner.compiling(choices or {}),
         ):
             if workload.full_step is not None:

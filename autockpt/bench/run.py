@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autockpt.bench.judging import lines_of, open_rows, results_of, unknown
-from autockpt.bench.peers import OURS, PEERS, PLAIN
+from autockpt.bench.peers import OUR_OWN, PEERS, PLAIN
 from autockpt.bench.searching import search_for
 from autockpt.bench.store import BenchDirectory
 from autockpt.errors import AutockptError, MeasurementError, UsageError
@@ -62,6 +62,12 @@ def _check(request: BenchRequest) -> None:
         raise UsageError(f"there is no peer {name!r}", remedy=f"{hint}The table has: {', '.join(PEERS)}.")
 
 
+def taking_part(asked: Sequence[str] | None) -> list[str]:
+    """Names of the peers that take part, in the table's order; plain training always does."""
+    wanted = asked or [name for name, peer in PEERS.items() if not peer.by_name_only]
+    return [name for name in PEERS if name == PLAIN or name in wanted]
+
+
 class _Bench:
     """The state of one run; what is lasting is in the directory."""
 
@@ -75,7 +81,7 @@ class _Bench:
         self.rows = directory.rows()
         self.rounds = directory.rounds()
         self.budgets: list[ResolvedBudget] = []
-        self.wanted = [name for name in PEERS if name == PLAIN or name in (request.peers or PEERS)]
+        self.wanted = taking_part(request.peers)
         self.missing: dict[str, str] = {}
         self.deadline = float("inf")
 
@@ -108,8 +114,8 @@ class _Bench:
         for name in self.wanted:
             if self.missing[name]:
                 self._put(BenchRow(key=name, peer=name, group=PEERS[name].group, state="missing"), self.missing[name])
-            elif name == OURS:
-                self._ours()
+            elif name in OUR_OWN:
+                self._ours(name)
             elif name != PLAIN:
                 self._peer(name)
 
@@ -143,17 +149,18 @@ class _Bench:
         for label, setting in found:
             self._add(name, label, setting)
 
-    def _ours(self) -> None:
-        """Our plan at every budget, each found by a search with a worker of its own."""
+    def _ours(self, name: str) -> None:
+        """A plan of ours at every budget, each found by a search with a worker of its own."""
         for budget in self.budgets:
-            key = f"{OURS} {budget.asked}"
+            key, own = f"{name} {budget.asked}", OUR_OWN[name]
             if key in self.rows and self.rows[key].state == "measured":
                 continue
-            self.listener.stage(f"search at {budget.asked}")
+            self.listener.stage(f"search: {key}")
             self.worker.rest()  # two models would share the device
-            row = BenchRow(key=key, peer=OURS, state="failed", budget=budget.asked)
+            row = BenchRow(key=key, peer=name, group=own.group, state="failed", budget=budget.asked)
             try:
-                choices, cost = search_for(self.request, budget, self.directory.path / "searches", self.listener)
+                out = self.directory.path / "searches"
+                choices, cost = search_for(self.request, budget, out, self.listener, own.compile)
             except AutockptError as error:
                 self._put(row, " ".join(error.message.split()))
                 continue

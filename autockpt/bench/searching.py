@@ -6,19 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.errors import InfeasibleError
-from autockpt.schema import Listener, ResolvedBudget, SearchOutcome, SearchRequest, dump_choice, parse_budget
+from autockpt.schema import (
+    CompileMode,
+    Listener,
+    ResolvedBudget,
+    SearchOutcome,
+    SearchRequest,
+    dump_choice,
+    parse_budget,
+)
 from autockpt.schema.bench import BenchRequest, SearchCost
 from autockpt.tuning import run_search
-
-MEASURED = "measured steps"
+from autockpt.tuning.scoring import COMPILING, STEPS
 
 
 def search_for(
-    request: BenchRequest, budget: ResolvedBudget, out: Path, listener: Listener
+    request: BenchRequest, budget: ResolvedBudget, out: Path, listener: Listener, compile: CompileMode | None = None
 ) -> tuple[dict[str, Any], SearchCost]:
     """The choices of the plan that a search finds within so many bytes, as JSON, and what finding it took.
 
-    Raises InfeasibleError where nothing fits, KeyboardInterrupt where the search was interrupted.
+    ``compile``: the plan is for steps that are compiled in this way. Raises InfeasibleError where nothing fits,
+    KeyboardInterrupt where the search was interrupted.
     """
     outcome = run_search(
         SearchRequest(
@@ -29,6 +37,7 @@ def search_for(
             trials=request.trials,
             seed=request.seed,
             out=out,
+            compile=compile,
             fresh=request.fresh,
             command=request.command,
         ),
@@ -48,8 +57,10 @@ def _in_bytes(size: int) -> str:
 
 
 def _cost(outcome: SearchOutcome) -> SearchCost:
+    parts = {stage.name: stage.seconds for stage in outcome.stages if stage.part}
     return SearchCost(
         trials=outcome.measured_trials,
         seconds=sum(stage.seconds for stage in outcome.stages if not stage.part),
-        measured_seconds=sum(stage.seconds for stage in outcome.stages if stage.part and stage.name == MEASURED),
+        measured_seconds=parts.get(STEPS, 0.0),
+        compile_seconds=parts.get(COMPILING, 0.0),
     )

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autockpt.bench.peers import PEERS, Context, Detach
+from autockpt.bench.peers.compiled import compile_seconds
 from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
 from autockpt.measuring import StepRunner
 from autockpt.runtime import without_kv_cache
@@ -64,10 +65,11 @@ def prepare(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
 
     ``state`` is "measured" only where the gradients are what the peer promises.
     """
-    began = time.monotonic()
+    began, compiling = time.monotonic(), compile_seconds(runner.workload.model)
     try:
         measured = runner.measure(_attached(runner, payload), steps=1, warmup=1)
         seconds = time.monotonic() - began
+        compiling = compile_seconds(runner.workload.model) - compiling
         equal, words = _gradients(runner, payload)
     except DeviceOutOfMemory as error:
         return {"state": "out_of_memory", "message": _one_line(error)}
@@ -80,6 +82,7 @@ def prepare(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
         "peak_bytes": measured.peak_bytes,
         "gradients": words,
         "first_seconds": seconds,
+        "compile_seconds": compiling or None,
     }
 
 

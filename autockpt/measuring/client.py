@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +71,7 @@ class WorkerMeasurer:
         self._number = 0
         self._starting: int | None = None
         self._closed = False
+        self._deadline = math.inf
         self._spawn()
 
     @property
@@ -107,6 +110,18 @@ class WorkerMeasurer:
         """See ``Measurer.call``."""
         return self._request("call", ref=ref, payload=payload)
 
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """What is asked for inside the block is answered in so many seconds in all, whatever signs of life there are.
+
+        Else the worker is ended, in the middle of what it does, with a MeasurementError.
+        """
+        before, self._deadline = self._deadline, min(self._deadline, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self._deadline = before
+
     def rest(self) -> None:
         """Give the device back: end the worker until the next request, which starts a new one."""
         self._drop()
@@ -123,6 +138,11 @@ class WorkerMeasurer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def _waiting(self) -> float:
+        """Seconds to wait for the next message."""
+        return max(0.0, min(self.patience, self._deadline - time.monotonic()))
 
     def _limit(self, budget_bytes: int | None) -> int | None:
         return self._budget if budget_bytes is None else budget_bytes
@@ -181,7 +201,7 @@ class WorkerMeasurer:
     def _send(self, verb: str, parameters: Mapping[str, Any]) -> int:
         assert self._child is not None
         self._number += 1
-        self._child.send({"id": self._number, "verb": verb, **parameters}, self.patience)
+        self._child.send({"id": self._number, "verb": verb, **parameters}, self._waiting)
         return self._number
 
     def _await(self, number: int, *, starting: bool) -> Any:
@@ -189,7 +209,7 @@ class WorkerMeasurer:
         assert self._child is not None
         while True:
             with self._in_words(starting=starting):
-                message = self._child.receive(self.patience)
+                message = self._child.receive(self._waiting)
             if message.get("id") != number:
                 continue
             if "error" in message:
@@ -204,6 +224,8 @@ class WorkerMeasurer:
             yield
         except ChildSilent:
             self._drop()
+            if time.monotonic() >= self._deadline:
+                raise MeasurementError(f"the worker process was ended at the time limit while {doing}") from None
             raise MeasurementError(
                 f"the worker process was silent for {self.patience:.4g} seconds while {doing} and was ended",
                 remedy=f"Try a smaller batch or model. {self._printed()}",

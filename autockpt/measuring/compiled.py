@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
+from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.choices import SAVE, Choice, label
 from autockpt.schema.plan import CompileMode, plan_hash
 from autockpt.workload.names import unwrap
@@ -54,6 +55,7 @@ class Compiler:
         self.seconds, self.times = 0.0, 0
         self._backend, self._beat = backend, beat or (lambda word: None)
         self._functions: dict[Key, Callable[..., Any]] = {}
+        self._sessions: dict[str, Session] = {}
         self._graphs: dict[Key, int] = {}
         self._began = 0.0
 
@@ -82,9 +84,26 @@ class Compiler:
                 yield
         finally:
             for module in placed:
-                module._compiled_call_impl = None
+                del module._compiled_call_impl  # on the instance; the class has one that says: not compiled
             callbacks.remove_start_callback(self._start)
             callbacks.remove_end_callback(self._end)
+
+    @contextmanager
+    def attached(self, model: nn.Module, choices: Mapping[str, Choice] | None) -> Iterator[Session]:
+        """Choices attached while the block runs, by the same objects every time: compiled code belongs to them.
+
+        None: plain training without a KV cache. Raises what ``attach`` raises.
+        """
+        key = "plain" if choices is None else plan_hash(choices)
+        if (session := self._sessions.get(key)) is None:
+            session = without_kv_cache(model) if choices is None else attach(model, choices)
+            self._sessions[key] = session
+        else:
+            session.put_back()
+        try:
+            yield session
+        finally:
+            session.set_aside()
 
     def graphs(self, model: nn.Module, choices: Mapping[str, Choice]) -> int:
         """How many graphs the plan's steps were compiled to.

@@ -19,7 +19,7 @@ from autockpt.measuring import conditions
 from autockpt.measuring.base import Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
-from autockpt.runtime import Session, attach
+from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Workload
 
@@ -83,7 +83,7 @@ class StepRunner:
             host_bytes=session.host_bytes if session is not None else 0,
             allocated_bytes=peak.allocated_bytes,
             times=tuple(times),
-            compile_seconds=compiled,
+            compile_seconds=round(compiled, 3),
             graphs=graphs,
         )
 
@@ -137,11 +137,17 @@ class StepRunner:
         will, with ``compiling``.
         """
         with self._prepared(what) as stack:
-            session = attach(self.workload.model, choices, host_budget=self.host_budget)
-            stack.callback(session.remove)
+            session = stack.enter_context(self.session(choices))
             if compiled:
                 stack.enter_context(self.compiling(choices))
             yield session
+
+    def session(self, choices: Choices | None) -> AbstractContextManager[Session]:
+        """Choices attached while the block runs; None: only what a plan does beside its choices."""
+        model = self.workload.model
+        if self.compiler is not None:
+            return self.compiler.attached(model, choices)
+        return without_kv_cache(model) if choices is None else attach(model, choices, host_budget=self.host_budget)
 
     def compiling(self, choices: Choices) -> AbstractContextManager[None]:
         """The model's calls are compiled while the block runs, where this runner has a compiler."""

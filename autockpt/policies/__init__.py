@@ -1,6 +1,6 @@
 """What can be done with a unit's activations: one file per choice, and the table of them all."""
 
-from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, call_inner, place, take_off
+from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, call_inner, place, put_back, take_off
 from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, Policy, PolicySession
 from autockpt.policies.chunked_loss import ChunkedLossPolicy
 from autockpt.policies.compile_budget import CompileBudgetPolicy
@@ -50,6 +50,7 @@ __all__ = [
     "is_heavy",
     "kept_by",
     "place",
+    "put_back",
     "recomputing",
     "refuse_native",
     "refuse_wrappers",

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from autockpt.errors import ConflictError
+
 
 class Attachment:
     """What one attached forward knows. Copied and pickled with its module; ``_cache…`` fields are left behind.
@@ -104,6 +106,17 @@ def take_off(module: nn.Module, forward: AttachedForward) -> None:
         del module.__dict__["forward"]
     else:
         module.__dict__["forward"] = forward.state.inner
+
+
+def put_back(module: nn.Module, forward: AttachedForward) -> None:
+    """Undo ``take_off``. Raises ConflictError where the module's forward is another one now."""
+    if module.__dict__.get("forward") is not forward.state.inner:
+        raise ConflictError(
+            f"{forward.state.unit or 'the model'} has another forward than when the choice was attached first",
+            remedy="Attach the choices anew.",
+        )
+    forward.state.active = True
+    module.__dict__["forward"] = forward
 
 
 def attached_to(module: nn.Module) -> AttachedForward | None:

@@ -55,7 +55,7 @@ def verdict(result: BudgetResult, lines: dict[str, BenchLine]) -> str:
 def _ours(result: BudgetResult, lines: dict[str, BenchLine]) -> str:
     assert result.ours is not None
     ours = lines[result.ours]
-    own = f"autockpt {_signed(ours.overhead.value)}" if ours.overhead else "autockpt"
+    own = f"{result.peer} {_signed(ours.overhead.value)}" if ours.overhead else result.peer
     if not result.duels:
         return f"{own}. {result.note or 'Not timed beside the others yet'}."
     first = result.duels[0]
@@ -85,15 +85,16 @@ def searches(report: BenchReport) -> list[str]:
             said.append(
                 f"{line.row.key}: {words.counted(cost.trials, 'trial')} in {words.seconds(cost.seconds)}, "
                 f"{words.seconds(cost.measured_seconds)} of them measured steps"
+                + (f", {words.seconds(cost.compile_seconds)} compiling" if cost.compile_seconds else "")
             )
     return said
 
 
 def compiling(report: BenchReport) -> list[str]:
-    """How long compiled rows took before they could be timed."""
-    found = [line.row for line in report.lines if line.row.group == "compiled" and line.row.first_seconds]
-    said = ", ".join(f"{row.key} {words.seconds(row.first_seconds or 0)}" for row in found)
-    return [f"first steps, compiling included: {said}"] if said else []
+    """How long compiled rows took to compile, which no step time counts."""
+    found = [line.row for line in report.lines if line.row.compile_seconds]
+    said = ", ".join(f"{row.key} {words.seconds(row.compile_seconds or 0)}" for row in found)
+    return [f"compiling, what was known from earlier rows or runs left out: {said}"] if said else []
 
 
 def reasons(report: BenchReport) -> list[str]:

@@ -22,6 +22,7 @@ from rich.text import Text
 from autockpt.report import words
 from autockpt.schema import Trial, format_binary
 
+SHOWN = 0.1  # seconds of compiling that are worth a word
 STATES = {
     "measured": "",
     "simulated": "",
@@ -127,7 +128,9 @@ def describe_trial(trial: Trial, best: Trial | None) -> str:
     if trial.state == "duplicate" and trial.duplicate_of is not None:
         verdict = f"same plan as trial {trial.duplicate_of}"
     numbers = describe_numbers(trial)
-    parts = [f"trial {trial.number:>3}  {trial.name}", numbers, verdict, trial.message]
+    compiling = trial.measured.compile_seconds if trial.measured is not None else 0.0
+    compiled = f"compiled in {words.seconds(compiling)}" if compiling >= SHOWN else ""
+    parts = [f"trial {trial.number:>3}  {trial.name}", numbers, compiled, verdict, trial.message]
     if best is not None and best.number == trial.number:
         parts.append("best so far")
     return "  ".join(p for p in parts if p)

@@ -100,6 +100,7 @@ def apply(
         settings = plan.settings
         guard.planned = (_whole(settings.get("batch_size")), _whole(settings.get("seq_len")))
         guard.warnings = other_steps(plan)
+        guard.unlike_model = "model" in guard.warnings
         guard.blocks = tuple(u.name for u in discover_units(model) if u.role == "block")
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)

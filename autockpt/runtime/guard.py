@@ -21,6 +21,7 @@ class GuardState(Attachment):
 
     ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known; ``warnings``
     are for how the model's steps turn out to be compiled, until that is known; ``blocks`` are its layers' names.
+    ``unlike_model``: one of these warnings is for a model that is compiled as a whole.
     """
 
     def __init__(self, flagged: Iterable[str]) -> None:
@@ -29,6 +30,7 @@ class GuardState(Attachment):
         self.listeners: list[ForwardListener] = []
         self.planned: tuple[int | None, int | None] = (None, None)
         self.warnings: dict[CompileMode | None, str] = {}
+        self.unlike_model = False
         self.blocks: tuple[str, ...] = ()
 
     def watched(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -49,7 +51,10 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
         refuse_native(watched, path)
     _warn_of_larger_batch(state, args, kwargs)
     if torch.compiler.is_dynamo_compiling():
-        _is_compiled(state)  # and nothing of the state is read here: the compiler would guard on what is then set
+        # The compiler guards on a state that is handed on, so that every attaching would be compiled anew; and nothing
+        # that is then set is read here, because it would guard on that, too.
+        if state.unlike_model:
+            _is_compiled(state)
     elif state.warnings:
         _warn_of_other_steps(state, compiled_as(module, state.blocks))
     for listener in state.listeners:

@@ -20,6 +20,7 @@ from autockpt.policies import (
     attached_to,
     flagged_modules,
     place,
+    put_back,
     refuse_native,
     refuse_wrappers,
     take_off,
@@ -84,6 +85,23 @@ class Session:
         """
         while self._placed:
             take_off(*self._placed.pop())
+
+    def set_aside(self) -> None:
+        """As ``remove``, but to be put back."""
+        for module, forward in reversed(self._placed):
+            take_off(module, forward)
+
+    def put_back(self) -> None:
+        """Attach again what was set aside, the very same objects: a compiler finds the code that it made for them.
+
+        Raises ConflictError where something else is attached now.
+        """
+        try:
+            for module, forward in self._placed:
+                put_back(module, forward)
+        except ConflictError:
+            self.set_aside()
+            raise
 
     def __enter__(self) -> Session:
         return self

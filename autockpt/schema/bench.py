@@ -56,11 +56,12 @@ class BenchRequest(Data):
 
 
 class SearchCost(Data):
-    """What it took to find a plan. Wall seconds; ``measured_seconds`` of them were real steps."""
+    """What it took to find a plan. Wall seconds; so many of them were real steps and, where compiled, compiling."""
 
     trials: int
     seconds: float
     measured_seconds: float
+    compile_seconds: float = 0.0
 
 
 class BenchRow(Data):
@@ -77,9 +78,8 @@ class BenchRow(Data):
     message: str = Field(default="", description="why there is no number, in one line")
     peak_bytes: int | None = None
     gradients: str = Field(default="", description="what the comparison with plain training said")
-    first_seconds: float | None = Field(
-        default=None, description="until its first steps were done: compiling, above all"
-    )
+    first_seconds: float | None = Field(default=None, description="until its first steps were done")
+    compile_seconds: float | None = Field(default=None, description="of these: compiling, where anything was")
     budget: str | None = Field(default=None, description="of a plan that was searched for: the budget as asked")
     search: SearchCost | None = None
 
@@ -113,9 +113,11 @@ class Duel(Data):
 
 
 class BudgetResult(Data):
-    """Who is ahead at one budget among the eager methods whose measured peak fits it. ``duels``: the fastest first."""
+    """Who is ahead at one budget among the methods of a group whose measured peak fits it: ``peer``, a way of ours,
+    against each of the others. ``duels``: the fastest first."""
 
     budget: ResolvedBudget
+    peer: str = "autockpt"
     ours: str | None = Field(default=None, description="key of our plan's row; None: there is none that fits")
     note: str = ""
     duels: tuple[Duel, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,7 @@ from autockpt.tuning.engine import Found
 from autockpt.tuning.inexact import Settled
 from autockpt.tuning.job import Clock, Job
 from autockpt.tuning.outcome import make_plan, scored_rows
-from autockpt.tuning.scoring import RealSteps, confirmation
+from autockpt.tuning.scoring import COMPILING, STEPS, RealSteps, confirmation
 from autockpt.tuning.stages import enter_run, job_of, kept, outcome_of, uniform_plans
 
 IN_GRAPHS = ("save", "recompute")
@@ -144,9 +145,15 @@ def _found(
         notes += said
         plan = _plan(job, mode, tracer, measurer, found, rows, (*notes, _NOT_PREDICTED), elsewise)
         run.write_plan(plan)
-    compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
-    stages = (*clock.stages, StageTime(name="compiling", seconds=compiling, part=True))
+    stages = _compiling_apart(clock.stages, found)
     return outcome_of(job, found, rows, plan, info, run, source="measured", stages=stages, notes=notes)
+
+
+def _compiling_apart(stages: Sequence[StageTime], found: Found) -> tuple[StageTime, ...]:
+    """The stages with what compiling took taken out of the measured steps that it preceded."""
+    compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
+    steps = [s.model_copy(update={"seconds": s.seconds - compiling}) if s.name == STEPS else s for s in stages]
+    return (*steps, StageTime(name=COMPILING, seconds=compiling, part=True))
 
 
 def _plan(
@@ -197,4 +204,5 @@ def _graphs(found: Found) -> list[str]:
     if found.best is None or found.best.measured is None:
         return []
     graphs = found.best.measured.graphs
-    return [f"the plan's steps are compiled to {graphs} graph{'s' if graphs != 1 else ''} (with a backward each)"]
+    said = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
+    return [f"the plan's steps are compiled to {said}"]

@@ -23,12 +23,13 @@ from autockpt.schema import (
     format_bytes,
 )
 from autockpt.schema.choices import CompileBudget
-from autockpt.schema.known import NONE, known_plans
+from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.space import Knob
 from autockpt.tuning.book import Book, Score
 from autockpt.tuning.engine import Found
+from autockpt.tuning.finals import BATCH
 from autockpt.tuning.job import Clock, Limits
-from autockpt.tuning.scoring import MOST_REPEATS, RealSteps
+from autockpt.tuning.scoring import FINALISTS, MOST_REPEATS, RealSteps
 from autockpt.tuning.splits import RUNS_AGAIN, SAVES, Cost, Split, from_knobs, proposals, to_knobs
 from autockpt.tuning.study import Study
 
@@ -38,8 +39,17 @@ EagerPlans = Callable[[float], Plans]  # the budget's place between these two, f
 
 FRACTIONS = (0.8, 0.6, 0.4, 0.2)
 """Budgets that are measured for all layers alike before anything else."""
+FINALS_SHARE = 0.2
+"""Of the time limit, at most, is kept for the finals."""
 ANSWERING = 5.0
 """Seconds that a worker gets at least before it is ended at the time limit."""
+_LONGER = (
+    "Allow more --timeout or --trials; what was compiled and measured is kept, and the same command goes on from it."
+)
+_COMPILING = {
+    "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
+    "model": "Every plan is compiled as a whole, which takes a while; later runs find it.",
+}
 
 
 @dataclass
@@ -67,24 +77,27 @@ class CompiledEngine:
     def __post_init__(self) -> None:
         self.book = Book(self.run)
         self.listener = self.clock.listener
-        self.known: dict[str, dict[str, Choice]] = known_plans(self.layers, self.kinds)
         self.budgets = "recompute" in self.kinds
+        self.known: dict[str, dict[str, Choice]] = known_plans(self.layers, self.kinds)
+        if self.mode == "model":  # where every plan is compiled anew, one that is seldom good is not worth it
+            self.known.pop(EVERY_2, None)
         self.notes: list[str] = []
         self.stopped = ""
         self.budget: ResolvedBudget | None = None
-        self.patience = self.measurer.patience
 
     def search(self) -> Found:
         """Measure until the trials, the time or the ideas are used up. Raises InfeasibleError where nothing fits."""
         best, interrupted = None, False
         try:
             study = Study(_space(self.mode), {}, name="compiled", storage=self.storage, seed=self.limits.seed)
+            self.listener.note(_COMPILING[self.mode])
             with self.clock.stage("baselines", len(self.known) + len(FRACTIONS)):
                 self._baselines()
             self.budget = self._resolved()
             if self.binding:
                 with self.clock.stage("search", max(0, self.limits.trials - self.book.spent)):
-                    for name, choices in {**self.seeds, **self.eager(self._share)}.items():
+                    plans = {} if self._enough(0) else {**self.seeds, **self.eager(self._share)}
+                    for name, choices in plans.items():
                         if not self._enough(0) and self.book.find(dict(choices)) is None:
                             self._try(dict(choices), name, "seed")
                     self._search(study)
@@ -95,7 +108,7 @@ class CompiledEngine:
                 best = self.book.find(self.known[NONE])
         except KeyboardInterrupt:
             interrupted, self.stopped = True, "interrupted; everything measured so far is kept"
-            if self.budget is None and self.book.find(self.known[NONE]) is not None:
+            if self.budget is None and self.book.find(self.known[NONE]) is not None and not self._unknown:
                 self.budget = self._resolved()
             best = self.book.best
         if self.budget is None:
@@ -125,13 +138,29 @@ class CompiledEngine:
         return min((t.measured.peak_bytes for t in self.book.trials if t.measured is not None), default=0)
 
     @property
+    def _leanest(self) -> int:
+        """Peak of recomputing everything, with which every run begins, so that all mean the same budget.
+
+        The least peak there is where that does not run.
+        """
+        trial = self.book.find(self.known.get(ALL, {}))
+        return trial.measured.peak_bytes if trial is not None and trial.measured is not None else self._smallest
+
+    @property
+    def _unknown(self) -> bool:
+        """Whether the budget is a share of a range whose lean end was not tried yet."""
+        if ALL not in self.known or self.book.find(self.known[ALL]) is not None:
+            return False
+        return self.resolve(self._smallest, 0).bytes != self.resolve(self._smallest, self._smallest).bytes
+
+    @property
     def _share(self) -> float:
         """Where the budget lies between the leanest plan and saving everything, both compiled."""
         none = self.book.find(self.known[NONE])
         assert self.budget is not None
-        if none is None or none.measured is None or none.measured.peak_bytes <= self._smallest:
+        if none is None or none.measured is None or none.measured.peak_bytes <= self._leanest:
             return 1.0
-        return (self.budget.bytes - self._smallest) / (none.measured.peak_bytes - self._smallest)
+        return (self.budget.bytes - self._leanest) / (none.measured.peak_bytes - self._leanest)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -154,8 +183,14 @@ class CompiledEngine:
         none = self.book.find(self.known[NONE])
         if self._smallest == 0:
             raise self._failure()
+        if self._unknown:
+            raise MeasurementError(
+                "the budget is a share of what activations take, which is not known before recomputing everything was "
+                f"measured: {self.stopped}",
+                remedy=_LONGER,
+            )
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
-        budget = self.resolve(top, self._smallest)
+        budget = self.resolve(top, self._leanest)
         self.book.judge(budget.bytes)
         return budget
 
@@ -171,7 +206,9 @@ class CompiledEngine:
                 f"no compiled step runs on this device: {said[-1].message}",
                 remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
             )
-        why = said[0].message if said else self.stopped
+        if not said:
+            return MeasurementError(f"no compiled step could be measured: {self.stopped}", remedy=_LONGER)
+        why = said[0].message
         return MeasurementError(f"no compiled step could be measured: {why}", remedy="Search without --compile.")
 
     def _infeasible(self) -> InfeasibleError:
@@ -188,9 +225,9 @@ class CompiledEngine:
     def _try(self, choices: dict[str, Choice], name: str, encoding: str, split: Split | None = None) -> Trial | None:
         """Measure a plan; one that the compiler refuses is a trial that failed. None where time ran out over it."""
         limit = self.budget.bytes if self.budget is not None else None
-        self.measurer.patience = min(self.patience, max(ANSWERING, self._seconds_left))
         try:
-            score = self.scorer.score(choices, Prediction(peak_bytes=0, step_seconds=self._typical), limit)
+            with self.measurer.within(max(ANSWERING, self._seconds_left)):
+                score = self.scorer.score(choices, Prediction(peak_bytes=0, step_seconds=self._typical), limit)
         except ConflictError as error:
             score = Score("failed", message=error.message)
             if self.budgets and "190758" in error.message:
@@ -204,8 +241,6 @@ class CompiledEngine:
             if self._seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
                 self.notes.append(f"{name} was not compiled and measured by the time limit")
                 return None
-        finally:
-            self.measurer.patience = self.patience
         parameters = None if split is None else split.parameters
         trial = self.book.write(choices, name, encoding, score, elapsed=self.clock.elapsed, parameters=parameters)
         self.listener.trial(trial, self.book.best)
@@ -264,7 +299,7 @@ class CompiledEngine:
 
     def _enough(self, repeats: int) -> bool:
         """Whether the search should end; ``stopped`` then says why."""
-        if used_up := self.limits.used_up(self.book.spent, self.clock):
+        if used_up := self.limits.used_up(self.book.spent, self.clock, self._for_finals):
             self.stopped = used_up
         elif repeats >= MOST_REPEATS:
             self.stopped = "the space offers no further plan"
@@ -274,15 +309,34 @@ class CompiledEngine:
     def _seconds_left(self) -> float:
         return self.limits.seconds_left(self.clock)
 
+    @property
+    def _for_finals(self) -> float:
+        """Seconds of the time limit in which no plan is begun, so that the best are still measured side by side."""
+        if self.budget is None or self.limits.timeout is None:
+            return 0.0
+        turns = 2 * BATCH * (FINALISTS + len(self._beside()))
+        return min(turns * (self._typical or 0.0), FINALS_SHARE * self.limits.timeout)
+
+    def _beside(self) -> list[Trial]:
+        """Plans to be timed with the finalists: saving everything, and the fastest of the well-known ones that fits."""
+        tried = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
+        none = [trial for trial in tried if trial.measured is not None and trial.name == NONE]
+        return none + sorted((t for t in tried if t.feasible and t not in none), key=lambda t: t.score_seconds)[:1]
+
     def _finals(self) -> Trial | None:
-        if self._seconds_left <= 0:
-            self.notes.append("the time limit left no room to measure the best plans side by side")
-            return self.book.best
-        beside = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
+        """The best plan by steps side by side; where time runs out over them, the best by those it was tried with."""
         assert self.budget is not None
-        best = self.scorer.winner(self.book, beside, self.budget.bytes, max(self._seconds_left, 0.0))
-        self.notes.extend(self.scorer.notes)
-        return best
+        if self._seconds_left > 0:
+            try:  # plans of an earlier run are compiled here first
+                with self.measurer.within(max(ANSWERING, self._seconds_left)):
+                    best = self.scorer.winner(self.book, self._beside(), self.budget.bytes, self._seconds_left)
+                self.notes.extend(self.scorer.notes)
+                return best
+            except MeasurementError:
+                if self._seconds_left > 0:
+                    raise
+        self.notes.append("the time limit left no room to measure the best plans side by side")
+        return self.book.best
 
 
 def _fraction(choice: Choice) -> float | None:

@@ -26,11 +26,14 @@ class Limits:
         """Of the time limit, which holds for the whole search, tracing and profiling included; infinite without one."""
         return math.inf if self.timeout is None else self.timeout - clock.elapsed
 
-    def used_up(self, spent: int, clock: Clock) -> str:
-        """Which limit is reached, in words; empty where none is. ``spent`` are the trials so far."""
+    def used_up(self, spent: int, clock: Clock, reserved: float = 0.0) -> str:
+        """Which limit is reached, in words; empty where none is. ``spent`` are the trials so far.
+
+        ``reserved`` seconds of the time limit are for something else.
+        """
         if spent >= self.trials:
             return f"all {self.trials} trials are used"
-        if self.seconds_left(clock) <= 0:
+        if self.seconds_left(clock) <= reserved:
             return f"the time limit of {self.timeout:g} s was reached"
         return ""
 

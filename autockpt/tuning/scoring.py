@@ -24,6 +24,8 @@ FINALISTS = 3
 FINAL_SECONDS = 30.0
 CONFIRMING_STEPS = 20
 MOST_REPEATS = 12
+STEPS, COMPILING = "measured steps", "compiling"
+"""What a search's real steps took, and what compiling them did."""
 
 Choices = Mapping[str, Choice]
 Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
@@ -106,7 +108,7 @@ class RealSteps:
         """Real steps; running out of memory is a result."""
         cycles = SECONDS_PER_TRIAL / max(predicted.step_seconds or 1.0, 1e-3)
         try:
-            with self.clock.part("measured steps"):
+            with self.clock.part(STEPS):
                 if self.pairing is None:
                     steps = max(3, min(10, round(cycles)))
                     return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
@@ -135,7 +137,7 @@ class RealSteps:
         others = [t for n in beside if (t := book.trials[n.number]).measured and t.number not in playing]
         fitting = [t for t in others if t.feasible and not (self.pairing and _surely_slower(t, finalists[0]))]
         extra = [t for t in others if t not in fitting and (self.pairing is None or self.pairing.is_standard(t))]
-        with self.clock.part("measured steps"):
+        with self.clock.part(STEPS):
             final = play([*finalists, *fitting], extra, self._side_by_side, seconds=min(FINAL_SECONDS, seconds))
         self._put_right(book, [t for t in others if t.number not in final.times], final)
         for number in final.times:
@@ -166,7 +168,7 @@ class RealSteps:
     def _confirmed(self, book: Book, winner: Trial, budget_bytes: int) -> Trial:
         """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""
         assert self.confirm is not None and winner.measured is not None
-        with suppress(DeviceOutOfMemory), self.clock.part("measured steps"):
+        with suppress(DeviceOutOfMemory), self.clock.part(STEPS):
             again = self.confirm(winner.choices, budget_bytes, CONFIRMING_STEPS)
             if again.peak_bytes <= budget_bytes:
                 peak = max(again.peak_bytes, winner.measured.peak_bytes)

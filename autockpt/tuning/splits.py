@@ -46,8 +46,8 @@ class Split:
         return {"lean": self.lean, "rich": self.rich, "count": self.count}
 
     def __str__(self) -> str:
-        rest = str(option(self.rich))
-        return f"{self.count} {option(self.lean)}, then {rest}" if self.count else rest
+        rest = named(self.rich)
+        return f"first {self.count} {named(self.lean)}, then {rest}" if self.count else rest
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,12 @@ def option(fraction: float) -> Choice:
     if fraction <= RUNS_AGAIN:
         return RECOMPUTE
     return SAVE if fraction >= SAVES else CompileBudget(fraction=fraction)
+
+
+def named(fraction: float) -> str:
+    """The choice that keeps this share, in words."""
+    choice = option(fraction)
+    return f"budget {fraction:g}" if isinstance(choice, CompileBudget) else choice.kind
 
 
 def from_knobs(parameters: Mapping[str, float | int | str], mode: CompileMode, layers: int) -> Split:

@@ -62,6 +62,18 @@ def test_a_plan_over_the_budget_is_not_ours_to_claim() -> None:
     assert result.ours is None and "over the budget" in result.note and not result.duels
 
 
+def test_compiled_plans_of_ours_are_judged_among_the_compiled() -> None:
+    own = "autockpt compiled layers"
+    compiled = BenchRow(key=f"{own} 60%", peer=own, group="compiled", state="measured", peak_bytes=55, budget="60%")
+    lean = row("compiled 1", setting={"budget": 0.2}, peak_bytes=59).model_copy(update={"key": "compiled 0.2"})
+    seconds = SECONDS | {compiled.key: 0.6, lean.key: 0.7}
+    eager, ours = results_of([*ROWS, compiled, lean], rounds(12, seconds=seconds), [BUDGET], within=0.005)
+    assert eager.peer == "autockpt" and eager.compiled == compiled.key
+    assert not {compiled.key, lean.key} & {d.rival for d in eager.duels}
+    assert ours.peer == own and ours.ours == compiled.key and ours.compiled is None
+    assert [(d.rival, d.verdict) for d in ours.duels] == [("compiled 0.2", "faster")]
+
+
 def test_failed_rows_are_no_rivals() -> None:
     rows = [row(key, **({"state": "failed"} if key == "quick" else {})) for key in PEAKS]
     (result,) = results_of(rows, rounds(12), [BUDGET], within=0.005)

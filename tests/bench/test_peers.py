@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autockpt.bench import worker
-from autockpt.bench.peers import PEERS, Context
+from autockpt.bench.peers import OUR_OWN, PEERS, Context
 from autockpt.bench.peers.by_layer import spread
 from autockpt.bench.peers.by_op import policy
 from autockpt.bench.peers.sac_ilp import policy as policy_by_name
@@ -41,15 +41,18 @@ def settings_of(name: str, runner: StepRunner) -> list[Any]:
     assert "failed" not in answer, answer
     if name == "torch.compile":
         return [[f"{b}", {"budget": b, "backend": "aot_eager_decomp_partition"}] for b in (1.0, 0.2)]
-    if name == "autockpt":
-        return [["70%", {"choices": {u.name: "recompute" for u in units}}]]
+    if name == "recompute all compiled":
+        return [["", {"backend": "aot_eager_decomp_partition"}]]
+    if name in OUR_OWN:
+        choices = {u.name: "recompute" for u in units}
+        return [["70%", {"choices": choices, "backend": "aot_eager_decomp_partition"}]]
     return answer["settings"]
 
 
 @pytest.mark.parametrize("name", list(PEERS))
 def test_gradients_are_those_of_plain_training_and_detaching_restores(name: str, runner: StepRunner) -> None:
     # what only a device without a need for it lacks can be tried all the same, and a backend that needs no compiler
-    if name != "torch.compile" and PEERS[name].missing("cuda"):
+    if PEERS[name].group != "compiled" and PEERS[name].missing("cuda"):
         pytest.skip(PEERS[name].missing("cuda"))
     model = runner.workload.model
     before = {path: dict(vars(module)) for path, module in model.named_modules()}

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from autockpt.bench import run, run_bench
+from autockpt.bench.peers import OUR_OWN
+from autockpt.bench.peers import PEERS as PEERS_TABLE
+from autockpt.bench.run import taking_part
 from autockpt.bench.store import BenchDirectory
 from autockpt.errors import InfeasibleError, RunDirectoryError, UsageError
 from autockpt.schema import WorkloadSpec, load_space, parse_budget
@@ -68,6 +71,31 @@ def test_every_row_is_measured_in_turns_or_says_why_not(here: HereMeasurer, tmp_
     assert small.ours is None and large.ours == "autockpt 99%"
     assert "save everything" not in {d.rival for d in large.duels} and large.duels[0].ratio.rounds == 3
     assert not report.interrupted
+
+
+def test_compiled_plans_of_ours_are_searched_for_where_they_are_named(
+    here: HereMeasurer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[str | None] = []
+
+    def search(request: Any, budget: Any, out: Any, listener: Any, compile: str | None = None) -> Any:
+        modes.append(compile)
+        raise InfeasibleError("not tried")
+
+    monkeypatch.setattr(run, "search_for", search)
+    monkeypatch.setattr(OUR_OWN["autockpt compiled layers"], "missing", lambda kind: "", raising=False)
+    report = run_bench(request(tmp_path, peers=("autockpt", "autockpt compiled layers")))
+    assert modes == [None, None, "layers", "layers"]
+    assert {line.row.group for line in report.lines if line.row.peer == "autockpt compiled layers"} == {"compiled"}
+    assert [result.peer for result in report.budgets] == ["autockpt", "autockpt compiled layers"] * 2
+
+
+def test_compiled_plans_of_ours_take_part_only_where_they_are_named() -> None:
+    assert {name for name in taking_part(None) if PEERS_TABLE[name].group == "compiled"} == {
+        "torch.compile",
+        "recompute all compiled",
+    }
+    assert taking_part(("autockpt compiled model",)) == ["save everything", "autockpt compiled model"]
 
 
 def test_what_is_written_can_be_read(here: HereMeasurer, tmp_path: Path) -> None:

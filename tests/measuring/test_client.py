@@ -163,6 +163,18 @@ def test_silence_is_ended_after_the_stated_time_and_signs_of_life_renew_it(stand
     assert pid_of(stand_in) != first
 
 
+def test_signs_of_life_do_not_renew_a_time_limit(stand_in):
+    first = pid_of(stand_in)
+    begin = time.monotonic()
+    with stand_in.within(1.5):
+        assert stand_in.call("autockpt.probe:pid", {"beats": 1})["pid"] == first
+        with pytest.raises(MeasurementError, match="at the time limit"):
+            stand_in.call("autockpt.probe:pid", {"beats": 600})
+    assert time.monotonic() - begin < 20
+    assert ends(first)
+    assert stand_in.call("autockpt.probe:pid", {"beats": 4})["pid"] != first, "afterwards there is no limit"
+
+
 def test_a_frozen_worker_does_not_hang_a_large_request(stand_in):
     assert stand_in.call("autockpt.probe:pid", {"x": "y" * 300_000})["length"] > 300_000
     os.kill(pid_of(stand_in), signal.SIGSTOP)

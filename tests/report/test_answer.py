@@ -79,6 +79,11 @@ def test_narrow_screens_show_predictions_beneath() -> None:
     assert "predicted 441 MiB" in lines[ours + 1] and "451 ms" in lines[ours + 1]
 
 
+def test_where_nothing_is_predicted_there_is_no_column_for_it() -> None:
+    rows = tuple(r.model_copy(update={"predicted": None}) for r in outcome().rows)
+    assert "predicted" not in printed(outcome(rows=rows), 160)
+
+
 def test_save_everything_that_does_not_fit_says_so() -> None:
     text = printed(outcome(none_fits=False), 80)
     assert "OOM" in cells(text, "none") and "does not fit" in cells(text, "none")

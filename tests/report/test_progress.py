@@ -24,6 +24,14 @@ def test_elsewhere_there_is_a_line_per_trial() -> None:
     assert "448 ms ±0.8 %, 441 MiB  fits  best so far" in text and "~451 ms, 441 MiB  out of memory" in text
 
 
+def test_compiling_is_said_apart_from_the_step() -> None:
+    known = trial(0).measured
+    assert known is not None
+    compiled = trial(0, measured=known.model_copy(update={"compile_seconds": 35.3}))
+    assert "441 MiB  compiled in 35.3 s" in describe_trial(compiled, None)
+    assert "compiled" not in describe_trial(trial(0), None)
+
+
 def test_every_end_of_a_trial_has_words() -> None:
     def said(**changes: object) -> str:
         return describe_trial(trial(4, **changes), None)

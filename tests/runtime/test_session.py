@@ -58,6 +58,22 @@ def test_twice_is_a_conflict_and_leaves_the_first_in_place():
             pass
 
 
+def test_what_was_set_aside_is_put_back_by_the_same_objects():
+    model = LLAMA.make()
+    session = attach(model, {layers()[0]: RECOMPUTE, layers()[1]: OFFLOAD})
+    forwards = {path: m.__dict__["forward"] for path, m in model.named_modules() if "forward" in m.__dict__}
+    session.set_aside()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    with attach(model, {layers()[2]: RECOMPUTE}), pytest.raises(ConflictError, match="another forward"):
+        session.put_back()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    session.put_back()
+    assert {p: m.__dict__["forward"] for p, m in model.named_modules() if "forward" in m.__dict__} == forwards
+    assert_equal(train(model, LLAMA), plain(LLAMA))
+    session.remove()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
 def test_unknown_names_and_choices_inside_one_another():
     model = LLAMA.make()
     with pytest.raises(PlanError, match=r"model\.layers\.7"):

@@ -38,7 +38,7 @@ def random_plan(model: nn.Module, units: Sequence[Unit], seed: int) -> dict[str,
         before: Choice | None = None
         for block in blocks:
             parts = inside.get(block.name, [])
-            if before is not None and before.kind != "selective" and generator.random() < 1 / 3:
+            if before is not None and not isinstance(before, Remake | Selective) and generator.random() < 1 / 3:
                 drawn[block.name] = before
                 continue
             for unit in parts if parts and generator.random() < 1 / 3 else [block]:
@@ -53,6 +53,9 @@ def _choice(module: nn.Module, generator: random.Random, segment: Segment) -> Ch
         return segment
     if not isinstance(choice, Remake | Selective) or generator.random() < 1 / 3:
         return choice
+    if isinstance(choice, Remake) and generator.random() < 1 / 3:
+        parts = [path for path, inner in module.named_modules() if path and not isinstance(inner, nn.ModuleList)]
+        return choice.model_copy(update={"keep": ("**",), "within": tuple(generator.sample(parts, min(1, len(parts))))})
     heavy = [path for path, inner in module.named_modules() if path and type(inner).__name__ in _HEAVY]
     candidates = [*heavy, ATTENTION]
     keep = tuple(generator.sample(candidates, generator.randint(1, min(_MOST_KEPT, len(candidates)))))

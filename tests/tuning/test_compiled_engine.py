@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,11 +25,15 @@ class MadeUpCompiler:
     """Layers of 100 bytes and 1 second; what is not saved takes up to half a second more. A budget of 0.2 takes more
     bytes than one of 0.6, as PyTorch's may. ``says`` is what the compiler makes of a plan before it is run."""
 
-    patience = 1800.0
-
     def __init__(self, says: Any = None) -> None:
         self.says = says or (lambda choices: None)
         self.measured: list[dict[str, Choice]] = []
+        self.bounds: list[float] = []
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        self.bounds.append(seconds)
+        yield
 
     def costs(self, choices: Mapping[str, Choice]) -> tuple[int, float]:
         peak, seconds = 200, 0.0
@@ -155,10 +160,8 @@ def test_what_does_not_fit_says_how_much_is_needed():
 
 def test_compiling_ends_at_the_time_limit_and_what_was_measured_counts():
     compiler = MadeUpCompiler()
-    patience: list[float] = []
 
     def says(choices: Mapping[str, Choice]) -> None:
-        patience.append(compiler.patience)
         if len(compiler.measured) == 3:
             compiler.clock_ran_out()  # type: ignore[attr-defined]
             raise MeasurementError("silent")
@@ -171,9 +174,93 @@ def test_compiling_ends_at_the_time_limit_and_what_was_measured_counts():
         patched.setattr(Clock, "elapsed", property(lambda self: late[0]))
         found = search(compiler, "60%act", timeout=100.0)
     assert Clock.elapsed is began
-    assert max(patience) <= 100.0 and compiler.patience == MadeUpCompiler.patience
+    assert compiler.bounds and max(compiler.bounds) <= 100.0
     assert len(found.trials) == 2 and "time limit" in found.stopped
     assert any("was not compiled" in note for note in found.notes)
+
+
+def test_time_that_runs_out_over_the_finals_costs_nothing_but_them():
+    compiler = MadeUpCompiler()
+    late = [0.0]
+
+    def compare(plans: Any, *, rounds: int = 5) -> Any:
+        late[0] = 1000.0
+        raise MeasurementError("ended at the time limit")
+
+    compiler.compare = compare  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "elapsed", property(lambda self: late[0]))
+        found = search(compiler, "60%act", timeout=100.0)
+    fitting = [t for t in found.trials if t.feasible and t.measured is not None]
+    assert found.best == min(fitting, key=lambda t: t.score_seconds)
+    assert any("no room" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("budget", "said"), [("60%act", "share of what activations take"), ("90%", "")])
+def test_a_range_of_which_one_end_was_measured_is_no_budget(budget: str, said: str):
+    compiler = MadeUpCompiler()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "elapsed", property(lambda self: 1000.0 * len(compiler.measured)))
+        if said:
+            with pytest.raises(MeasurementError, match=said) as caught:
+                search(compiler, budget, timeout=100.0)
+            assert "--timeout" in str(caught.value.remedy)
+        else:
+            with pytest.raises(InfeasibleError):
+                search(compiler, budget, timeout=100.0)
+    assert len(compiler.measured) == 1
+
+
+def test_time_that_is_up_before_the_first_plan_is_the_reason():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "elapsed", property(lambda self: 1000.0))
+        with pytest.raises(MeasurementError, match="time limit") as caught:
+            search(MadeUpCompiler(), "60%act", timeout=100.0)
+    assert "--timeout" in str(caught.value.remedy)
+
+
+def test_time_is_kept_for_the_finals():
+    compiler = MadeUpCompiler()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "elapsed", property(lambda self: float(len(compiler.measured) * 10)))
+        found = search(compiler, "60%act", timeout=130.0, trials=40)
+    assert "time limit" in found.stopped
+    assert len(found.trials) < 13 and not any("no room" in note for note in found.notes)
+
+
+def test_few_plans_are_timed_beside_the_finalists():
+    compiler = MadeUpCompiler()
+    took_part: list[int] = []
+    compare = compiler.compare
+
+    def counting(plans: Any, *, rounds: int = 5) -> Any:
+        took_part.append(len(plans))
+        return compare(plans, rounds=rounds)
+
+    compiler.compare = counting  # type: ignore[method-assign]
+    search(compiler, "60%act")
+    assert took_part and max(took_part) <= 5
+
+
+def test_a_leaner_plan_that_was_found_does_not_move_the_budget(tmp_path):
+    def enter() -> RunDirectory:
+        return RunDirectory.enter(tmp_path, {"q": 1}, model="m", device="cpu", budget="60%act")
+
+    lean = {name: CompileBudget(fraction=0.05) for name in NAMES}
+
+    class Odd(MadeUpCompiler):
+        def costs(self, choices: Mapping[str, Choice]) -> tuple[int, float]:
+            peak, seconds = super().costs(choices)
+            return (100 if choices == lean else peak), seconds
+
+    first = search(Odd(), "60%act", run=enter(), eager=lambda share: {"odd": lean})
+    assert any(t.measured is not None and t.measured.peak_bytes == 100 for t in first.trials)
+    assert search(Odd(), "60%act", run=enter()).budget.bytes == first.budget.bytes
+
+
+def test_with_one_graph_the_plan_that_alternates_is_not_compiled():
+    names = {t.name for t in search(MadeUpCompiler(), "60%act", "model").trials}
+    assert "every-2" not in names and {"none", "recompute all"} <= names
 
 
 def test_a_second_run_takes_the_trials_of_the_first_over(tmp_path):

@@ -20,6 +20,12 @@ def linear(split: Split) -> Cost:
     return Cost(round(100 + 10 * kept), 20 - kept)
 
 
+def test_splits_are_named_in_words():
+    assert str(Split(0.4, 0.8, 3)) == "first 3 budget 0.4, then budget 0.8"
+    assert str(Split(0.0, 1.0, 2)) == "first 2 recompute, then save"
+    assert str(Split(0.55, 0.55, 0)) == "budget 0.55"
+
+
 def test_a_split_is_a_plan():
     assert Split(0.0, 1.0, 3).choices(NAMES) == {n: RECOMPUTE if i < 3 else SAVE for i, n in enumerate(NAMES)}
     assert all(c == CompileBudget(fraction=0.4) for c in Split(0.4, 0.4, 0).choices(NAMES).values())

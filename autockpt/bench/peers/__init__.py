@@ -3,8 +3,8 @@
 from autockpt.bench.peers.base import OURS, PLAIN, Context, Detach, Peer, Setting
 from autockpt.bench.peers.by_layer import EveryNth, FirstK, Plain, RecomputeAll
 from autockpt.bench.peers.by_op import OpSets
-from autockpt.bench.peers.compiled import MemoryBudget
-from autockpt.bench.peers.ours import Ours
+from autockpt.bench.peers.compiled import MemoryBudget, RecomputeAllCompiled
+from autockpt.bench.peers.ours import Ours, OursInCompiledLayers, OursInCompiledModel
 from autockpt.bench.peers.sac_ilp import SacIlp
 from autockpt.bench.peers.save_on_cpu import SaveOnCpu
 
@@ -19,8 +19,12 @@ PEERS: dict[str, Peer] = {
         SaveOnCpu(),
         SacIlp(),
         MemoryBudget(),
+        RecomputeAllCompiled(),
         Ours(),
+        OursInCompiledLayers(),
+        OursInCompiledModel(),
     )
 }
+OUR_OWN: dict[str, Ours] = {name: peer for name, peer in PEERS.items() if isinstance(peer, Ours)}
 
-__all__ = ["OURS", "PEERS", "PLAIN", "Context", "Detach", "Peer", "Setting"]
+__all__ = ["OURS", "OUR_OWN", "PEERS", "PLAIN", "Context", "Detach", "Peer", "Setting"]

@@ -47,12 +47,13 @@ class Peer(Protocol):
     """One way of doing it, the way its own documentation says.
 
     ``exact``: gradients are those of plain training bit for bit, else within rounding. ``group``: rows are timed
-    together but judged within their group only.
+    together but judged within their group only. ``by_name_only``: not among those that take part where none is named.
     """
 
     name: ClassVar[str]
     group: ClassVar[Group]
     exact: ClassVar[bool]
+    by_name_only: ClassVar[bool]
 
     def missing(self, device_kind: str) -> str:
         """Why this peer cannot run here (a package, a compiler), in one line; empty where nothing is known."""
@@ -72,6 +73,7 @@ class Always:
 
     group: ClassVar[Group] = "eager"
     exact: ClassVar[bool] = True
+    by_name_only: ClassVar[bool] = False
 
     def missing(self, device_kind: str) -> str:
         return ""

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from types import MethodType
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from autockpt.bench.peers.base import Always, Context, Detach, Setting
+from autockpt.bench.peers.base import Always, Context, Detach, Setting, recomputed
 from autockpt.errors import ConflictError
-from autockpt.measuring.compiled import BACKEND, missing, own_code
+from autockpt.measuring.compiled import BACKEND, Compiler, missing
+from autockpt.schema import Choice, CompileMode
 from autockpt.schema.bench import Group
 from autockpt.workload.names import unwrap
+from autockpt.workload.units import module_of
 
 BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2)
 
-# model -> (backend, budget) -> its compiled forward, so that a turn after the first finds it compiled
-_compiled: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, float], Callable[..., Any]]] = (
-    weakref.WeakKeyDictionary()
-)
+# model -> (peer, how, backend, budget) -> what compiles it, so that a turn after the first finds it compiled
+_Key = tuple[str, CompileMode, str, float]
+_compilers: weakref.WeakKeyDictionary[nn.Module, dict[_Key, Compiler]] = weakref.WeakKeyDictionary()
+# layer -> its forward under recompute: another function every turn would be compiled anew every turn
+_recomputed: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
 class MemoryBudget(Always):
-    """The model's forward compiled as one; 1.0 is what ``torch.compile`` does by itself.
+    """The model compiled as one; 1.0 is what ``torch.compile`` does by itself.
 
     A budget is a share of the bytes that the compiled graph would save, not a peak. Gradients are equal up to rounding.
     """
@@ -42,27 +46,61 @@ class MemoryBudget(Always):
             yield Setting(f"{budget:g}", {"budget": budget, "backend": BACKEND})
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
-        from torch._functorch import config
+        return compiled(model, self.name, "model", None, setting["backend"], setting["budget"])
 
-        budget = setting["budget"]
-        known = _compiled.setdefault(model, {})
-        if (key := (setting["backend"], budget)) not in known:
-            known[key] = torch.compile(own_code(_call), backend=setting["backend"])
-        inner = unwrap(model)
-        if "forward" in inner.__dict__:
-            raise ConflictError("the model has a forward of its own on the instance, which is not compiled here")
-        function = known[key]
+
+class RecomputeAllCompiled(MemoryBudget):
+    """Every layer is recomputed, as ``gradient_checkpointing=True`` of a Trainer does, and the model compiled."""
+
+    name: ClassVar[str] = "recompute all compiled"
+
+    def settings(self, context: Context) -> Iterable[Setting]:
+        yield Setting("", {"backend": BACKEND})
+
+    def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
+        with ExitStack() as stack:
+            for layer in (unwrap(module_of(model, name)) for name in units):
+                stack.callback(_put(layer, _recomputed.setdefault(layer, _recompute(layer))))
+            stack.callback(compiled(model, self.name, "model", None, setting["backend"]))
+            return stack.pop_all().close
+
+
+def _recompute(layer: nn.Module) -> Callable[..., Any]:
+    return partial(recomputed, MethodType(type(layer).forward, layer))
+
+
+def _put(layer: nn.Module, forward: Callable[..., Any]) -> Detach:
+    if "forward" in layer.__dict__:
+        raise ConflictError("a layer has a forward of its own on the instance, which would be left out here")
+    layer.__dict__["forward"] = forward
+    return partial(layer.__dict__.pop, "forward")
+
+
+def compiled(
+    model: nn.Module,
+    peer: str,
+    mode: CompileMode,
+    choices: Mapping[str, Choice] | None,
+    backend: str,
+    budget: float = 1.0,
+) -> Detach:
+    """Attach a plan (None: plain training) and compile the model's calls, under ``activation_memory_budget``.
+
+    What is returned takes both off; what was compiled is kept for the peer's next turn.
+    """
+    from torch._functorch import config
+
+    known = _compilers.setdefault(model, {})
+    if (key := (peer, mode, backend, budget)) not in known:
+        known[key] = Compiler(mode, next(model.parameters()).device.type, backend=backend)
+    with ExitStack() as stack:
         # The budget is read while compiling, and the backward is compiled only when it first runs: it holds throughout.
-        patched = config.patch(activation_memory_budget=budget)
-        patched.__enter__()
-        inner.__dict__["forward"] = partial(function, inner)
-
-        def undo() -> None:
-            inner.__dict__.pop("forward", None)
-            patched.__exit__(None, None, None)
-
-        return undo
+        stack.enter_context(config.patch(activation_memory_budget=budget))
+        stack.enter_context(known[key].attached(model, choices))
+        stack.enter_context(known[key].compiling(model, choices or {}))
+        return stack.pop_all().close
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
+def compile_seconds(model: nn.Module) -> float:
+    """Seconds that compiling took so far, for all rows of this model."""
+    return sum(compiler.seconds for compiler in _compilers.get(model, {}).values())

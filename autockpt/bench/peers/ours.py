@@ -1,4 +1,4 @@
-"""autockpt's own plans: one per budget, each found by a search."""
+"""autockpt's own plans: one per budget, each found by a search; in eager steps and in compiled ones."""
 
 from __future__ import annotations
 
@@ -8,18 +8,53 @@ from typing import Any, ClassVar
 from torch import nn
 
 from autockpt.bench.peers.base import OURS, Always, Context, Detach, Setting
+from autockpt.bench.peers.compiled import compiled
+from autockpt.measuring.compiled import BACKEND, missing
 from autockpt.runtime import attach
-from autockpt.schema import parse_choice
+from autockpt.schema import Choice, CompileMode, parse_choice
+from autockpt.schema.bench import Group
 
 
 class Ours(Always):
     """Attaches ``setting["choices"]``, as ``autockpt.apply`` would."""
 
     name: ClassVar[str] = OURS
+    compile: ClassVar[CompileMode | None] = None
 
     def settings(self, context: Context) -> Iterable[Setting]:
         """None: each takes a search, with a worker of its own (``bench.searching``)."""
         return ()
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
-        return attach(model, {name: parse_choice(choice) for name, choice in setting["choices"].items()}).remove
+        return attach(model, _choices(setting)).remove
+
+
+class OursInCompiledLayers(Ours):
+    """A plan of ``autockpt search --compile layers``: every layer is compiled in place.
+
+    Its searches compile for minutes, so it takes part only where it is named.
+    """
+
+    name: ClassVar[str] = f"{OURS} compiled layers"
+    group: ClassVar[Group] = "compiled"
+    exact: ClassVar[bool] = False
+    by_name_only: ClassVar[bool] = True
+    compile: ClassVar[CompileMode | None] = "layers"
+
+    def missing(self, device_kind: str) -> str:
+        return missing(device_kind)
+
+    def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
+        assert self.compile is not None
+        return compiled(model, self.name, self.compile, _choices(setting), setting.get("backend", BACKEND))
+
+
+class OursInCompiledModel(OursInCompiledLayers):
+    """A plan of ``autockpt search --compile model``: the whole model is compiled as one."""
+
+    name: ClassVar[str] = f"{OURS} compiled model"
+    compile: ClassVar[CompileMode | None] = "model"
+
+
+def _choices(setting: Mapping[str, Any]) -> dict[str, Choice]:
+    return {name: parse_choice(choice) for name, choice in setting["choices"].items()}
