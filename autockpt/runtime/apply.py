@@ -89,6 +89,11 @@ def apply(
     Raises PlanError where the plan is malformed or belongs to another model; ConflictError where it cannot be attached
     safely, or where the check finds a difference.
     """
+    if not isinstance(plan, Plan | str | Path):
+        raise PlanError(
+            f"a {type(plan).__name__} is no plan",
+            remedy="Give a plan file's path or a Plan; autockpt.Plan(choices={'model.layers.0-11': 'recompute'}) makes one.",
+        )
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
     choices = choices_for(model, plan)

@@ -90,6 +90,13 @@ def test_plans_of_another_model_are_refused():
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+@pytest.mark.parametrize("plan", [{"model.layers.0": "recompute"}, None, 3])
+def test_what_is_no_plan_is_said_with_what_is(plan):
+    with pytest.raises(PlanError, match="is no plan") as caught:
+        apply(LLAMA.make(), plan)
+    assert "autockpt.Plan(choices=" in caught.value.remedy
+
+
 def test_a_missing_or_malformed_file(tmp_path):
     with pytest.raises(PlanError):
         apply(LLAMA.make(), tmp_path / "plan.yaml")
