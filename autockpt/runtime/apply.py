@@ -92,7 +92,7 @@ def apply(
     if not isinstance(plan, Plan | str | Path):
         raise PlanError(
             f"a {type(plan).__name__} is no plan",
-            remedy="Give a plan file's path or a Plan, such as autockpt.Plan(choices={'model.layers.0-3': 'recompute'}).",
+            remedy="Give a plan file's path, or a Plan: autockpt.Plan(choices={'model.layers.0': 'recompute'}).",
         )
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
