@@ -1,6 +1,6 @@
 #!/bin/sh
 # Every workload, one after the other; what was measured before is continued. From the checkout's root, with
-# pip install -c constraints.txt -e '.[bench]' and a C++ compiler. One workload alone: sh results/bench_cpu_202611/run.sh llama
+# pip install -c constraints.txt -e '.[bench]' and a C++ compiler. What is committed took fewer peers and rounds: see each command.txt. One workload alone: sh results/bench_cpu_202611/run.sh llama
 set -eu
 here=results/bench_cpu_202611
 small=results/foresight_cpu_202611
@@ -15,7 +15,7 @@ bench() {
 wanted="$*"
 bench llama --model $here/llama.json --batch-size 8 --seq-len 256 --packed
 bench gpt2 --model $here/gpt2.json --batch-size 8 --seq-len 256 --packed
-bench bert --model $small/bert.json --batch-size 8 --seq-len 256 --packed
-bench vit --model $small/vit.json --batch-size 16
+bench bert --model $small/bert.json --batch-size 8 --seq-len 128 --packed
+bench vit --model $small/vit.json --batch-size 8
 bench mixtral --model $small/mixtral.json --batch-size 4 --seq-len 256 --packed
 bench llama_long --model $here/llama_long.json --batch-size 1 --seq-len 2048 --packed
