@@ -69,7 +69,21 @@ class Recompute(_Choice):
     kind: Literal["recompute"] = "recompute"
 
 
-class Selective(_Choice):
+class _NamesParts(_Choice):
+    """A choice whose ``keep`` and ``within`` name modules inside the unit."""
+
+    @field_validator("keep", "within", mode="before", check_fields=False)
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("keep", "within", check_fields=False)
+    @classmethod
+    def _tidy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _tidy(value)
+
+
+class Selective(_NamesParts):
     """Keep the outputs of chosen modules, and run the rest of the unit's forward again in backward.
 
     ``keep`` names modules inside the unit (``mlp.up_proj``) whose matrix products and convolutions are not run again,
@@ -84,16 +98,6 @@ class Selective(_Choice):
     keep: tuple[str, ...] = (EVERYTHING,)
     within: tuple[str, ...] = ()
 
-    @field_validator("keep", "within", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("keep", "within")
-    @classmethod
-    def _tidy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _tidy(value)
-
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if not self.keep and not self.within:
@@ -102,7 +106,7 @@ class Selective(_Choice):
         return self
 
 
-class Remake(_Choice):
+class Remake(_NamesParts):
     """Make what the unit saves again tensor by tensor in backward, each by the ops that made it.
 
     What is saved is dropped where it can be made from what is kept anyway, or from something smaller. ``keep`` names
@@ -114,16 +118,6 @@ class Remake(_Choice):
     kind: Literal["remake"] = "remake"
     keep: tuple[str, ...] = ()
     within: tuple[str, ...] = ()
-
-    @field_validator("keep", "within", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("keep", "within")
-    @classmethod
-    def _tidy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _tidy(value)
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
