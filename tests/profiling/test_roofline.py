@@ -97,41 +97,30 @@ def test_a_type_without_a_rate_is_refused_by_name() -> None:
     assert "t4" in str(caught.value) and "bfloat16" in str(caught.value) and "--dtype" in caught.value.remedy
 
 
-# (batch, m, n, k, TFLOP/s): bf16 products measured on an H100 by OpenXLA (matmul_interpolator_data.h, sm_90)
-PUBLISHED = (
-    (4, 4096, 4096, 4096, 793.1),
-    (2, 4096, 4096, 4096, 807.7),
-    (1, 4096, 4096, 2048, 738.7),
-    (1, 4096, 1024, 4096, 738.5),
-    (2, 2048, 2048, 2048, 717.7),
-    (1, 2048, 4096, 1024, 594.2),
-    (1, 4096, 4096, 512, 543.1),
-    (1, 1024, 2048, 2048, 524.3),
-    (1, 4096, 1024, 1024, 488.1),
-    (2, 4096, 4096, 256, 464.0),
-    (1, 1024, 2048, 1024, 373.3),
-    (1, 4096, 512, 1024, 370.8),
-    (1, 512, 2048, 1024, 232.6),
-    (1, 4096, 1024, 256, 216.5),
-    (1, 256, 4096, 512, 138.1),
-    (1, 512, 512, 2048, 114.7),
-    (1, 256, 1024, 1024, 72.5),
-    (1, 256, 256, 2048, 31.1),
-    (1, 1024, 256, 256, 21.96),
-)
-
-
-def test_products_on_an_h100_as_published() -> None:
-    h100, errors = load_hardware("h100"), []
-    for batch, m, n, k, rate in PUBLISHED:
-        flops, moved = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + k * n + m * n)
-        said = seconds_of_work(h100, Work("matrix", "mm", "bfloat16", flops, moved, m * n, min(m, n, k)))
-        errors.append(abs(said / (flops / (rate * 1e12)) - 1))
-    assert statistics.median(errors) < 0.1 and max(errors) < 0.3
-
-
-# (batch, m, n, k, TFLOP/s): every 30th of the 375 bf16 products that OpenXLA measured, from the fastest to the slowest
+# (batch, m, n, k, TFLOP/s): bf16 products that OpenXLA measured (matmul_interpolator_data.h), from the fastest to the
+# slowest; on the last two cards every 30th of 375
 PUBLISHED_ON = {
+    "h100": (
+        (4, 4096, 4096, 4096, 793.1),
+        (2, 4096, 4096, 4096, 807.7),
+        (1, 4096, 4096, 2048, 738.7),
+        (1, 4096, 1024, 4096, 738.5),
+        (2, 2048, 2048, 2048, 717.7),
+        (1, 2048, 4096, 1024, 594.2),
+        (1, 4096, 4096, 512, 543.1),
+        (1, 1024, 2048, 2048, 524.3),
+        (1, 4096, 1024, 1024, 488.1),
+        (2, 4096, 4096, 256, 464.0),
+        (1, 1024, 2048, 1024, 373.3),
+        (1, 4096, 512, 1024, 370.8),
+        (1, 512, 2048, 1024, 232.6),
+        (1, 4096, 1024, 256, 216.5),
+        (1, 256, 4096, 512, 138.1),
+        (1, 512, 512, 2048, 114.7),
+        (1, 256, 1024, 1024, 72.5),
+        (1, 256, 256, 2048, 31.1),
+        (1, 1024, 256, 256, 21.96),
+    ),
     "b200": (
         (4, 4096, 4096, 4096, 1670.5),
         (1, 1024, 4096, 4096, 1214.0),
@@ -165,7 +154,7 @@ PUBLISHED_ON = {
 }
 
 
-@pytest.mark.parametrize(("name", "median", "worst"), [("b200", 0.11, 0.2), ("mi300x", 0.17, 0.65)])
+@pytest.mark.parametrize(("name", "median", "worst"), [("h100", 0.1, 0.3), ("b200", 0.11, 0.2), ("mi300x", 0.17, 0.65)])
 def test_products_as_published(name: str, median: float, worst: float) -> None:
     hardware, errors = load_hardware(name), []
     for batch, m, n, k, rate in PUBLISHED_ON[name]:
