@@ -162,7 +162,7 @@ class _Bench:
                 out = self.directory.path / "searches"
                 choices, cost = search_for(self.request, budget, out, self.listener, own.compile)
             except AutockptError as error:
-                self._put(row, " ".join(error.message.split()))
+                self._put(row, ". ".join(error.message.splitlines()))
                 continue
             self._first_steps(row.model_copy(update={"setting": {"choices": choices}, "search": cost}))
 

@@ -140,11 +140,16 @@ def test_every_second_matmul_counts_each_run_anew() -> None:
     assert kept(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, False)
 
 
-@pytest.mark.parametrize("model", ["bert-tiny", "vit-tiny"])
-def test_the_ilp_takes_modules_that_run_twice_or_only_for_a_forward(model: str) -> None:
+# modules that run twice, modules made for one forward, grouped products, one sequence
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [("bert-tiny", {}), ("vit-tiny", {}), ("mixtral-tiny", {}), ("llama-tiny", {"batch_size": 1, "packed": True})],
+)
+def test_the_ilp_takes_what_its_estimators_stumble_over(model: str, shape: dict[str, Any]) -> None:
     if reason := PEERS["torch SAC ILP"].missing("cpu"):
         pytest.skip(reason)
-    made = StepRunner(build(WorkloadSpec(model=model, optimizer="none"), torch.device("cpu")), get_device("cpu"))
+    spec = WorkloadSpec(model=model, optimizer="none", **shape)
+    made = StepRunner(build(spec, torch.device("cpu")), get_device("cpu"))
     try:
         settings = [setting for _, setting in settings_of("torch SAC ILP", made)]
         answers = [worker.prepare(made, {"peer": "torch SAC ILP", "setting": setting}) for setting in settings]

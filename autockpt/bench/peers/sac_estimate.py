@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from autockpt.runtime.session import without_kv_cache
 from autockpt.workload import Workload
@@ -41,10 +42,9 @@ def estimate(workload: Workload) -> Estimate:
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.distributed._tools.runtime_estimator import RuntimeEstimator
     from torch.distributed._tools.sac_estimator import SACEstimator
-    from torch.utils._pytree import tree_map_only
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _host_clock(workload.device), contextlib.redirect_stdout(io.StringIO()):
+    with mode, _host_clock(workload.device), _mended_ops(), contextlib.redirect_stdout(io.StringIO()):
         model = fake_copy(workload.model, mode)
         batch = tree_map_only(torch.Tensor, mode.from_tensor, workload.batch)
 
@@ -132,6 +132,76 @@ def _forget_modules_without_backward(model: nn.Module, memory: Any, times: Any, 
     for name in names:
         ops.sac_mod_tradeoff_stats.pop(name, None)
         ops.sac_mod_stats.pop(name, None)
+
+
+class _Timed:
+    """Stands in for an op that is to be timed. The estimator makes up what it runs on: random floats, integers of one.
+
+    Ones for the ends of groups would leave all groups but one empty, and one is no index into a dimension of size 1.
+    """
+
+    def __init__(self, op: Any) -> None:
+        self._op = op
+        self.tags, self._overloadpacket = op.tags, op._overloadpacket
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if self._op is _grouped_mm() and len(given) > 2 and given[2] is not None:
+            return self._op(*given[:2], _even_ends(*given[:3]), *given[3:], **named)
+        if self._overloadpacket.__name__ in _INDEXING:
+            given = tree_map_only(torch.Tensor, _first_place, given)
+        return self._op(*given, **named)
+
+
+_INDEXING = {"index", "index_put", "index_put_", "index_select", "gather", "scatter", "scatter_add", "embedding"}
+
+
+def _grouped_mm() -> Any:
+    return torch.ops.aten._grouped_mm.default
+
+
+def _even_ends(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows spread evenly over the groups of a grouped product."""
+    rows = second.shape[-1] if first.dim() == 3 else first.shape[-1 if second.dim() == 2 else 0]
+    groups = ends.numel()
+    return torch.tensor([rows * (i + 1) // groups for i in range(groups)], dtype=ends.dtype, device=ends.device)
+
+
+def _first_place(values: torch.Tensor) -> torch.Tensor:
+    """Zeros where these are indices."""
+    return torch.zeros_like(values) if values.dtype in (torch.int64, torch.int32) else values
+
+
+@contextlib.contextmanager
+def _mended_ops() -> Iterator[None]:
+    """Has ops timed on values that they take, and lets fake tensors of every type through grouped products (experts).
+
+    Kernels take fp32 there, too; the op's shape function refuses all but bf16.
+    """
+    from torch._meta_registrations import _create_grouped_mm_output_tensor
+    from torch._subclasses.fake_impls import op_implementations_dict
+    from torch.distributed._tools.runtime_estimator import RuntimeEstimator
+
+    estimator: Any = RuntimeEstimator
+    timed = estimator.__dict__["_maybe_run_and_benchmark_fallback_kernel"]
+
+    def shape(mode: Any, func: Any, first: Any, second: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None):
+        with mode:
+            return _create_grouped_mm_output_tensor(first, second, offs, out_dtype)
+
+    def mended(cls: Any, func: Any, *given: Any) -> Any:
+        return timed.__func__(cls, _Timed(func), *given)
+
+    known = op_implementations_dict.get(_grouped_mm())
+    op_implementations_dict[_grouped_mm()] = shape
+    estimator._maybe_run_and_benchmark_fallback_kernel = classmethod(mended)
+    try:
+        yield
+    finally:
+        estimator._maybe_run_and_benchmark_fallback_kernel = timed
+        if known is None:
+            del op_implementations_dict[_grouped_mm()]
+        else:
+            op_implementations_dict[_grouped_mm()] = known
 
 
 class _Event:

@@ -78,9 +78,11 @@ def answer(found: Estimate, share: float) -> dict[str, dict[str, list[int]]] | N
             kept = get_optimal_checkpointing_policy_per_module(stats, round(1 - discard, 4))
             if len(kept) != len(stats.func_names):
                 return None
+            # PyTorch refuses to keep what is changed in place later on
+            changed = {number for pair in stats.inplace_ops for number in pair}
             by_op: dict[str, list[int]] = defaultdict(list)
-            for op, keep in zip(stats.func_names, kept, strict=True):
-                by_op[op].append(keep)
+            for number, (op, keep) in enumerate(zip(stats.func_names, kept, strict=True)):
+                by_op[op].append(keep if number not in changed else 0)
             # ops of which nothing is kept need not be listed
             solved[key] = {op: flags for op, flags in by_op.items() if any(flags)}
         modules[found.module_name(name)] = solved[key]
