@@ -39,6 +39,7 @@ from autockpt.tuning.job import Clock, Limits
 from autockpt.tuning.refit import Fit, fit, unseen_bytes
 from autockpt.tuning.scoring import Scorer
 from autockpt.tuning.study import Parameters, Study
+from autockpt.tuning.weighing import foreseen
 
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
 
@@ -365,6 +366,9 @@ class Engine:
     def _finals(self) -> Trial | None:
         """The plan to name; every well-known plan is timed beside it: the table sets their step times against it."""
         beside = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
-        best = self.scorer.winner(self.book, beside, self.budget.bytes, self.limits.seconds_left(self.clock))
+        left = self.limits.seconds_left(self.clock)
+        best = self.scorer.winner(
+            self.book, beside, self.budget.bytes, left, lambda trials: foreseen(self.unpriced, trials)
+        )
         self.notes.extend(self.scorer.notes)
         return best

@@ -38,6 +38,20 @@ class Final:
         best = self.times[self.winner]
         return statistics.median(best) * _ratio(self.times[number], best).value
 
+    @property
+    def error(self) -> float:
+        """One standard deviation, as a share, of what the undecided took, without what was common to their rounds."""
+        logs = [[math.log(t) for t in self.times[number]] for number in (self.winner, *self.undecided)]
+        rounds = min(map(len, logs))
+        if rounds < 2 or len(logs) < 2:
+            return 0.0
+        common = [statistics.fmean(row[r] for row in logs) for r in range(rounds)]
+        squares = 0.0
+        for row in logs:
+            rest = [row[r] - common[r] for r in range(rounds)]
+            squares += sum((value - statistics.fmean(rest)) ** 2 for value in rest)
+        return math.sqrt(squares / ((len(logs) - 1) * (rounds - 1)) / rounds)
+
 
 def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, *, seconds: float) -> Final:
     """Interleave ``candidates`` (one of them wins) and, in the first rounds, ``extra`` (measured for the table).

@@ -35,7 +35,7 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
 
     ``problem`` must carry unscaled prices.
     """
-    scored = [t for t in trials if math.isfinite(t.score_seconds) and _priced(problem, t.choices)]
+    scored = [t for t in trials if math.isfinite(t.score_seconds) and priced(problem, t.choices)]
     if not scored:
         return Fit(problem.base_seconds)
     rows = [_features(problem, t.choices) for t in scored]
@@ -67,7 +67,7 @@ def unseen_bytes(trials: Sequence[Trial]) -> int:
     return max([0, *(t.measured.peak_bytes - t.predicted.peak_bytes for t in trials if t.measured and t.predicted)])
 
 
-def _priced(problem: Problem, choices: Mapping[str, Choice]) -> bool:
+def priced(problem: Problem, choices: Mapping[str, Choice]) -> bool:
     """Whether the problem knows a price for every choice: plans from elsewhere may have others."""
     return all(choices.get(unit.name) in [option.choice for option in unit.options] for unit in problem.units)
 

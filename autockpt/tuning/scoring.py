@@ -17,6 +17,7 @@ from autockpt.tuning.book import Book, Score
 from autockpt.tuning.finals import Final, play, remeasured
 from autockpt.tuning.job import Clock
 from autockpt.tuning.pairing import Pairing
+from autockpt.tuning.weighing import Foreseen, noise_of
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
 FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a plan that stays the same is timed beside
@@ -28,6 +29,7 @@ STEPS, COMPILING = "measured steps", "compiling"
 """What a search's real steps took, and what compiling them did."""
 
 Choices = Mapping[str, Choice]
+Foresee = Callable[[Sequence[Trial]], Foreseen]
 Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
 
 
@@ -52,10 +54,18 @@ class Scorer(Protocol):
         """Judge a plan that ``predicted`` says fits the device. ``budget_bytes``: a limit to hold where that is so."""
         ...
 
-    def winner(self, book: Book, beside: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+    def winner(
+        self,
+        book: Book,
+        beside: Sequence[Trial],
+        budget_bytes: int,
+        seconds: float,
+        foresee: Foresee | None = None,
+    ) -> Trial | None:
         """The plan to name, of those in the book that fit; None where none holds the budget.
 
-        ``beside`` are well-known plans to time with the best; ``seconds`` are left to do so.
+        ``beside`` are well-known plans to time with the best; ``seconds`` are left to do so. ``foresee`` says what is
+        expected of trials, which decides between those that steps cannot tell apart.
         """
         ...
 
@@ -117,17 +127,36 @@ class RealSteps:
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
 
-    def winner(self, book: Book, beside: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+    def winner(
+        self,
+        book: Book,
+        beside: Sequence[Trial],
+        budget_bytes: int,
+        seconds: float,
+        foresee: Foresee | None = None,
+    ) -> Trial | None:
         """Measure the best few again side by side, confirm the winner, and return it with its final numbers."""
-        finalists = book.ranking()[:FINALISTS]
+        fitting = book.ranking()
+        if foresee is not None:
+            tried = {t.number: t.score_seconds for t in fitting}
+            weighed = foresee(book.scored).weigh(tried, {t.number: noise_of(t) for t in fitting})
+            fitting = sorted(fitting, key=lambda t: weighed[t.number])
+        finalists = fitting[:FINALISTS]
         while finalists:
-            winner = self._fastest(book, finalists, beside, seconds)
+            winner = self._fastest(book, finalists, beside, seconds, foresee)
             if self.confirm is None or (winner := self._confirmed(book, winner, budget_bytes)).feasible:
                 return winner
             finalists = [t for t in finalists if t.number != winner.number]
         return None
 
-    def _fastest(self, book: Book, finalists: list[Trial], beside: Sequence[Trial], seconds: float) -> Trial:
+    def _fastest(
+        self,
+        book: Book,
+        finalists: list[Trial],
+        beside: Sequence[Trial],
+        seconds: float,
+        foresee: Foresee | None,
+    ) -> Trial:
         """The plan that wins side by side; the times of the finals go into all trials that took part.
 
         Well-known plans that fit may win as well. Where trials were timed beside a standard, those that are surely
@@ -143,10 +172,21 @@ class RealSteps:
         for number in final.times:
             trial = book.trials[number]
             book.put(trial.model_copy(update={"measured": remeasured(trial, final)}))
-        if final.undecided:
-            close = ", ".join(f"#{n}" for n in final.undecided)
-            self.notes.append(f"trial #{final.winner} and {close} cannot be told apart at the noise of this machine")
-        return book.trials[final.winner]
+        return book.trials[self._named(book, final, foresee)]
+
+    def _named(self, book: Book, final: Final, foresee: Foresee | None) -> int:
+        """The number of the fastest; of those that cannot be told apart, the one that should be by prices as well."""
+        if not final.undecided:
+            return final.winner
+        times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
+        named = final.winner
+        if foresee is not None:
+            weighed = foresee(book.scored).weigh(times, dict.fromkeys(times, final.error))
+            named = min(weighed, key=lambda number: weighed[number])
+        close = ", ".join(f"#{number}" for number in times if number != named)
+        why = "" if named == final.winner else "; by what their choices cost in all trials, the first is faster"
+        self.notes.append(f"trial #{named} and {close} cannot be told apart at the noise of this machine{why}")
+        return named
 
     @staticmethod
     def _put_right(book: Book, trials: Sequence[Trial], final: Final) -> None:
@@ -202,6 +242,13 @@ class Simulated:
         """The prediction stands."""
         return Score("simulated")
 
-    def winner(self, book: Book, beside: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+    def winner(
+        self,
+        book: Book,
+        beside: Sequence[Trial],
+        budget_bytes: int,
+        seconds: float,
+        foresee: Foresee | None = None,
+    ) -> Trial | None:
         """The fastest that fits."""
         return book.best
