@@ -21,6 +21,7 @@ class _Workload(Data):
 
     optimizer_seconds: float
     host_seconds: float
+    watch_seconds: float
     rerun_scale: float
     copy_out_bandwidth: float
     copy_in_bandwidth: float

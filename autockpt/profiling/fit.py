@@ -44,6 +44,7 @@ def fit_hardware(machine: Machine, name: str, *, day: date | None = None) -> Har
         cache_bandwidth=_rounded(max(cache_rate, memory)) if cache_bytes else None,
         launch_seconds=_rounded(machine.launch_seconds),
         region_seconds=_rounded(machine.region_seconds),
+        watch_seconds=_rounded(machine.watch_seconds),
         kernel_seconds=_rounded(machine.kernel_seconds),
         link_out=_rounded(links.out),
         link_in=_rounded(links.back),

@@ -131,6 +131,7 @@ def _measure(device: Device, sizes: Sizes, tell: Tell, started: float, environme
     elements = probes.time_elements(clock, sizes.rows, sizes.columns)
     tell("launch overhead")
     launch, region = probes.host_costs(clock, 2 * sizes.repeats)
+    watch = probes.watch_seconds(clock, sizes.repeats)
     tell("copies off the device and back")
     links = probes.time_links(clock, small=sizes.copy, large=sizes.large_copy)
     described = environment_of(device) if device.kind == "cuda" else environment  # libraries are loaded by now
@@ -149,6 +150,7 @@ def _measure(device: Device, sizes: Sizes, tell: Tell, started: float, environme
             "kernel_seconds": _kernel_seconds(clock) if device.kind == "cuda" else 0.0,
             "launch_seconds": launch,
             "region_seconds": region,
+            "watch_seconds": watch,
             "links": links,
             "memory_bytes": device.capacity(),
             "context_bytes": device.describe().overhead_bytes,

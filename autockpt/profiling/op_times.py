@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
 from autockpt.devices.disk import DiskTransport
+from autockpt.profiling.probes import Clock, watch_seconds
 from autockpt.schema.choices import parse_choice
 from autockpt.tracing import signature
 
@@ -29,6 +30,7 @@ CUDA_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the time 
 # would seem to take as long as launching them. A launch queue holds about a thousand entries, and an op makes three.
 OPS_AHEAD, SECONDS_AHEAD_PER_OP, CLOCK_HERTZ = 200, 1e-4, 2e9
 DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
+WATCH_ROUNDS = 3
 
 
 class _OpTimer(TorchDispatchMode):
@@ -89,8 +91,8 @@ class _OpTimer(TorchDispatchMode):
 def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Time every op of ``payload["cycles"]`` cycles with ``payload["choices"]`` attached. Runs where the model lives.
 
-    Returns seconds per signature (median), the optimizer phase, the host's share per op and the copy bandwidths, with
-    ``payload["disk"]`` those of the disk tier too.
+    Returns seconds per signature (median), the optimizer phase, the host's share per op, what an op costs besides where
+    it is watched, and the copy bandwidths, with ``payload["disk"]`` those of the disk tier too.
     """
     choices = {name: parse_choice(c) for name, c in payload["choices"].items()}
     cuda = runner.device.kind == "cuda"
@@ -116,6 +118,8 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "optimizer_seconds": statistics.median(optimizer),
         "host_seconds": max(0.0, statistics.median(residue)),
+        # a GPU's host works ahead of it as a rule, and hides that
+        "watch_seconds": 0.0 if cuda else watch_seconds(Clock(runner.device.torch_device), WATCH_ROUNDS),
         "copy_out_bandwidth": out,
         "copy_in_bandwidth": back,
         "disk_out_bandwidth": disk[0],

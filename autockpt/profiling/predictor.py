@@ -38,6 +38,7 @@ def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
         times.seconds,
         optimizer_seconds=times.optimizer_seconds,
         host_seconds=times.host_seconds,
+        watch_seconds=times.watch_seconds,
         rerun_scale=times.rerun_scale,
         bandwidth_out=out,
         bandwidth_in=back,

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, Choice
+from autockpt.schema.choices import RECOMPUTE, Choice, Remake
 from autockpt.schema.machine import ElementTime, Links, ProductTime, Traffic
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import Workload, build
 
 T = TypeVar("T")
+WATCHED_LAYERS, WATCHED_CALLS = 4, 5
 LEAST_SAMPLE = 2e-3  # seconds: shorter samples are repeated until they last that long
 
 
@@ -205,6 +207,32 @@ def host_costs(clock: Clock, cycles: int) -> tuple[float, float]:
     launch = statistics.median(plain for plain, _ in rounds) / plain_ops
     extra = statistics.median(again - plain for plain, again in rounds) - (ops - plain_ops) * launch
     return launch, max(extra, 0.0) / len(layers)
+
+
+def watch_seconds(clock: Clock, cycles: int) -> float:
+    """Host seconds that an op costs besides where a dispatch mode watches it.
+
+    Of tiny layers, in turns plainly and with ``remake``, which notes every op. The random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[clock.device] if clock.device.type == "cuda" else []):
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(WATCHED_LAYERS)]
+        model = nn.Sequential(*layers).to(clock.device)
+        batch = torch.rand(1, 8, 16, device=clock.device)
+    counter = _Counter()
+    with counter:
+        model(batch)
+
+    def seconds(plan: Mapping[str, Choice]) -> float:
+        session = attach(model, plan)
+        try:
+            model(batch)
+            return statistics.median(_host_seconds(clock, lambda: model(batch)) for _ in range(WATCHED_CALLS))
+        finally:
+            session.remove()
+
+    watched = {str(i): Remake() for i in range(WATCHED_LAYERS)}
+    extra = statistics.median(seconds(watched) - seconds({}) for _ in range(cycles))
+    return max(0.0, extra) / counter.ops
 
 
 def _under(workload: Workload, plan: Mapping[str, Choice], measure: Callable[[], T]) -> T:

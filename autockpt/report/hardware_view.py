@@ -28,6 +28,7 @@ def hardware_rows(measured: Hardware, like: Hardware | None) -> list[Row]:
         ("cache", "cache_bytes", "B"),
         ("launch, per op", "launch_seconds", "s"),
         ("region run again", "region_seconds", "s"),
+        ("op that is watched", "watch_seconds", "s"),
         ("least kernel", "kernel_seconds", "s"),
         ("off the device", "link_out", "B/s"),
         ("back onto it", "link_in", "B/s"),

@@ -56,6 +56,10 @@ class Op(Data):
     )
     outputs: tuple[TensorMeta, ...] = ()
     saves: tuple[int, ...] = Field(default=(), description="ids of storages that this op saved for backward")
+    watched: bool = Field(
+        default=False,
+        description="whether a dispatch mode of a choice, or of the user, saw it: Python for every op",
+    )
 
 
 class Storage(Data):

@@ -72,6 +72,7 @@ class Machine(Data):
     kernel_seconds: float = Field(default=0.0, description="least time of a kernel on the device")
     launch_seconds: float = Field(description="host seconds per op of a training step with next to no arithmetic")
     region_seconds: float | None = Field(default=None, description="host seconds of a region run again, ops aside")
+    watch_seconds: float | None = Field(default=None, description="host seconds of an op besides, where it is watched")
     links: Links
     memory_bytes: int
     context_bytes: int

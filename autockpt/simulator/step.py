@@ -47,6 +47,7 @@ def simulate(
     copy_queues: bool = False,
     optimizer_seconds: float | None = None,
     host_seconds: float = 0.0,
+    watch_seconds: float = 0.0,
     rerun_scale: float = 1.0,
 ) -> Simulation:
     """Step time and bytes of a graph from the seconds of its op signatures.
@@ -54,9 +55,9 @@ def simulate(
     ``op_seconds`` by signature text; ``bandwidth_*`` and ``disk_*`` in bytes per second, to host memory and to a file,
     needed where the graph has copies in that direction. With ``copy_queues`` copies run beside compute, else inline
     where they are issued: one queue per direction, and one for both directions of the disk, as one thread serves it.
-    ``optimizer_seconds`` replaces the sum over the optimizer's ops. ``host_seconds`` is added to every other
-    op; ops that run a second time take ``rerun_scale`` times as long. Raises ValueError where a needed bandwidth is not
-    positive.
+    ``optimizer_seconds`` replaces the sum over the optimizer's ops. ``host_seconds`` is added to every other op,
+    ``watch_seconds`` to those that a dispatch mode watches; ops that run a second time take ``rerun_scale`` times as
+    long. Raises ValueError where a needed bandwidth is not positive.
     """
     timeline = bytes_timeline(graph)
     peak_op = int(np.argmax(timeline)) if len(timeline) else 0
@@ -70,6 +71,9 @@ def simulate(
     estimated = float(duration[np.isin(signature, missing) & ~timed].sum())
     duration = np.where(timed, 0.0, duration + host_seconds)
     duration[phase == PHASES.index("recompute")] *= rerun_scale
+    if watch_seconds:
+        watched = np.fromiter((op.watched for op in graph.ops), dtype=bool, count=len(graph.ops))
+        duration = np.where(timed, duration, duration + watch_seconds * watched)
     if optimizer_seconds is not None and is_optimizer.any():
         duration[np.flatnonzero(is_optimizer)[0]] = optimizer_seconds
     speed = {("cpu", "out"): bandwidth_out, ("cpu", "in"): bandwidth_in}

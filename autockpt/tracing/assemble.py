@@ -52,14 +52,14 @@ def summarize(recorder: Recorder, workload: Workload, places: list[Place], sourc
             table.append((call.operator.name, texts.setdefault(call.text, len(texts)), call.flops))
         keeps = saved.get(index)
         saves = tuple(s for s in keeps if kinds.kind[s] == activation) if keeps else ()
-        ops.append((number, op.phase, op.module, op.inputs, op.offsets, op.outputs, saves))
+        ops.append((number, op.phase, op.module, op.inputs, op.offsets, op.outputs, saves, op.watched))
     return RawGraph(
         source=source,
         resident=kinds.resident(),
         signatures=list(texts),
         calls=table,
         places=places,
-        ops=[(*op[:5], [tuple(output) for output in op[5]], op[6]) for op in ops],
+        ops=[(*op[:5], [tuple(output) for output in op[5]], *op[6:]) for op in ops],
         storages=kinds.storages(places),
         copies=[
             (c.direction, c.nbytes, c.issued, c.awaited, places[c.module][1], c.tier, c.released)
@@ -73,7 +73,7 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
     """The Graph of a recording. The data comes from the recorder, so nothing is validated again."""
     metas: dict[tuple[Any, ...], TensorMeta] = {}
     ops = []
-    for index, (number, phase, module, inputs, offsets, outputs, saves) in enumerate(raw.ops):
+    for index, (number, phase, module, inputs, offsets, outputs, saves, watched) in enumerate(raw.ops):
         target, text, flops = raw.calls[number]
         path, unit = raw.places[module]
         results = []
@@ -99,6 +99,7 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
                 offsets=offsets,
                 outputs=tuple(results),
                 saves=saves,
+                watched=watched,
             )
         )
     fields = ("id", "bytes", "birth", "death", "kind", "unit")

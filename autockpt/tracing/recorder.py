@@ -43,6 +43,7 @@ class OpRecord(NamedTuple):
     inputs: tuple[int, ...]
     offsets: tuple[int, ...]
     outputs: tuple[TensorRecord, ...]
+    watched: bool
 
 
 class CopyRecord:
@@ -109,6 +110,7 @@ class Recorder(TorchDispatchMode):
         self._calls: dict[Any, Call] = {}
         self._trials = Trials()
         self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...], str]] = {}
+        self._watchers = 0  # other dispatch modes that see what runs now
         self.restart()
 
     @property
@@ -124,7 +126,13 @@ class Recorder(TorchDispatchMode):
         """Record what runs inside, as one cycle; what is alive now is resident."""
         self.restart()
         with ExitStack() as stack:
-            parts: tuple[AbstractContextManager[Any], ...] = (self.location, self.saved, self._random_states(), self)
+            parts: tuple[AbstractContextManager[Any], ...] = (
+                self.location,
+                self.saved,
+                self._random_states(),
+                self,
+                self._modes(),
+            )
             for part in parts:
                 stack.enter_context(part)
             yield self
@@ -155,6 +163,27 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             torch.get_rng_state = plain
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        """Count the dispatch modes that are entered from now on: the dispatcher hides them while it calls this one."""
+        modes: Any = TorchDispatchMode
+        enter, leave = modes.__enter__, modes.__exit__
+
+        def entered(mode: TorchDispatchMode) -> TorchDispatchMode:
+            self._watchers += 1
+            return enter(mode)
+
+        def left(mode: TorchDispatchMode, *raised: Any) -> Any:
+            self._watchers -= 1
+            return leave(mode, *raised)
+
+        self._watchers = 0
+        modes.__enter__, modes.__exit__ = entered, left
+        try:
+            yield
+        finally:
+            modes.__enter__, modes.__exit__ = enter, leave
 
     def measure_scratch(self) -> None:
         """Find out what the kernels recorded so far take while they run, where no rule tells; once per signature."""
@@ -205,13 +234,13 @@ class Recorder(TorchDispatchMode):
             func = operator.in_place
             key = (func, *key[1:])
         call = self._call(func, key, args, kwargs)
-        index = self.log.clock
+        index, watched = self.log.clock, self._watchers > 0
         self.log.clock = index + 1
         inputs, offsets = self._inputs(operator, tensors, index)
         run = self._run_in_place if in_place else self._run
         result = run(call, func, args, kwargs, tensors)
         outputs = self._outputs(result, index)
-        self.ops.append(OpRecord(call, phase, module, inputs, offsets, outputs))
+        self.ops.append(OpRecord(call, phase, module, inputs, offsets, outputs, watched))
         if operator.multiplies and outputs:
             self.fused.product(outputs[0].storage)
         if phase == FORWARD and not operator.view:

@@ -43,6 +43,7 @@ def test_a_measured_machine_becomes_a_file_that_loads(monkeypatch: pytest.Monkey
     assert all(p.seconds > 0 for p in found.products) and all(e.seconds > 0 for e in found.elements)
     assert {"tanh", "_softmax", "native_layer_norm", "embedding", "bernoulli_"} <= {e.name for e in found.elements}
     assert found.region_seconds is not None and found.region_seconds >= 0
+    assert found.watch_seconds is not None and found.watch_seconds >= 0
     assert found.launch_seconds > 0 and found.links.out > 0 and found.memory_bytes > 2**28
     # so few and so small samples may contradict one another; these two are not what is tested here
     sane = found.model_copy(update={"launch_seconds": 5e-6, "vector_flops": 1e9})

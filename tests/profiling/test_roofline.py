@@ -208,11 +208,18 @@ def test_two_clocks_are_what_a_queue_does(ops: list[tuple[float, float]]) -> Non
 
 
 @pytest.fixture(scope="module")
-def graphs() -> dict[str, Graph]:
+def traced() -> dict[str, Graph]:
     """Ghost runs of a tiny Llama: the kinds of plan that differ in kind."""
     with Tracer.from_spec(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)) as tracer:
         blocks = [u.name for u in tracer.units if u.role == "block"]
-        return {kind: tracer.trace(dict.fromkeys(blocks, parse_choice(kind))) for kind in ("save", "recompute")}
+        kinds = ("save", "recompute", "remake")
+        return {kind: tracer.trace(dict.fromkeys(blocks, parse_choice(kind))) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def graphs(traced: dict[str, Graph]) -> dict[str, Graph]:
+    """Without what watches ops."""
+    return {kind: traced[kind] for kind in ("save", "recompute")}
 
 
 def step(hardware: Hardware, graphs: dict[str, Graph], plan: str = "save") -> float:
@@ -263,6 +270,21 @@ def test_recomputing_costs_its_ops_and_its_regions(graphs: dict[str, Graph]) -> 
     regions = len(graphs["save"].blocks())
     extra = again - plain.seconds_by_phase["recompute"]
     assert extra == pytest.approx(regions * REGION_OPS * cpu.launch_seconds, rel=0.01)
+
+
+def test_what_watches_ops_costs_a_cpu_all_of_it_and_a_busy_gpu_nothing(traced: dict[str, Graph]) -> None:
+    watched = sum(op.watched for op in traced["remake"].ops)
+    assert watched > 50 and not any(op.watched for kind in ("save", "recompute") for op in traced[kind].ops)
+
+    def extra(hardware: Hardware) -> float:
+        free, dear = (hardware.model_copy(update={"watch_seconds": seconds}) for seconds in (0.0, 1e-5))
+        assert step(dear, traced) == pytest.approx(step(free, traced))
+        return step(dear, traced, "remake") - step(free, traced, "remake")
+
+    assert extra(load_hardware("cpu")) == pytest.approx(watched * 1e-5, rel=1e-6)
+    assert extra(card(launch_seconds=1e-3)) == pytest.approx(watched * 1e-5, rel=0.1)
+    slow = card(matrix_flops={"float32": 1e9}, vector_flops=1e9, launch_seconds=1e-8)
+    assert extra(slow) < watched * 1e-5 / 20
 
 
 def test_a_description_may_say_what_a_region_costs(graphs: dict[str, Graph]) -> None:
