@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.lock import exclusive
+from autockpt.history.rundir import short_name
 from autockpt.schema.bench import BenchReport, BenchRow
 from autockpt.schema.files import atomic_write, reason, set_aside
 from autockpt.schema.request import question_hash
@@ -40,9 +40,7 @@ class BenchDirectory:
 
         ``fresh`` renames an earlier one to ``….1`` first.
         """
-        last = model.rstrip("/\\").removesuffix(".json").rpartition("/")[2]
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", last).strip("-.")[-40:] or "x"
-        self = cls(root / f"bench-{name}_{device}_{question_hash(question)}")
+        self = cls(root / f"bench-{short_name(model)}_{device}_{question_hash(question)}")
         with _explained(self.path):
             if fresh and self.path.exists():
                 with exclusive(self.path / "lock"):

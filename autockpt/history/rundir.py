@@ -209,7 +209,15 @@ class RunDirectory:
 def directory_name(model: str, device: str, budget: str, digest: str) -> str:
     """``llama-tiny_cpu_60pct-act_1a2b3c4d``: readable, safe on every file system, four parts joined by underscores."""
     budget = budget.replace("%act", "pct-act").replace("%", "pct")
-    return "_".join([_slug(model), _slug(device), _slug(budget), digest])
+    return "_".join([short_name(model), _slug(device), _slug(budget), digest])
+
+
+def short_name(model: str) -> str:
+    """A model's name for directories: a hub id as it is, what a path ends with, the folder of a ``config.json``."""
+    parts = [part for part in re.split(r"[/\\]", model) if part]
+    if len(parts) < 2 or not (model.endswith(".json") or model.startswith(("/", ".", "~"))):
+        return _slug(model.removesuffix(".json"))
+    return _slug(parts[-2] if parts[-1] == "config.json" else parts[-1].removesuffix(".json"))
 
 
 def _make(path: Path) -> None:

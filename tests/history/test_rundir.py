@@ -63,7 +63,10 @@ def plan(choice: Choice = RECOMPUTE) -> Plan:
 def test_names_are_readable_and_safe() -> None:
     assert directory_name("llama-tiny", "cpu", "60%act", "1a2b") == "llama-tiny_cpu_60pct-act_1a2b"
     assert directory_name("meta-llama/Llama-3.2-1B", "cuda", "24GB", "x") == "meta-llama-Llama-3.2-1B_cuda_24GB_x"
-    assert directory_name("../../etc/passwd", "cuda:1", "auto", "x") == "etc-passwd_cuda-1_auto_x"
+    assert directory_name("../../etc/passwd", "cuda:1", "auto", "x") == "passwd_cuda-1_auto_x"
+    assert directory_name("a/long/way/to/six_layers.json", "cpu", "1GB", "x") == "six-layers_cpu_1GB_x"
+    assert directory_name("/models/my-llama/config.json", "cpu", "1GB", "x") == "my-llama_cpu_1GB_x"
+    assert directory_name("config.json", "cpu", "1GB", "x") == "config_cpu_1GB_x"
     assert directory_name("my_pkg.mod:make_model", "cpu", "1GB", "x").count("_") == 3
     assert directory_name("äö/", "cpu", "1GB", "x") == "x_cpu_1GB_x"
     assert len(directory_name("m" * 500, "cpu", "1GB", "x")) < 60
