@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
 from autockpt.cli.options import DeviceName, takes_workload, workload_spec
+from autockpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from autockpt.schema.plan import Steps
 
 
 @guarded
@@ -22,22 +26,39 @@ def verify(
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, metavar="N", help="For weights and batch. Default: 0.")
     ] = None,
+    compile: Annotated[
+        str | None,
+        typer.Option(
+            "--compile",
+            metavar="[layers|model|eager]",
+            help="Measure these steps instead of those that the plan was made for, and note it in the plan's file.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Prove that a plan keeps its promises.
 
     In a fresh process: gradients equal to plain training's, ops recomputed as planned, peak and step time as promised.
     Options that are not given are those that the plan was made with. Exits with 4 where a promise is not kept.
+
+    With --compile: what the same choices take in steps that are compiled otherwise, beside the promise.
     """
     from autockpt.schema import Plan
 
+    steps = _steps(compile)
     loaded = Plan.load(plan)
     spec = workload_spec(workload, base=loaded.workload, seed=seed)
     from autockpt.report import listener, print_report
     from autockpt.verification import verify as run_verification
 
     with listener(screen.progress()) as watcher:
-        report = run_verification(loaded, spec, device=device, listener=watcher)
+        report = run_verification(plan, spec, device=device, listener=watcher, compile=steps)
     screen.show(report, print_report, as_json)
     if not report.passed:
         raise typer.Exit(FAILED)
+
+
+def _steps(given: str | None) -> Steps | None:
+    if given is None or given == "eager" or given == "layers" or given == "model":
+        return given
+    raise UsageError(f"--compile {given} is not known", remedy="Write --compile layers, model or eager.")

@@ -8,7 +8,12 @@ from rich.text import Text
 from autockpt.report.style import bullets, plain_table
 from autockpt.schema import VerifyReport
 
-_MARKS = {"passed": ("ok", "green"), "failed": ("FAILED", "bold red"), "skipped": ("skipped", "yellow")}
+_MARKS = {
+    "passed": ("ok", "green"),
+    "failed": ("FAILED", "bold red"),
+    "skipped": ("skipped", "yellow"),
+    "measured": ("measured", "cyan"),
+}
 
 
 def print_report(report: VerifyReport, console: Console) -> None:
@@ -24,7 +29,13 @@ def print_report(report: VerifyReport, console: Console) -> None:
     if report.notes:
         console.print(bullets(report.notes))
     failed = [c.name for c in report.checks if c.state == "failed"]
-    if failed:
+    if report.steps is not None:
+        steps = f"steps that are compiled otherwise than the plan's ({report.steps})"
+        if failed:
+            console.print(Text(f"The plan cannot be used in {steps}: {', '.join(failed)}.", style="bold red"))
+        else:
+            console.print(Text(f"This is what {steps} take; it promises nothing about them.", style="bold"))
+    elif failed:
         console.print(Text(f"The plan does not keep its promise: {', '.join(failed)}.", style="bold red"))
     elif report.passed:
         console.print(Text("The plan keeps its promise.", style="bold green"))

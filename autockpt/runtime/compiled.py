@@ -7,19 +7,20 @@ from collections.abc import Iterable
 from torch import nn
 
 from autockpt.schema.names import ancestors
-from autockpt.schema.plan import CompileMode, Plan
+from autockpt.schema.plan import CompileMode, Plan, Steps
 from autockpt.schema.sizes import format_bytes
 from autockpt.workload.names import named_units
 
-_STEPS = {
+STEPS: dict[Steps, str] = {
     "layers": "steps in which every layer is compiled",
     "model": "steps in which the whole model is compiled",
-    None: "eager steps",
+    "eager": "eager steps",
 }
-_FOUND = {
+"""Steps by how they are compiled, in words."""
+_FOUND: dict[Steps, str] = {
     "layers": "this model's layers are compiled",
     "model": "this model is compiled as a whole",
-    None: "this model runs eagerly",
+    "eager": "this model runs eagerly",
 }
 
 
@@ -48,15 +49,19 @@ def other_steps(plan: Plan) -> dict[CompileMode | None, str]:
 
 
 def _other(plan: Plan, found: CompileMode | None) -> str:
+    steps = found or "eager"
     text = (
-        f"the plan was made for {_STEPS[plan.compile]}, and {_FOUND[found]}: its promise about memory and time does "
-        "not hold"
+        f"the plan was made for {STEPS[plan.steps]}, and {_FOUND[steps]}: its promise about memory and time does not "
+        "hold"
     )
-    if found is None and plan.eager is not None and plan.measured is not None:
+    if plan.measured is not None and (here := plan.otherwise.get(steps)) is not None:
         return (
-            f"{text}. Its choices were measured eagerly, too: {format_bytes(plan.eager.peak_bytes)} and "
-            f"{plan.eager.step_seconds:.3g} s a step instead of {format_bytes(plan.measured.peak_bytes)} and "
+            f"{text}. Its choices were measured in {STEPS[steps]}, too: {format_bytes(here.peak_bytes)} and "
+            f"{here.step_seconds:.3g} s a step instead of {format_bytes(plan.measured.peak_bytes)} and "
             f"{plan.measured.step_seconds:.3g} s"
         )
     search = f"autockpt search --compile {found}" if found else "autockpt search"
-    return f"{text}; by how much it differs was not measured. `{search}` finds a plan for these steps"
+    differs = "by how much it differs was not measured"
+    if plan.measured is not None:
+        differs += f" (`autockpt verify {plan.file} --compile {steps}` does)"
+    return f"{text}; {differs}. `{search}` finds a plan for these steps"

@@ -33,8 +33,10 @@ class GradientCheck(Data):
     )
     distance: float = Field(default=0.0, description="largest distance of two losses or gradients, relative as well")
 
-    def describe(self, reference: str = "plain training") -> str:
-        """The result in one line."""
+    def describe(
+        self, reference: str = "plain training", because: str = "the plan has a choice that is not exact"
+    ) -> str:
+        """The result in one line. ``because``: why equal up to rounding is all that can be asked."""
         how = " under deterministic algorithms (without them it varies by itself)" if self.deterministic else ""
         if self.tolerance is not None:
             how += f" (distances up to {self.distance:.1e}, tolerance {self.tolerance:.0e})"
@@ -48,8 +50,8 @@ class GradientCheck(Data):
             return f"{reference} does not repeat itself bit by bit, and the plan deviates from it no more{how}"
         if self.tolerance is not None:
             return (
-                f"equal with {reference} up to rounding, as the plan has a choice that is not exact: losses and "
-                f"gradients of two steps{how}; buffers and random states are bit-equal"
+                f"equal with {reference} up to rounding, as {because}: losses and gradients of "
+                f"two steps{how}; buffers and random states are bit-equal"
             )
         what = f"losses, gradients, buffers and random states of two steps ({self.compared} values)"
         return f"{what} are bit-equal with {reference}{how}"

@@ -29,6 +29,8 @@ SCHEMA_VERSION = 1
 PlanStatus = Literal["measured", "simulated", "unmeasured"]
 CompileMode = Literal["layers", "model"]
 """How a training step is compiled: every layer in place, or the whole model as one. None stands for eager steps."""
+Steps = Literal["eager", "layers", "model"]
+"""The same, with a word for eager steps."""
 R = TypeVar("R", Prediction | None, Measurement | None)
 Verdict = Literal["fits", "over_budget", "out_of_memory", "not_measured"]
 
@@ -86,8 +88,8 @@ class Plan(Data):
     )
     predicted: Prediction | None = None
     measured: Measurement | None = None
-    eager: Measurement | None = Field(
-        default=None, description="of a plan for compiled steps: what these choices did in eager ones"
+    otherwise: dict[Steps, Measurement] = Field(
+        default_factory=dict, description="what these choices did in steps that are compiled otherwise"
     )
     baselines: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
@@ -99,6 +101,15 @@ class Plan(Data):
         return isinstance(other, Plan) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_eager(cls, data: Any) -> Any:
+        """Plans once had a key of their own for eager steps."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("eager"), Mapping):
+            return data
+        rest = {key: value for key, value in data.items() if key != "eager"}
+        return rest | {"otherwise": {"eager": data["eager"], **rest.get("otherwise", {})}}
 
     @field_validator("choices", mode="before")
     @classmethod
@@ -130,7 +141,7 @@ class Plan(Data):
         Seconds are rounded to microseconds, and those of single cycles are left to the history.
         """
         rest["predicted"], rest["measured"] = _tidy(rest.get("predicted")), _tidy(rest.get("measured"))
-        rest["eager"] = _tidy(rest.get("eager"))
+        rest["otherwise"] = {steps: _tidy(measured) for steps, measured in rest.get("otherwise", {}).items()}
         rest["baselines"] = tuple(
             row.model_copy(update={"predicted": _tidy(row.predicted), "measured": _tidy(row.measured)})
             for row in rest.get("baselines", ())
@@ -154,6 +165,32 @@ class Plan(Data):
         from autockpt.schema.planfile import write_plan
 
         return write_plan(self, Path(path), existing)
+
+    def save_otherwise(self, path: str | Path) -> None:
+        """Write what the choices did in steps that are compiled otherwise into a file that holds this plan.
+
+        The rest of the file stays as it is, comments and layout included. Raises PlanError where the file is another
+        plan by now, or cannot be written.
+        """
+        from autockpt.schema.planfile import write_otherwise
+
+        write_otherwise(self, Path(path))
+
+    def noting(self, steps: Steps, measured: Measurement) -> Plan:
+        """The plan with what its choices did in steps that are compiled otherwise. Raises ValueError for its own."""
+        if steps == self.steps:
+            raise ValueError(f"the plan was made for these steps: {steps}")
+        return self.model_copy(update={"otherwise": {**self.otherwise, steps: _tidy(measured)}})
+
+    @property
+    def file(self) -> str:
+        """The name of the file that the plan was read from; a word for it where it was not."""
+        return self._document.name if self._document is not None else "PLAN"
+
+    @property
+    def steps(self) -> Steps:
+        """How the steps are compiled that the plan was made for."""
+        return self.compile or "eager"
 
     @cached_property
     def entries(self) -> tuple[Entry[Choice], ...]:

@@ -17,7 +17,7 @@ from autockpt.schema.names import parse_pattern
 from autockpt.schema.plan import SCHEMA_VERSION, Plan
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.suggest import closest
-from autockpt.schema.yaml import Document, read
+from autockpt.schema.yaml import Document, parse, read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ _COMMENTS = {
     "settings": "facts of that step",
     "environment": "the device it was measured on, or simulated for",
     "compile": "its steps are compiled: each layer by layer.compile(), or the whole model",
-    "eager": "the same choices in steps that are not compiled",
+    "otherwise": "the same choices in steps that are compiled otherwise, or not at all",
     "predicted": "simulated: bytes by a ghost run of this very plan, seconds by op times",
     "measured": "by real training steps; noise is relative",
     "baselines": "what everybody would try first, for comparison",
@@ -111,10 +111,58 @@ def write_plan(plan: Plan, path: Path, existing: Literal["refuse", "set_aside", 
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, text)
     except OSError as error:
-        raise PlanError(
-            f"the plan cannot be written to {path}: {reason(error)}", remedy="Give a path you can write to."
-        ) from None
+        raise _unwritable(path, error) from None
     return aside
+
+
+def _unwritable(path: Path, error: OSError) -> PlanError:
+    return PlanError(f"the plan cannot be written to {path}: {reason(error)}", remedy="Give a path you can write to.")
+
+
+def write_otherwise(plan: Plan, path: Path) -> None:
+    """Put the section ``otherwise`` into a plan file; see Plan.save_otherwise."""
+    there = read_plan(path)
+    if there.model_copy(update={"otherwise": plan.otherwise}) != plan:
+        raise PlanError(f"{path} is another plan by now", remedy="Verify it once more.")
+    wanted = there.model_copy(update={"otherwise": {**there.otherwise, **plan.otherwise}})
+    text = _with_otherwise(path.read_bytes().decode(), wanted)
+    if not _says(text, path.name, wanted):  # laid out in a way of its own: written anew, and the file is kept aside
+        wanted.save(path, existing="set_aside")
+        return
+    try:
+        atomic_write(path, text)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _with_otherwise(text: str, plan: Plan) -> str:
+    """A file's text with the section ``otherwise`` in the place of the one that it has, else behind ``measured``."""
+    assert plan._document is not None
+    places, lines = plan._document.lines, text.splitlines(keepends=True)
+    data = plan.model_dump(mode="json", exclude_defaults=True, include={"otherwise"})
+    section = _section("otherwise", data["otherwise"])
+    old = [places[key,] for key in ("otherwise", "eager") if (key,) in places]
+    for number in sorted(old or [places.get(("measured",), len(lines))], reverse=True):
+        begin, end = number - 1, number
+        while end < len(lines) and lines[end][0].isspace():
+            end += 1
+        while not lines[end - 1].strip():
+            end -= 1
+        if not old:
+            begin = end
+        elif begin > 0 and lines[begin - 1].startswith("# the same choices in steps"):
+            begin -= 1
+        lines[begin:end] = [section.lstrip() if old else section]
+        section = ""
+    return "".join(lines)
+
+
+def _says(text: str, name: str, plan: Plan) -> bool:
+    """Whether a file with this text would be read as this plan."""
+    try:
+        return parse(text, name, PlanError).validate(Plan) == plan
+    except PlanError:
+        return False
 
 
 def _make_room(plan: Plan, path: Path, existing: str) -> Path | None:
@@ -140,20 +188,23 @@ def render(plan: Plan, name: str = "plan.yaml") -> str:
     data["source"] = plan.source
     if not plan.hash:
         data.pop("hash", None)
-    order = [f for f in Plan.model_fields if f in data]
     layers, head = (", ".join(choice_kinds(role)) for role in ("block", "head"))
     kinds = textwrap.fill(
         f"# Choices: {layers}; for the output head, by its name: {head}.", width=110, subsequent_indent="# "
     )
     sections = [_HEADER.format(name=name, kinds=kinds), f"autockpt: {plan.autockpt}\n"]
-    for key in order:
-        comment = f"# {_COMMENTS[key]}\n" if key in _COMMENTS and isinstance(data[key], dict | list) else ""
-        text = _dump({key: data[key]})
-        if not comment and key in _COMMENTS:
-            text = f"{text.rstrip()}  # {_COMMENTS[key]}\n"
-        sections.append(("\n" if isinstance(data[key], dict | list) else "") + comment + text)
-    sections.append("\n" + _dump({"choices": {p: dump_choice(c) for p, c in plan.choices.items()}}))
-    return _BYTES.sub(lambda m: f"{m[1]}{m[2]}  # {format_bytes(int(m[2]))}", "".join(sections))
+    sections += [_section(key, data[key]) for key in Plan.model_fields if key in data]
+    return "".join(sections) + _section("choices", {p: dump_choice(c) for p, c in plan.choices.items()})
+
+
+def _section(key: str, value: Any) -> str:
+    """The text of one field, with what is to be said about it."""
+    text, comment = _dump({key: value}), _COMMENTS.get(key)
+    if isinstance(value, dict | list):
+        text = "\n" + (f"# {comment}\n" if comment else "") + text
+    elif comment:
+        text = f"{text.rstrip()}  # {comment}\n"
+    return _BYTES.sub(lambda m: f"{m[1]}{m[2]}  # {format_bytes(int(m[2]))}", text)
 
 
 def _dump(data: object) -> str:

@@ -7,12 +7,15 @@ from typing import Literal
 from pydantic import Field
 
 from autockpt.schema.base import Data
+from autockpt.schema.plan import Steps
+from autockpt.schema.trial import Measurement
 
-CheckState = Literal["passed", "failed", "skipped"]
+CheckState = Literal["passed", "failed", "skipped", "measured"]
+"""``measured``: a finding, with nothing that it is held against."""
 
 
 class Check(Data):
-    """One promise of a plan, held against real steps."""
+    """One promise of a plan, held against real steps, or what they take where nothing was promised for such steps."""
 
     name: str = Field(description="gradients, recomputed ops, peak, step time, …")
     state: CheckState
@@ -24,6 +27,10 @@ class VerifyReport(Data):
 
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = ()
+    measured: Measurement | None = Field(default=None, description="what the plan's steps took")
+    steps: Steps | None = Field(
+        default=None, description="where they were compiled otherwise than those the plan was made for: how"
+    )
 
     @property
     def passed(self) -> bool:

@@ -177,10 +177,8 @@ def _plan(
         rows=rows,
         notes=notes,
     )
-    if eager is not None:
-        rounded = {"times": (), "step_seconds": round(eager.step_seconds, 6), "noise": round(eager.noise, 4)}
-        eager = eager.model_copy(update=rounded)
-    return plan.model_copy(update={"compile": mode, "eager": eager})
+    plan = plan.model_copy(update={"compile": mode})
+    return plan if eager is None else plan.noting("eager", eager)
 
 
 def _in_eager_steps(measurer: WorkerMeasurer, found: Found) -> tuple[Measurement | None, list[str]]:

@@ -6,7 +6,8 @@ partitioner saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError, MeasurementError
@@ -18,19 +19,16 @@ from autockpt.schema import (
     CompileMode,
     Prediction,
     ResolvedBudget,
-    SearchSpace,
     Trial,
     format_bytes,
 )
-from autockpt.schema.choices import CompileBudget
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
-from autockpt.schema.space import Knob
 from autockpt.tuning.book import Book, Score
 from autockpt.tuning.engine import Found
 from autockpt.tuning.finals import BATCH
 from autockpt.tuning.job import Clock, Limits
 from autockpt.tuning.scoring import FINALISTS, MOST_REPEATS, RealSteps
-from autockpt.tuning.splits import RUNS_AGAIN, SAVES, Cost, Split, from_knobs, proposals, to_knobs
+from autockpt.tuning.splits import Cost, Split, fraction, from_knobs, proposals, space, to_knobs
 from autockpt.tuning.study import Study
 
 Plans = Mapping[str, Mapping[str, Choice]]  # by what they are called
@@ -41,6 +39,10 @@ FRACTIONS = (0.8, 0.6, 0.4, 0.2)
 """Budgets that are measured for all layers alike before anything else."""
 FINALS_SHARE = 0.2
 """Of the time limit, at most, is kept for the finals."""
+SWITCHING = 1.25
+"""What a cycle of the finals takes beside its step: plans are attached, taken off and tidied up after in turns."""
+LATELY = 3
+"""So many plans before it say how long the next one takes to compile and measure."""
 ANSWERING = 5.0
 """Seconds that a worker gets at least before it is ended at the time limit."""
 _LONGER = (
@@ -84,12 +86,13 @@ class CompiledEngine:
         self.notes: list[str] = []
         self.stopped = ""
         self.budget: ResolvedBudget | None = None
+        self.took: list[float] = []  # seconds per plan, compiling included
 
     def search(self) -> Found:
         """Measure until the trials, the time or the ideas are used up. Raises InfeasibleError where nothing fits."""
         best, interrupted = None, False
         try:
-            study = Study(_space(self.mode), {}, name="compiled", storage=self.storage, seed=self.limits.seed)
+            study = Study(space(self.mode), {}, name="compiled", storage=self.storage, seed=self.limits.seed)
             self.listener.note(_COMPILING[self.mode])
             with self.clock.stage("baselines", len(self.known) + len(FRACTIONS)):
                 self._baselines()
@@ -224,7 +227,7 @@ class CompiledEngine:
 
     def _try(self, choices: dict[str, Choice], name: str, encoding: str, split: Split | None = None) -> Trial | None:
         """Measure a plan; one that the compiler refuses is a trial that failed. None where time ran out over it."""
-        limit = self.budget.bytes if self.budget is not None else None
+        limit, began = self.budget.bytes if self.budget is not None else None, self.clock.elapsed
         try:
             with self.measurer.within(max(ANSWERING, self._seconds_left)):
                 score = self.scorer.score(choices, Prediction(peak_bytes=0, step_seconds=self._typical), limit)
@@ -241,6 +244,7 @@ class CompiledEngine:
             if self._seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
                 self.notes.append(f"{name} was not compiled and measured by the time limit")
                 return None
+        self.took.append(self.clock.elapsed - began)
         parameters = None if split is None else split.parameters
         trial = self.book.write(choices, name, encoding, score, elapsed=self.clock.elapsed, parameters=parameters)
         self.listener.trial(trial, self.book.best)
@@ -263,7 +267,7 @@ class CompiledEngine:
                 study.enqueue([to_knobs(ideas[0], self.mode, len(self.layers))])
             own_turn = not own_turn
             number, parameters = study.ask()
-            split = from_knobs(parameters, self.mode, len(self.layers))
+            split = from_knobs(parameters, self.mode, len(self.layers), shares=self.budgets)
             choices = split.choices(self.layers)
             trial = self.book.find(choices)
             if trial is not None or not self._allowed(choices):
@@ -291,7 +295,7 @@ class CompiledEngine:
 
     def _as_split(self, choices: Mapping[str, Choice]) -> Split | None:
         """The split that a plan is, if it is one."""
-        values = [_fraction(choices.get(name, SAVE)) for name in self.layers]
+        values = [fraction(choices.get(name, SAVE)) for name in self.layers]
         count = next((i for i, v in enumerate(values) if v != values[0]), 0)
         if None in values or any(v != values[-1] for v in values[count:]):
             return None
@@ -299,7 +303,7 @@ class CompiledEngine:
 
     def _enough(self, repeats: int) -> bool:
         """Whether the search should end; ``stopped`` then says why."""
-        if used_up := self.limits.used_up(self.book.spent, self.clock, self._for_finals):
+        if used_up := self.limits.used_up(self.book.spent, self.clock, self._reserved):
             self.stopped = used_up
         elif repeats >= MOST_REPEATS:
             self.stopped = "the space offers no further plan"
@@ -310,12 +314,17 @@ class CompiledEngine:
         return self.limits.seconds_left(self.clock)
 
     @property
-    def _for_finals(self) -> float:
-        """Seconds of the time limit in which no plan is begun, so that the best are still measured side by side."""
-        if self.budget is None or self.limits.timeout is None:
+    def _reserved(self) -> float:
+        """Seconds of the time limit in which no plan is begun: what the next one takes, and then the finals.
+
+        None before the budget is known, without which nothing is an answer.
+        """
+        if self.limits.timeout is None or not self.took or self._unknown:
             return 0.0
-        turns = 2 * BATCH * (FINALISTS + len(self._beside()))
-        return min(turns * (self._typical or 0.0), FINALS_SHARE * self.limits.timeout)
+        contest = [*self.book.ranking()[:FINALISTS], *self._beside()]
+        anew = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < self.book.resumed)
+        finals = min(_first_rounds(contest) * 2 + anew, FINALS_SHARE * self.limits.timeout)
+        return finals + statistics.median(self.took[-LATELY:])
 
     def _beside(self) -> list[Trial]:
         """Plans to be timed with the finalists: saving everything, and the fastest of the well-known ones that fits."""
@@ -326,10 +335,15 @@ class CompiledEngine:
     def _finals(self) -> Trial | None:
         """The best plan by steps side by side; where time runs out over them, the best by those it was tried with."""
         assert self.budget is not None
-        if self._seconds_left > 0:
+        beside = self._beside()
+        finalists = self.book.ranking()[:FINALISTS]
+        while beside and _first_rounds([*finalists, *beside]) > self._seconds_left:
+            beside.pop(0)
+        left = self._seconds_left - _first_rounds([*finalists, *beside])
+        if left > 0:
             try:  # plans of an earlier run are compiled here first
                 with self.measurer.within(max(ANSWERING, self._seconds_left)):
-                    best = self.scorer.winner(self.book, self._beside(), self.budget.bytes, self._seconds_left)
+                    best = self.scorer.winner(self.book, beside, self.budget.bytes, left)
                 self.notes.extend(self.scorer.notes)
                 return best
             except MeasurementError:
@@ -339,16 +353,6 @@ class CompiledEngine:
         return self.book.best
 
 
-def _fraction(choice: Choice) -> float | None:
-    if isinstance(choice, CompileBudget):
-        return choice.fraction
-    return {"save": SAVES, "recompute": RUNS_AGAIN}.get(choice.kind)
-
-
-def _space(mode: CompileMode) -> SearchSpace:
-    """What the sampler varies: the share of layers at the front, and what they and the others keep."""
-    knobs = {"rich": Knob(low=0.05, high=1.0), "front": Knob(low=0.0, high=1.0)}
-    if mode == "layers":
-        knobs["lean"] = Knob(low=0.0, high=1.0)
-    # not the eager solver's knobs, which is all that a space in a file may have
-    return SearchSpace.model_construct(name="compiled", encoding="knobs", sampler="tpe", knobs=knobs)
+def _first_rounds(trials: Sequence[Trial]) -> float:
+    """Seconds that the first rounds of the finals take, all or nothing: a cycle to warm up and a timed one each."""
+    return SWITCHING * 2 * BATCH * sum(t.score_seconds for t in trials if t.measured is not None)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode
+from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, SearchSpace
 from autockpt.schema.choices import CompileBudget
+from autockpt.schema.space import Knob
 from autockpt.tuning.study import Parameters
 
 GRID = 0.05
@@ -78,10 +79,33 @@ def named(fraction: float) -> str:
     return f"budget {fraction:g}" if isinstance(choice, CompileBudget) else choice.kind
 
 
-def from_knobs(parameters: Mapping[str, float | int | str], mode: CompileMode, layers: int) -> Split:
-    """A sampler's point as a plan: ``front`` is a share of the layers, ``rich`` and ``lean`` are fractions."""
+def fraction(choice: Choice) -> float | None:
+    """The share that a choice keeps; None for one that is not about shares."""
+    if isinstance(choice, CompileBudget):
+        return choice.fraction
+    return {"save": SAVES, "recompute": RUNS_AGAIN}.get(choice.kind)
+
+
+def space(mode: CompileMode) -> SearchSpace:
+    """What the sampler varies: the share of layers at the front, and what they and the others keep."""
+    knobs = {"rich": Knob(low=0.05, high=1.0), "front": Knob(low=0.0, high=1.0)}
+    if mode == "layers":
+        knobs["lean"] = Knob(low=0.0, high=1.0)
+    # not the eager solver's knobs, which is all that a space in a file may have
+    return SearchSpace.model_construct(name="compiled", encoding="knobs", sampler="tpe", knobs=knobs)
+
+
+def from_knobs(
+    parameters: Mapping[str, float | int | str], mode: CompileMode, layers: int, *, shares: bool = True
+) -> Split:
+    """A sampler's point as a plan: ``front`` is a share of the layers, ``rich`` and ``lean`` are fractions.
+
+    Without ``shares`` (budgets are refused) each fraction is taken for the nearer of recompute and save.
+    """
     lean = float(parameters["lean"]) if mode == "layers" else RUNS_AGAIN
     rich, count = float(parameters["rich"]), round(float(parameters["front"]) * layers)
+    if not shares:
+        lean, rich = float(round(lean)), float(round(rich))
     if lean > rich and count > 0:  # the leaner of the two comes first
         lean, rich = rich, lean
     return Split.of(lean, rich, count, layers)

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from autockpt.schema import WorkloadSpec, dump_choice
-from autockpt.verification import count_runs
+from autockpt.verification.beside import count_runs
 from results.choices_cpu_202611 import host_cost as cost
 from results.gpu.items import Context
 from results.gpu.kernels import profiled

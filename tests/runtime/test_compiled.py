@@ -90,7 +90,7 @@ def test_a_plan_acts_whether_applied_before_or_after_compiling(mode: str, first:
 def test_a_compiled_plan_on_an_eager_model_warns_once_with_the_measured_difference():
     model = make()
     eager = Measurement(peak_bytes=3 * 2**20, step_seconds=0.75)
-    with apply(model, plan_for(model, "layers", eager=eager)):
+    with apply(model, plan_for(model, "layers", otherwise={"eager": eager})):
         with pytest.warns(UserWarning, match=r"this model runs eagerly.*3.00 MiB.*0.75 s.*1.00 MiB.*0.5 s"):
             gradients(model)
         with warnings.catch_warnings():
@@ -106,7 +106,9 @@ def test_an_eager_plan_on_a_compiled_model_warns_once(mode: str):
     plan = Plan.create(choices, discover_units(model), source="measured", measured=measured)
     with apply(model, plan):
         compile_in_place(model, mode)
-        with pytest.warns(UserWarning, match=f"made for eager steps.*--compile {mode}"):
+        with pytest.warns(
+            UserWarning, match=f"for eager steps.*`autockpt verify PLAN --compile {mode}` does.*search --compile {mode}"
+        ):
             gradients(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

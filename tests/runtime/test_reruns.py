@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.policies import POLICIES
 from autockpt.runtime import RunCounter, attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Selective, choice_kinds, parse_choice
-from autockpt.verification import judge_runs
+from autockpt.verification.checks import judge_runs
 from tests.policies.zoo import CASES, Case
 
 

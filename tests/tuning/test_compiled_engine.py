@@ -129,6 +129,7 @@ def test_with_dropout_budgets_are_given_up_and_that_is_said():
     found = search(compiler, "60%act")
     assert found.best is not None and {c.kind for c in found.best.choices.values()} <= {"save", "recompute"}
     assert any("dropout" in note for note in found.notes)
+    assert sum(t.measured is not None and t.encoding != "baseline" for t in found.trials) >= 3, "the sampler goes on"
     assert sum(any(isinstance(c, CompileBudget) for c in tried.values()) for tried in compiler.measured) == 1
 
 
@@ -219,13 +220,51 @@ def test_time_that_is_up_before_the_first_plan_is_the_reason():
     assert "--timeout" in str(caught.value.remedy)
 
 
-def test_time_is_kept_for_the_finals():
-    compiler = MadeUpCompiler()
+class Slow(MadeUpCompiler):
+    """Takes ``compiling`` seconds for every plan before its first step, which is short; all on a clock of its own."""
+
+    def __init__(self, compiling: float) -> None:
+        super().__init__()
+        self.compiling, self.now, self.limit = compiling, 0.0, float("inf")
+
+    def costs(self, choices: Mapping[str, Choice]) -> tuple[int, float]:
+        peak, seconds = super().costs(choices)
+        return peak, seconds / 10
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        before, self.limit = self.limit, self.now + seconds
+        yield
+        self.limit = before
+
+    def takes(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now > self.limit:
+            self.now = self.limit
+            raise MeasurementError("ended at the time limit")
+
+    def measure(self, choices: Mapping[str, Choice], **more: Any) -> Measurement:
+        found = super().measure(choices, **more)
+        self.takes(self.compiling + 5 * found.step_seconds)
+        return found
+
+    def compare(self, plans: Mapping[str, Mapping[str, Choice]], *, rounds: int = 5) -> dict[str, list[float]]:
+        times = super().compare(plans, rounds=rounds)
+        self.takes(1.1 * 2 * sum(map(sum, times.values())))
+        return times
+
+
+@pytest.mark.parametrize("timeout", [150.0, 300.0, 305.0, 310.0, 315.0, 320.0, 325.0, 600.0])
+@pytest.mark.parametrize("mode", ["layers", "model"])
+def test_where_every_plan_is_compiled_the_finals_still_take_place(mode: str, timeout: float):
+    """No plan is begun that would leave them no room; with little of it fewer plans take part."""
+    compiler = Slow(compiling=20.0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Clock, "elapsed", property(lambda self: float(len(compiler.measured) * 10)))
-        found = search(compiler, "60%act", timeout=130.0, trials=40)
-    assert "time limit" in found.stopped
-    assert len(found.trials) < 13 and not any("no room" in note for note in found.notes)
+        patched.setattr(Clock, "elapsed", property(lambda self: compiler.now))
+        found = search(compiler, "60%act", mode, timeout=timeout, trials=100)
+    assert not found.notes or not any("no room" in note or "not compiled" in note for note in found.notes)
+    assert compiler.now <= timeout and found.best is not None and found.best.measured is not None
+    assert found.best.measured.steps >= 3
 
 
 def test_few_plans_are_timed_beside_the_finalists():

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from autockpt import verification
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, PlanError
+from autockpt.history.promises import judge_peak, judge_time
 from autockpt.measuring import StepRunner
 from autockpt.runtime import UnitRuns
 from autockpt.schema import (
@@ -25,7 +25,8 @@ from autockpt.schema import (
     ResolvedBudget,
     WorkloadSpec,
 )
-from autockpt.verification import judge_peak, judge_runs, judge_time, smaller_shapes, verify
+from autockpt.verification import beside, run, verify
+from autockpt.verification.checks import judge_runs, smaller_shapes
 from autockpt.workload import discover_units, fingerprint, from_live
 from tests.policies.zoo import CASES
 
@@ -123,12 +124,12 @@ def test_a_live_workload_is_measured_here_and_put_back():
 
 
 def test_a_choice_that_is_silently_ignored_fails(monkeypatch):
-    real = verification.attach
+    real = beside.attach
 
     def ignoring(model, choices, **more):
         return real(model, {n: c for n, c in choices.items() if n != "model.layers.1"}, **more)
 
-    monkeypatch.setattr(verification, "attach", ignoring)
+    monkeypatch.setattr(beside, "attach", ignoring)
     work = workload()
     report = verify(promised(work, {f"model.layers.{i}": RECOMPUTE for i in range(3)}), work, measurer=Beside(work))
     assert checks(report)["recomputed ops"] == "failed"
@@ -177,14 +178,14 @@ def test_where_plain_training_does_not_fit(monkeypatch):
     shapes: list[tuple[int | None, int | None]] = []
 
     @contextmanager
-    def opened(subject, device, given, host_budget=None):
+    def opened(subject, device, given, plan, mode):
         if given is not None:
             yield given
             return
         shapes.append((subject.batch_size, subject.seq_len))
         yield Beside(workload(), plain_fits=len(shapes) == 2)
 
-    monkeypatch.setattr(verification, "_open", opened)
+    monkeypatch.setattr(run, "_open", opened)
     report = verify(
         promised(work, {"model.layers.0": OFFLOAD}),
         WorkloadSpec(model="tiny"),

@@ -1,0 +1,5 @@
+"""Holding a plan against its promises with real steps."""
+
+from autockpt.verification.run import verify
+
+__all__ = ["verify"]

@@ -1,0 +1,139 @@
+"""What runs beside the model: functions for ``Measurer.call``, with JSON-able arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from autockpt.devices import Ways
+from autockpt.measuring import StepRunner
+from autockpt.measuring.conditions import seed_all
+from autockpt.measuring.snapshot import Snapshot
+from autockpt.runtime import (
+    Observation,
+    RunCounter,
+    attach,
+    coarsest,
+    coarsest_type,
+    deterministically,
+    digest_tensors,
+    kept_state,
+    observe,
+    sketch,
+)
+from autockpt.schema.choices import Choice, parse_choice
+from autockpt.workload import Workload, discover_head, discover_units
+
+_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def describe_units(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
+    """The units of the runner's model, and its output head."""
+    model = runner.workload.model
+    head = discover_head(model)
+    return {
+        "units": [unit.model_dump(mode="json") for unit in discover_units(model)],
+        "head": None if head is None else head.model_dump(mode="json"),
+    }
+
+
+def compile_as_training(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
+    """From now on plans are compiled as a training compiles them, with whatever that leaves to run eagerly."""
+    if runner.compiler is not None:
+        runner.compiler.strict = False
+    return {}
+
+
+def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
+    """An Observation of two steps: under ``payload["choices"]``, or plainly where that is None."""
+    workload = runner.workload
+    choices = None if payload["choices"] is None else _choices(payload["choices"])
+    what = "plain training" if choices is None else "the plan"
+    sketched = bool(payload.get("sketched"))
+
+    def observed() -> Observation:
+        with (
+            runner.session(choices),
+            runner.compiling(choices or {}),
+        ):
+            if workload.full_step is not None:
+                return _observe_full_steps(runner, sketched)
+            seed_all(_seed(workload), runner.device.torch_device)
+            if runner.compiler is None:
+                return observe(workload.model, _forward_backward(workload), sketched=sketched)
+            # what asks every module for its types would be compiled with it
+            seen = observe(workload.model, _forward_backward(workload), sketched=sketched, typed=False)
+            return seen.model_copy(update={"coarsest": coarsest(_types(workload))})
+
+    with runner.attached({}, what=what, compiled=False):
+        return (deterministically(observed) if payload.get("deterministic") else observed()).model_dump()
+
+
+def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
+    """What every unit executes in one step under ``payload["choices"]``, once and again, and moves off the device."""
+    workload = runner.workload
+    choices = _choices(payload["choices"])
+    counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
+    ways = counter.transports(Ways(runner.host_budget))
+    with runner.attached({}, what="the plan"), attach(workload.model, choices, transport=ways):
+        seed_all(_seed(workload), runner.device.torch_device)
+        with _restored(workload), counter.counting():
+            workload.full_step() if workload.full_step is not None else workload.forward_backward()
+    return {"units": {name: runs.model_dump() for name, runs in counter.result().items()}}
+
+
+def _observe_full_steps(runner: StepRunner, sketched: bool) -> Observation:
+    """Two whole cycles of the user's own; what they leave behind in weights and buffers."""
+    workload = runner.workload
+    assert workload.full_step is not None
+    digests: dict[str, str] = {}
+    sketches: dict[str, tuple[float, ...]] = {}
+    with _restored(workload), coarsest_type(workload.model) as types:
+        seed_all(_seed(workload), runner.device.torch_device)
+        for i in (1, 2):
+            workload.full_step()
+            state = {**dict(workload.model.named_parameters()), **dict(workload.model.named_buffers())}
+            digests |= {f"step {i}: {name}": digest for name, digest in digest_tensors(state).items()}
+            if sketched:
+                numbers = {n: t for n, t in state.items() if t.is_floating_point()}
+                sketches |= {f"step {i}: {name}": sketch(tensor) for name, tensor in numbers.items()}
+    return Observation(digests=digests, norms={}, sketches=sketches, coarsest=coarsest(types))
+
+
+@contextmanager
+def _restored(workload: Workload) -> Iterator[None]:
+    """A user's own cycle changes weights: all of it is put back. Ours leaves only gradients and buffers behind."""
+    if workload.full_step is None:
+        with kept_state(workload.model):
+            yield
+        return
+    snapshot = Snapshot(workload)
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+def _forward_backward(workload: Workload) -> Callable[[Callable[[], None]], Tensor]:
+    def run(between: Callable[[], None]) -> Tensor:
+        return workload.forward_backward(lambda phase: between() if phase == "backward" else None)
+
+    return run
+
+
+def _types(workload: Workload) -> list[str]:
+    """The floating point types of a model's weights and of its autocast."""
+    autocast = workload.spec.autocast if workload.spec is not None else None
+    types = {str(p.dtype).removeprefix("torch.") for p in workload.model.parameters() if p.is_floating_point()}
+    return sorted(types) + ([_AUTOCAST.get(str(autocast), "bfloat16")] if autocast else [])
+
+
+def _choices(wired: Mapping[str, Any]) -> dict[str, Choice]:
+    return {name: parse_choice(choice) for name, choice in wired.items()}
+
+
+def _seed(workload: Workload) -> int:
+    return workload.spec.seed if workload.spec is not None else 0

@@ -1,0 +1,140 @@
+"""What is concluded from steps under a plan and steps beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from autockpt.errors import AutockptError, DeviceOutOfMemory
+from autockpt.history.statistics import Interval
+from autockpt.measuring import Measurer
+from autockpt.policies import POLICIES, kept_by
+from autockpt.runtime import Observation, UnitRuns, judge
+from autockpt.runtime.compiled import STEPS
+from autockpt.schema.choices import Choice, dump_choice
+from autockpt.schema.plan import Plan
+from autockpt.schema.sizes import format_bytes
+from autockpt.schema.trial import Measurement
+from autockpt.schema.verification import Check
+from autockpt.schema.workload import WorkloadSpec
+
+BESIDE = "autockpt.verification.beside"
+Choices = Mapping[str, Choice]
+
+
+def smaller_shapes(spec: WorkloadSpec, batch_size: int | None, seq_len: int | None) -> Iterator[WorkloadSpec]:
+    """The spec with its batch halved down to one row, then its sequence down to 64 tokens; the largest first."""
+    batch_size = spec.batch_size or batch_size or 1
+    seq_len = spec.seq_len or seq_len
+    while batch_size > 1:
+        batch_size //= 2
+        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
+    while seq_len is not None and seq_len >= 128:
+        seq_len //= 2
+        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len, "pad_to": None})
+
+
+def compare_on(
+    measurer: Measurer, name: str, choices: Choices, reference: Choices | None, *, compiled: bool = False
+) -> Check:
+    """Compare two steps under ``choices`` with two under ``reference`` (None: plain training).
+
+    Bit by bit, or within rounding where a choice is not exact or steps are compiled; those with each other.
+
+    Passes DeviceOutOfMemory on where the *reference* does not fit; a plan that does not fit has failed.
+    """
+
+    sketched = compiled or not all(choice.exact for choice in choices.values())
+
+    def run(which: Choices | None, deterministic: bool) -> Observation:
+        wired = None if which is None else {n: dump_choice(c) for n, c in which.items()}
+        payload = {"choices": wired, "deterministic": deterministic, "sketched": sketched}
+        return Observation.model_validate(measurer.call(f"{BESIDE}:observe_steps", payload))
+
+    deterministic = False
+    first, second = run(reference, False), run(reference, False)
+    if first.differences(second):
+        deterministic = True
+        first, second = run(reference, True), run(reference, True)
+    try:
+        planned = run(choices, deterministic)
+    except DeviceOutOfMemory as error:
+        return Check(name=name, state="failed", detail=f"the plan runs out of memory: {error.message}")
+    except AutockptError as error:
+        return Check(name=name, state="failed", detail=error.message)
+    result = judge(first, second, planned, deterministic)
+    if compiled and not result.equal and _draws(first):
+        detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
+        return Check(name=name, state="skipped", detail=detail)
+    words = "plain training" if reference is None else "recomputing every layer"
+    told = result.describe(f"{words} compiled alike", "compilers round in their own way") if compiled else None
+    return Check(name=name, state="passed" if result.equal else "failed", detail=told or result.describe(words))
+
+
+def _draws(observed: Observation) -> bool:
+    """Whether the steps draw random numbers: both begin where the one before ended."""
+    states = {digest for name, digest in observed.digests.items() if "random state" in name}
+    return len(states) > 1
+
+
+def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
+    """Whether every unit executed again what its choice says, and nothing of what that keeps (but for outputs that were
+    changed in place). Units whose output needs no gradient are left out."""
+    wrong: list[str] = []
+    again = forward = moved = counted = named = kept = 0
+    for name, choice in choices.items():
+        runs = found.get(name, UnitRuns())
+        moved += runs.moved_bytes
+        if not runs.trains:
+            continue
+        counted += 1
+        forward += runs.forward
+        again += runs.again
+        least, most = POLICIES[choice.kind].reruns(choice, runs.forward)
+        if not least <= runs.again <= most:
+            wrong.append(f"{name} ({choice}: {runs.again} of {runs.forward})")
+        elif kept_by(choice) and not runs.ops_again:
+            wrong.append(f"{name} ({choice}: nothing runs again, so everything is kept)")
+        elif runs.named_again > runs.changed:
+            wrong.append(f"{name} ({choice}: {runs.named_again} of {runs.named} that it keeps run again)")
+        named += runs.named
+        kept += runs.named - runs.named_again
+    sent = f", {format_bytes(moved)} moved off the device" if moved else ""
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return Check(name="recomputed ops", state="failed", detail=f"not as planned: {', '.join(wrong[:3])}{more}")
+    if not counted or not forward:
+        detail = "no unit executes matrix products, attentions or convolutions that take part in backward"
+        return Check(name="recomputed ops", state="skipped", detail=detail)
+    detail = f"{again} of {forward} matrix products, attentions and convolutions in {counted} units run again{sent}"
+    if named:
+        detail += f"; {kept} of {named} outputs that are to be kept are not made again"
+    return Check(name="recomputed ops", state="passed", detail=detail)
+
+
+def compared_peak(plan: Plan, measured: Measurement, saving: Measurement | None) -> Check:
+    """The peak in steps that are compiled otherwise than the plan's; ``saving``: of saving everything in such steps."""
+    parts = [format_bytes(measured.peak_bytes)]
+    if plan.status == "measured" and plan.measured is not None:
+        parts.append(
+            _instead(plan, format_bytes(plan.measured.peak_bytes), measured.peak_bytes / plan.measured.peak_bytes)
+        )
+    if saving is not None:
+        parts.append(f"saving everything alike takes {format_bytes(saving.peak_bytes)}")
+    if plan.budget is not None and measured.peak_bytes > plan.budget.bytes:
+        parts.append(f"over the budget of {format_bytes(plan.budget.bytes)}")
+    return Check(name="peak", state="measured", detail="; ".join(parts))
+
+
+def compared_time(plan: Plan, measured: Measurement, ratio: Interval | None) -> Check:
+    """The step time in such steps; ``ratio``: to that of saving everything, in turns."""
+    parts = [f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"]
+    if plan.status == "measured" and (promise := plan.measured) is not None:
+        promised = f"{promise.step_seconds * 1e3:.1f} ms ± {promise.noise:.1%}"
+        parts.append(_instead(plan, promised, measured.step_seconds / promise.step_seconds))
+    if ratio is not None:
+        parts.append(f"{ratio.value:.3f} times saving everything alike [{ratio.low:.3f}, {ratio.high:.3f}]")
+    return Check(name="step time", state="measured", detail="; ".join(parts))
+
+
+def _instead(plan: Plan, promised: str, ratio: float) -> str:
+    return f"in {STEPS[plan.steps]}, for which the plan was made, {promised} ({ratio - 1:+.1%} now)"

@@ -1,0 +1,289 @@
+"""Holding a plan against its promises with real steps: gradients, what is executed again, peak and step time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from autockpt.errors import ConflictError, DeviceOutOfMemory, PlanError
+from autockpt.history.promises import judge_peak, judge_ratio, judge_time, simulated_for
+from autockpt.history.statistics import Interval, ratio_interval
+from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
+from autockpt.runtime import UnitRuns
+from autockpt.schema.choices import RECOMPUTE, dump_choice
+from autockpt.schema.graph import Unit
+from autockpt.schema.known import ALL, NONE, known_plans
+from autockpt.schema.plan import Plan, Steps, plan_hash
+from autockpt.schema.request import Listener, Silence
+from autockpt.schema.trial import Measurement
+from autockpt.schema.verification import Check, VerifyReport
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.verification.checks import (
+    BESIDE,
+    compare_on,
+    compared_peak,
+    compared_time,
+    judge_runs,
+    smaller_shapes,
+)
+from autockpt.workload import Workload
+
+
+def verify(
+    plan: Plan | str | Path,
+    workload: WorkloadSpec | Workload | None = None,
+    *,
+    device: str | None = None,
+    listener: Listener | None = None,
+    measurer: Measurer | None = None,
+    steps: int = 10,
+    compile: Steps | None = None,
+) -> VerifyReport:
+    """Run a plan's training steps beside plain ones and hold the plan against what it promises.
+
+    ``workload`` defaults to what the plan was made for. A spec is run in a worker process; a live workload in this one,
+    whose state is restored. ``measurer`` replaces either. ``steps`` cycles are timed.
+
+    Checks, in order: *gradients* of two steps bit-equal with plain training (where a choice is not exact: equal within
+    a tolerance, and said so), with losses, buffers and random states (at
+    full shape where plain training fits, else at the largest shape at which it does, and against recomputing every
+    layer at full shape); *recomputed ops* by unit as the plan says; *peak* and *step time* as promised (in turns with
+    saving or recomputing everything, where that was measured for the plan and fits: a slow day slows both).
+
+    With ``compile`` the steps are ``eager``, or compiled by ``layers`` or as one ``model``. Where the plan was made for
+    others, peak and step time are measured and not judged, beside saving everything in such steps, and noted in the
+    plan's file, where ``plan`` is one: ``apply`` then says by how much they differ. Of a Plan, ``noting`` gives one
+    with the report's measurement.
+
+    Raises PlanError where the plan does not belong to the model, or does not say what to run; UsageError where nothing
+    can be compiled here.
+    """
+    path = None if isinstance(plan, Plan) else Path(plan)
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    mode = compile or plan.steps
+    subject = workload if workload is not None else plan.workload
+    if subject is None and measurer is None:
+        raise PlanError(
+            "the plan does not say which training step it was made for",
+            remedy="Name it: --model, --batch-size, --seq-len and what else your step uses.",
+        )
+    with _open(subject, device, measurer, plan, mode) as runs:
+        report = _Verification(plan, subject, runs, device, listener or Silence(), steps, mode).report()
+        if path is None or report.measured is None or report.steps is None:
+            return report
+        said = _unlike(plan, subject, runs) or _note(plan, path, report.steps, report.measured)
+    return report.model_copy(update={"notes": (*report.notes, said)})
+
+
+def _note(plan: Plan, path: Path, steps: Steps, measured: Measurement) -> str:
+    """Write the measurement into the plan's file; what became of that."""
+    try:
+        plan.noting(steps, measured).save_otherwise(path)
+    except PlanError as error:
+        return f"not noted in the plan: {error.message}"
+    return f"noted in {path}: applied to a model that runs like this, the plan warns with these numbers"
+
+
+def _unlike(plan: Plan, subject: WorkloadSpec | Workload | None, measurer: Measurer) -> str:
+    """Why what was measured is not to be set against the plan's own measurement; empty where it is."""
+    if plan.status != "measured":
+        return f"not noted in the plan, which is {plan.status}: there is nothing that these steps could differ from"
+    if plan.environment is None:
+        return "not noted in the plan, which does not say where it was measured"
+    device, step = measurer.environment.device, getattr(measurer, "settings", None) or getattr(subject, "settings", {})
+    for there, here in ((plan.environment.device.model_dump(), device.model_dump()), (plan.settings, step)):
+        for name in here:
+            if name in there and there[name] != here[name]:
+                fact = name.replace("_", " ")
+                return f"not noted in the plan, which was measured with {fact} {there[name]}; here it is {here[name]}"
+    return ""
+
+
+@contextmanager
+def _open(
+    subject: WorkloadSpec | Workload | None,
+    device: str | None,
+    given: Measurer | None,
+    plan: Plan,
+    mode: Steps,
+) -> Iterator[Measurer]:
+    if given is not None:
+        yield given
+        return
+    assert subject is not None
+    compile = None if mode == "eager" else mode
+    if isinstance(subject, WorkloadSpec):
+        made = WorkerMeasurer(subject, device, host_budget=plan.host_budget_bytes, compile=compile)
+    else:
+        made = LocalMeasurer(subject, host_budget=plan.host_budget_bytes, compile=compile)
+    try:
+        yield cast(Measurer, made)
+    finally:
+        made.close()
+
+
+class _Verification:
+    """One run of all checks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        subject: WorkloadSpec | Workload | None,
+        measurer: Measurer,
+        device: str | None,
+        listener: Listener,
+        steps: int,
+        mode: Steps,
+    ) -> None:
+        self.plan, self.subject, self.measurer = plan, subject, measurer
+        self.device, self.listener, self.steps = device, listener, steps
+        self.rounds = max(3, steps // 2)
+        self.mode: Steps = mode
+        self.measured: Measurement | None = None
+        self.notes: list[str] = []
+
+    def report(self) -> VerifyReport:
+        self.listener.stage("build the model")
+        described = self._call("describe_units", {})
+        units = [Unit.model_validate(u) for u in described["units"]]
+        head = described.get("head")
+        output_head = None if head is None else Unit.model_validate(head)
+        self.choices = self.plan.choices_for(units, output_head)
+        self.blocks = [unit.name for unit in units if unit.role == "block"]
+        if self.plan.status_reason:
+            self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
+        if self.plan.status == "simulated":
+            here = self.measurer.environment.device.name
+            self.notes.append(
+                f"what the plan promises was simulated for {simulated_for(self.plan)}; it was never measured. "
+                f"Here it ran on {here}. `autockpt search --resume` makes a measured plan from it."
+            )
+        if self.mode == self.plan.steps:
+            checks = (*self._gradients(), self._reruns(), *self._promises())
+            return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
+        self._call("compile_as_training", {})
+        checks = (*self._gradients(), self._reruns(), *self._comparison())
+        return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured, steps=self.mode)
+
+    @property
+    def _compiled(self) -> bool:
+        return self.mode != "eager"
+
+    def _call(self, function: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return self.measurer.call(f"{BESIDE}:{function}", payload)
+
+    # --- gradients
+
+    def _gradients(self) -> Iterator[Check]:
+        self.listener.stage("compare gradients with plain training")
+        try:
+            yield compare_on(self.measurer, "gradients", self.choices, None, compiled=self._compiled)
+            return
+        except DeviceOutOfMemory as error:
+            self.notes.append(f"plain training does not fit at full shape: {error.message}")
+        yield self._smaller_shape()
+        self.listener.stage("compare gradients with recomputing every layer")
+        everything = dict.fromkeys(self.blocks, RECOMPUTE)
+        try:
+            yield compare_on(
+                self.measurer, "gradients at full shape", self.choices, everything, compiled=self._compiled
+            )
+        except DeviceOutOfMemory as error:
+            yield Check(name="gradients at full shape", state="failed", detail=f"out of memory: {error.message}")
+
+    def _smaller_shape(self) -> Check:
+        """Against plain training, at the largest halved shape at which that fits."""
+        name = "gradients at a smaller shape"
+        if not isinstance(self.subject, WorkloadSpec):
+            return Check(name=name, state="skipped", detail="a live workload has one shape only")
+        settings = getattr(self.measurer, "settings", {})
+        for spec in smaller_shapes(self.subject, settings.get("batch_size"), settings.get("seq_len")):
+            shape = f"batch {spec.batch_size}" + (f" × {spec.seq_len}" if spec.seq_len else "")
+            self.listener.stage(f"compare gradients with plain training at {shape}")
+            rest = getattr(self.measurer, "rest", None)
+            if rest is not None:
+                rest()  # two models would share the device
+            try:
+                with _open(spec, self.device, None, self.plan, self.mode) as measurer:
+                    check = compare_on(measurer, name, self.choices, None, compiled=self._compiled)
+                    return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
+            except DeviceOutOfMemory:
+                continue
+        return Check(name=name, state="skipped", detail="plain training fits at no shape")
+
+    # --- recomputed ops
+
+    def _reruns(self) -> Check:
+        if self._compiled:
+            detail = "in compiled graphs, where single ops are not seen; the peak shows what they keep"
+            return Check(name="recomputed ops", state="skipped", detail=detail)
+        self.listener.stage("count recomputed ops")
+        wired = {name: dump_choice(choice) for name, choice in self.choices.items()}
+        try:
+            found = self._call("count_runs", {"choices": wired})["units"]
+        except DeviceOutOfMemory as error:
+            return Check(name="recomputed ops", state="failed", detail=f"out of memory: {error.message}")
+        return judge_runs(self.choices, {name: UnitRuns.model_validate(runs) for name, runs in found.items()})
+
+    # --- peak and step time
+
+    def _promises(self) -> Iterator[Check]:
+        budget = self.plan.budget.bytes if self.plan.budget is not None else None
+        yield from self._measure(budget)
+        if self.measured is not None:
+            yield judge_peak(self.plan, self.measured, self.measurer.environment.device.kind)
+            yield self._step_time(self.measured)
+
+    def _comparison(self) -> Iterator[Check]:
+        """In steps that the plan was not made for."""
+        yield from self._measure(None)
+        if self.measured is None:
+            return
+        if self._compiled:
+            graphs = f"{self.measured.graphs or 'no'} graph{'' if self.measured.graphs == 1 else 's'}"
+            self.notes.append(f"compiled to {graphs}; what a choice needs and no graph can hold runs eagerly")
+        saving, ratio = None, None
+        if plan_hash(self.choices) != plan_hash(nothing := known_plans(self.blocks, ())[NONE]):
+            self.listener.stage("measure saving everything")
+            try:
+                saving = self.measurer.measure(nothing, steps=self.steps)
+                ratio = self._beside(NONE)
+            except DeviceOutOfMemory:
+                self.notes.append("saving everything does not fit the device in such steps")
+        yield compared_peak(self.plan, self.measured, saving)
+        yield compared_time(self.plan, self.measured, ratio)
+
+    def _measure(self, budget: int | None) -> Iterator[Check]:
+        """Fill ``measured``; or the checks that failed because it does not run."""
+        self.listener.stage("measure peak and step time")
+        try:
+            self.measured = self.measurer.measure(self.choices, steps=self.steps, budget_bytes=budget)
+        except (DeviceOutOfMemory, ConflictError) as error:
+            why = f"out of memory: {error.message}" if isinstance(error, DeviceOutOfMemory) else error.message
+            yield Check(name="peak", state="failed", detail=why)
+            yield Check(name="step time", state="skipped", detail="no step could be timed")
+
+    def _step_time(self, measured: Measurement) -> Check:
+        """Beside a well-known plan where one fits: a machine that is slower today slows both alike."""
+        same = self.plan.environment is not None and self.plan.environment.device == self.measurer.environment.device
+        alone = judge_time(self.plan, measured, same)
+        if alone.state == "skipped":
+            return alone
+        promised = {row.name: row.measured for row in self.plan.baselines if row.measured is not None}
+        for name in (NONE, ALL):
+            if name not in promised:
+                continue
+            try:
+                return judge_ratio(self.plan, measured, name, promised[name], self._beside(name))
+            except DeviceOutOfMemory:
+                continue
+        return alone
+
+    def _beside(self, name: str) -> Interval:
+        """The plan's step time as a multiple of a well-known one's, in turns. Passes DeviceOutOfMemory on."""
+        self.listener.stage(f"time the plan beside {name!r}")
+        other = known_plans(self.blocks, (RECOMPUTE.kind,))[name]
+        times = self.measurer.compare({"plan": self.choices, name: other}, rounds=self.rounds)
+        return ratio_interval(times["plan"], times[name], robust=True)
