@@ -38,17 +38,21 @@ def neutral(space: SearchSpace, margin: float) -> Parameters:
     return parameters
 
 
-def hidden_copies(plain: Parameters, space: SearchSpace, foreseen: Callable[[Parameters], float]) -> list[Parameters]:
-    """The knobs of ``plain`` with the price of copies whose plan should be fastest; none where that is the profile's.
+def hidden_copies(
+    plain: Parameters, space: SearchSpace, scale: float, foreseen: Callable[[Parameters], float]
+) -> list[Parameters]:
+    """The knobs of ``plain`` with the price of copies whose plan should be fastest; none where that is the fitted one.
 
     The solver's prices add up, as if every unit had its own compute to hide its copies behind. Between units of
     different kinds, or with few units that copy, that is too dear; ``foreseen``, the simulated step seconds of the
-    solver's plan under some knobs, sees the whole schedule.
+    solver's plan under some knobs, sees the whole schedule. ``scale`` is the fitted price as a multiple of the
+    profile's, which is among the points, too: a plan in which every unit copies says little of one where a few do.
     """
     knob = space.knobs.get("offload_price")
     if knob is None:
         return []
-    points = [plain, *({**plain, "offload_price": p} for p in COPY_PRICES if knob.low <= p <= knob.high)]
+    prices = dict.fromkeys((*COPY_PRICES, 1 / scale))
+    points = [plain, *({**plain, "offload_price": p} for p in prices if knob.low <= p <= knob.high)]
     best = min(points, key=foreseen)
     return [] if best is plain else [best]
 

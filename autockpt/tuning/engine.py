@@ -204,7 +204,7 @@ class Engine:
         """The price of copies that the simulator prefers to the profile's, if any, where it sees a schedule at all."""
         if not self.device.copy_queues or self.scorer.most_candidates is not None:
             return []
-        return hidden_copies(plain, self.space, self._foreseen)
+        return hidden_copies(plain, self.space, self.prices.scale.get("offload", 1.0), self._foreseen)
 
     def _foreseen(self, parameters: Parameters) -> float:
         """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
