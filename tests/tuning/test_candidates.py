@@ -33,4 +33,4 @@ def test_where_the_profile_is_right_nothing_is_added() -> None:
     assert hidden_copies(plain, space, 0.8, lambda parameters: 1.0) == []
     assert hidden_copies(plain, space, 0.8, lambda parameters: float("inf")) == []
     without = space.restricted(("recompute",))
-    assert hidden_copies(neutral(without, 0.0), without, lambda parameters: 0.0) == []
+    assert hidden_copies(neutral(without, 0.0), without, 0.8, lambda parameters: 0.0) == []
