@@ -146,6 +146,8 @@ class _Bench:
                 return
             found = answer["settings"]
             self.directory.add_settings(name, found)
+        if all(label for label, _ in found):
+            self.rows.pop(name, None)  # an earlier run found out no settings
         for label, setting in found:
             self._add(name, label, setting)
 

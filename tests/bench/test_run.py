@@ -154,6 +154,24 @@ def test_a_row_that_fails_in_a_round_ends_that_row_only(here: HereMeasurer, tmp_
     assert lines["first-k 2"].rounds >= 2
 
 
+def test_a_peer_whose_settings_are_found_at_last_is_no_longer_a_row_that_failed(
+    here: HereMeasurer, tmp_path: Path
+) -> None:
+    call = here.call
+
+    def failing(ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+        if ref.endswith(":settings") and payload["peer"] == "first-k":
+            return {"failed": "no idea"}
+        return call(ref, payload)
+
+    here.call = failing  # type: ignore[method-assign]
+    assert "first-k" in {line.row.key for line in run_bench(request(tmp_path)).lines}
+    here.call = call  # type: ignore[method-assign]
+    for _ in range(2):
+        keys = {line.row.key for line in run_bench(request(tmp_path)).lines}
+        assert "first-k" not in keys and {"first-k 1", "recompute all", "offload all"} <= keys
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -190,7 +208,7 @@ def test_torn_lines_are_left_out(tmp_path: Path) -> None:
     ("model", "name"),
     [
         ("results/x/llama.json", "llama"),
-        ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B"),
+        ("meta-llama/Llama-3.2-1B", "meta-llama-Llama-3.2-1B"),
         ("my.module:make", "my.module-make"),
     ],
 )
