@@ -122,7 +122,8 @@ def test_what_was_measured_otherwise_goes_into_the_file_and_nothing_else_changes
     before = path.read_text()
     loaded = Plan.load(path)
     for steps, measured in then.items():
-        loaded.noting(steps, measured).save_otherwise(path)
+        loaded = loaded.noting(steps, measured)
+        loaded.save_otherwise(path)
     noted = Plan.load(path)
     assert noted.otherwise == {**first, **then} and noted.status == "measured" and noted.hash == plan.hash
     assert noted.model_copy(update={"otherwise": first}) == plan
