@@ -8,7 +8,7 @@ on a CPU, have rates of their own. The host hides behind a GPU while its queue i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 
 import numpy as np
@@ -176,13 +176,20 @@ def _rerun_scale(
         if not any(begins):
             continue
         cost = np.array(begins) * region
-        device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
-        host = _host_seconds(hardware, device)
         queued = hardware.kind != "cpu"
-        extra += two_clocks(device, host + cost) - two_clocks(device, host) if queued else float(cost.sum())
+        extra += _unhidden(hardware, graph, ops, kernels, cost) if queued else float(cost.sum())
         again += sum(seconds[graph.signatures[op.signature]] for op in ops if op.phase == "recompute")
         again += 0.0 if queued else hardware.launch_seconds * phases.count("recompute")
     return 1.0 + extra / again if again > 0 else 1.0
+
+
+def _unhidden(
+    hardware: Hardware, graph: Graph, ops: Sequence[Op], kernels: Mapping[str, float], cost: np.ndarray
+) -> float:
+    """Seconds by which a step grows where its host needs ``cost`` more for each op: what the queue does not hide."""
+    device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
+    host = _host_seconds(hardware, device)
+    return two_clocks(device, host + cost) - two_clocks(device, host)
 
 
 def _watch_seconds(hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float]) -> float:
@@ -197,9 +204,7 @@ def _watch_seconds(hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping
         ops = [op for op in graph.ops if op.phase != "optimizer"]
         watched = np.array([op.watched for op in ops], dtype=float)
         if watched.any():
-            device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
-            host = _host_seconds(hardware, device)
-            extra += two_clocks(device, host + watch * watched) - two_clocks(device, host)
+            extra += _unhidden(hardware, graph, ops, kernels, watch * watched)
             count += int(watched.sum())
     return extra / count if count else 0.0
 

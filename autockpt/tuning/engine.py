@@ -92,15 +92,15 @@ class Engine:
         self.units = tuple(u.name for u in profiled.blocks)
         self.known = known_plans(self.units, space.choices)
         self.book = Book(run)
-        self.scorer.begin(self.book)
+        self.scorer.begin(self.book, lambda trials: foreseen(self.unpriced, trials))
         self.rulings: dict[tuple[Choice, ...], Ruling] = {}
         self.device = profiled.predictor.device
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
         self.smallest_peak = profiled.smallest_peak(self.known.values(), calls=max(2, referee_calls // 2))
         # Until the baselines have run, the best guess of what the budget is in bytes.
-        foreseen = budget.resolve(self._predict(self.known[NONE]).peak_bytes, self.smallest_peak, self.room)
-        self.budget = ResolvedBudget(asked=budget.text, bytes=foreseen, covers=covers(self.device.kind))
+        size = budget.resolve(self._predict(self.known[NONE]).peak_bytes, self.smallest_peak, self.room)
+        self.budget = ResolvedBudget(asked=budget.text, bytes=size, covers=covers(self.device.kind))
         self.started = time.monotonic()
         self.stopped = ""
         self.notes: list[str] = []
@@ -366,9 +366,6 @@ class Engine:
     def _finals(self) -> Trial | None:
         """The plan to name; every well-known plan is timed beside it: the table sets their step times against it."""
         beside = [trial for choices in self.known.values() if (trial := self.book.find(choices)) is not None]
-        left = self.limits.seconds_left(self.clock)
-        best = self.scorer.winner(
-            self.book, beside, self.budget.bytes, left, lambda trials: foreseen(self.unpriced, trials)
-        )
+        best = self.scorer.winner(self.book, beside, self.budget.bytes, self.limits.seconds_left(self.clock))
         self.notes.extend(self.scorer.notes)
         return best

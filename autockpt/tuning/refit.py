@@ -58,8 +58,13 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
 
 
 def _noise_seconds(trials: Sequence[Trial]) -> float:
-    """One standard deviation of a measured step time, about: half of what encloses it in 95 of 100 cases."""
-    return float(np.median([t.measured.noise * t.score_seconds / 2 if t.measured else 0.0 for t in trials]))
+    """One standard deviation of a measured step time, about."""
+    return float(np.median([noise_of(t) * t.score_seconds for t in trials]))
+
+
+def noise_of(trial: Trial) -> float:
+    """One standard deviation of a trial's step seconds, about, as a share: half of what holds in 95 of 100 cases."""
+    return trial.measured.noise / 2 if trial.measured is not None else 0.0
 
 
 def unseen_bytes(trials: Sequence[Trial]) -> int:

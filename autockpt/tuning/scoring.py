@@ -17,7 +17,8 @@ from autockpt.tuning.book import Book, Score
 from autockpt.tuning.finals import Final, play, remeasured
 from autockpt.tuning.job import Clock
 from autockpt.tuning.pairing import Pairing
-from autockpt.tuning.weighing import Foreseen, noise_of
+from autockpt.tuning.refit import noise_of
+from autockpt.tuning.weighing import Foreseen
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
 FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a plan that stays the same is timed beside
@@ -46,26 +47,21 @@ class Scorer(Protocol):
     most_candidates: int | None
     notes: list[str]
 
-    def begin(self, book: Book) -> None:
-        """To be called with the trials of the question before any is scored."""
+    def begin(self, book: Book, foresee: Foresee) -> None:
+        """To be called with the trials of the question before any is scored.
+
+        ``foresee`` says what is expected of trials, which decides between those that steps cannot tell apart.
+        """
         ...
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
         """Judge a plan that ``predicted`` says fits the device. ``budget_bytes``: a limit to hold where that is so."""
         ...
 
-    def winner(
-        self,
-        book: Book,
-        beside: Sequence[Trial],
-        budget_bytes: int,
-        seconds: float,
-        foresee: Foresee | None = None,
-    ) -> Trial | None:
+    def winner(self, book: Book, beside: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """The plan to name, of those in the book that fit; None where none holds the budget.
 
-        ``beside`` are well-known plans to time with the best; ``seconds`` are left to do so. ``foresee`` says what is
-        expected of trials, which decides between those that steps cannot tell apart.
+        ``beside`` are well-known plans to time with the best; ``seconds`` are left to do so.
         """
         ...
 
@@ -108,9 +104,11 @@ class RealSteps:
     worthwhile: float = FASTER
     most_candidates: int | None = None
     notes: list[str] = field(default_factory=list)
+    _foresee: Foresee | None = None
 
-    def begin(self, book: Book) -> None:
+    def begin(self, book: Book, foresee: Foresee) -> None:
         """What earlier trials were timed beside stays what later ones are timed beside."""
+        self._foresee = foresee
         if self.pairing is not None:
             self.pairing.begin(book)
 
@@ -127,36 +125,22 @@ class RealSteps:
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
 
-    def winner(
-        self,
-        book: Book,
-        beside: Sequence[Trial],
-        budget_bytes: int,
-        seconds: float,
-        foresee: Foresee | None = None,
-    ) -> Trial | None:
+    def winner(self, book: Book, beside: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """Measure the best few again side by side, confirm the winner, and return it with its final numbers."""
         fitting = book.ranking()
-        if foresee is not None:
+        if self._foresee is not None:
             tried = {t.number: t.score_seconds for t in fitting}
-            weighed = foresee(book.scored).weigh(tried, {t.number: noise_of(t) for t in fitting})
+            weighed = self._foresee(book.scored).weigh(tried, {t.number: noise_of(t) for t in fitting})
             fitting = sorted(fitting, key=lambda t: weighed[t.number])
         finalists = fitting[:FINALISTS]
         while finalists:
-            winner = self._fastest(book, finalists, beside, seconds, foresee)
+            winner = self._fastest(book, finalists, beside, seconds)
             if self.confirm is None or (winner := self._confirmed(book, winner, budget_bytes)).feasible:
                 return winner
             finalists = [t for t in finalists if t.number != winner.number]
         return None
 
-    def _fastest(
-        self,
-        book: Book,
-        finalists: list[Trial],
-        beside: Sequence[Trial],
-        seconds: float,
-        foresee: Foresee | None,
-    ) -> Trial:
+    def _fastest(self, book: Book, finalists: list[Trial], beside: Sequence[Trial], seconds: float) -> Trial:
         """The plan that wins side by side; the times of the finals go into all trials that took part.
 
         Well-known plans that fit may win as well. Where trials were timed beside a standard, those that are surely
@@ -172,16 +156,16 @@ class RealSteps:
         for number in final.times:
             trial = book.trials[number]
             book.put(trial.model_copy(update={"measured": remeasured(trial, final)}))
-        return book.trials[self._named(book, final, foresee)]
+        return book.trials[self._named(book, final)]
 
-    def _named(self, book: Book, final: Final, foresee: Foresee | None) -> int:
+    def _named(self, book: Book, final: Final) -> int:
         """The number of the fastest; of those that cannot be told apart, the one that should be by prices as well."""
         if not final.undecided:
             return final.winner
         times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
         named = final.winner
-        if foresee is not None:
-            weighed = foresee(book.scored).weigh(times, dict.fromkeys(times, final.error))
+        if self._foresee is not None:
+            weighed = self._foresee(book.scored).weigh(times, dict.fromkeys(times, final.error))
             named = min(weighed, key=lambda number: weighed[number])
         close = ", ".join(f"#{number}" for number in times if number != named)
         why = "" if named == final.winner else "; by what their choices cost in all trials, the first is faster"
@@ -235,20 +219,13 @@ class Simulated:
     most_candidates: int | None = None
     notes: list[str] = field(default_factory=list)
 
-    def begin(self, book: Book) -> None:
+    def begin(self, book: Book, foresee: Foresee) -> None:
         """Predictions need no other trials."""
 
     def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
         """The prediction stands."""
         return Score("simulated")
 
-    def winner(
-        self,
-        book: Book,
-        beside: Sequence[Trial],
-        budget_bytes: int,
-        seconds: float,
-        foresee: Foresee | None = None,
-    ) -> Trial | None:
+    def winner(self, book: Book, beside: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """The fastest that fits."""
         return book.best

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autockpt.schema import Problem, Trial
-from autockpt.tuning.refit import Fit, fit, priced
+from autockpt.tuning.refit import Fit, fit, noise_of, priced
 
 FORESIGHT, GUESSES = 0.007, 4
 """What predictions are off by, one standard deviation as a share, and how many misses that guess is worth."""
@@ -64,8 +64,3 @@ def foreseen(problem: Problem, trials: Sequence[Trial]) -> Foreseen:
     middle = statistics.median(misses) if misses else 0.0
     beyond = sum(max(0.0, (miss - middle) ** 2 - noise_of(t) ** 2) for miss, t in zip(misses, scored, strict=True))
     return Foreseen(seconds, math.sqrt((GUESSES * FORESIGHT**2 + beyond) / (GUESSES + len(misses))))
-
-
-def noise_of(trial: Trial) -> float:
-    """One standard deviation of a trial's step seconds, about, as a share: half of what holds in 95 of 100 cases."""
-    return trial.measured.noise / 2 if trial.measured is not None else 0.0

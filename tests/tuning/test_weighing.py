@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, Prediction, Trial, plan_hash
+from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, Prediction, Trial
 from autockpt.tuning.weighing import FORESIGHT, Foreseen, foreseen
 from tests.tuning.test_refit import plan, problem
+from tests.tuning.test_refit import trial as measured_trial
 
 TRULY = {0: 1.0, 1: 1.02, 2: 1.04, 3: 1.06, 4: 1.08}  # step seconds by the number of recomputed layers, as priced
 
@@ -19,17 +20,12 @@ TRULY = {0: 1.0, 1: 1.02, 2: 1.04, 3: 1.06, 4: 1.08}  # step seconds by the numb
 def trial(number: int, seconds: float, noise: float, simulated: float | None = None) -> Trial:
     """A plan that recomputes ``number`` of four layers."""
     choices: dict[str, Choice] = plan(*([RECOMPUTE] * number + [SAVE] * (4 - number)))
-    return Trial(
-        number=number,
-        name="t",
-        encoding="knobs",
-        choices=choices,
-        plan_hash=plan_hash(choices),
-        state="measured",
-        feasible=True,
-        predicted=Prediction(peak_bytes=1, step_seconds=simulated),
-        measured=Measurement(peak_bytes=1, step_seconds=seconds, noise=noise),
-    )
+    numbers = {
+        "number": number,
+        "predicted": Prediction(peak_bytes=1, step_seconds=simulated),
+        "measured": Measurement(peak_bytes=1, step_seconds=seconds, noise=noise),
+    }
+    return measured_trial(choices, seconds).model_copy(update=numbers)
 
 
 def fastest(noise: float, seed: int) -> tuple[int, int]:
