@@ -3,6 +3,7 @@
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, call_inner, place, put_back, take_off
 from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, Policy, PolicySession
 from autockpt.policies.chunked_loss import ChunkedLossPolicy
+from autockpt.policies.chunked_softmax import ChunkedSoftmaxPolicy
 from autockpt.policies.compile_budget import CompileBudgetPolicy
 from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
 from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
@@ -27,6 +28,7 @@ POLICIES: dict[str, Policy] = {
         OffloadPolicy(),
         RecomputeOffloadPolicy(),
         SegmentPolicy(),
+        ChunkedSoftmaxPolicy(),
         ChunkedLossPolicy(),
         CompileBudgetPolicy(),
     )

@@ -78,13 +78,18 @@ _say_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse(unit: PlannedUnit) -> None:
-    """Raise ConflictError for a unit that is not an output head which treats every token by itself."""
+    """Raise ConflictError for a unit that is not an output head with all its weights."""
+    refuse_others(unit)
+    _refuse_parts(unit.module, unit.name)
+
+
+def refuse_others(unit: PlannedUnit) -> None:
+    """Raise ConflictError for a unit that is no output head."""
     if not isinstance(plain_head(unit.module), nn.Linear):
         raise ConflictError(
-            f"chunked_loss is for the output head, and {unit.name} is a {type(unit.module).__name__}",
+            f"{unit.choice.kind} is for the output head, and {unit.name} is a {type(unit.module).__name__}",
             remedy="Write it for the model's lm_head (a Linear), and other choices for its blocks.",
         )
-    _refuse_parts(unit.module, unit.name)
 
 
 def _refuse_parts(module: nn.Module, name: str, *, running: bool = False) -> None:

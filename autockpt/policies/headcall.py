@@ -1,11 +1,11 @@
-"""One call of a model's output head, and the cross-entropy of its logits a chunk of rows at a time."""
+"""Where rows of logits come from, and the cross-entropy of logits a chunk of rows at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,48 @@ Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
 
 
+class Rows(Protocol):
+    """One call of a head, of which logits can be had row by row from ``hidden`` (… × features, or the logits)."""
+
+    choice: str
+    """The choice in whose name this is done, for messages."""
+    exact: bool
+    """Whether gradients must be bit-equal with plain training's."""
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def trained(self) -> tuple[nn.Parameter, ...]:
+        """Weights that get gradients from here."""
+        ...
+
+    def check(self) -> None:
+        """Raise ConflictError where rows cannot be had any more as they were."""
+        ...
+
+    def check_once(self) -> None:
+        """Raise ConflictError in a backward that is itself to be differentiated."""
+        ...
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around calls of ``rows``."""
+        ...
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """Logits of these rows."""
+        ...
+
+    def loss(self, loss: CrossEntropy, hidden: Tensor, target: Tensor) -> Tensor | None:
+        """The cross-entropy of rows × features against rows of class indices; None where it is left to PyTorch."""
+        ...
+
+
 class HeadCall:
     """What it takes to run a head again on some of the rows it was called with: weights, settings, autocast."""
+
+    choice = "chunked_loss"
+    exact = False
 
     def __init__(self, module: nn.Module, state: Attachment, device: torch.device) -> None:
         self._module, self._state = module, state
@@ -52,12 +92,7 @@ class HeadCall:
             )
 
     def check_once(self) -> None:
-        """Raise ConflictError in a backward that is itself to be differentiated: that would silently lose a part."""
-        if torch.is_grad_enabled():
-            raise ConflictError(
-                f"the loss of {self.unit} cannot be differentiated twice (create_graph=True) under chunked_loss",
-                remedy=f"Use `save` on {self.unit}.",
-            )
+        refuse_twice(self)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -71,6 +106,18 @@ class HeadCall:
         was made without them, and hand it to the next user."""
         with torch.set_grad_enabled(torch.is_grad_enabled() or self._autocast.enabled):
             return call_inner(self._module, self._state, (hidden,), {})
+
+    def loss(self, loss: CrossEntropy, hidden: Tensor, target: Tensor) -> Tensor:
+        return _Chunked.apply(loss, hidden, target, *self.trained)  # type: ignore[return-value]
+
+
+def refuse_twice(call: Rows) -> None:
+    """Raise ConflictError in a backward that is itself to be differentiated: that would silently lose a part."""
+    if torch.is_grad_enabled():
+        raise ConflictError(
+            f"the loss of {call.unit} cannot be differentiated twice (create_graph=True) under {call.choice}",
+            remedy=f"Use `save` on {call.unit}.",
+        )
 
 
 class Autocast:
@@ -88,19 +135,19 @@ class Autocast:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, ``chunk`` rows at a time."""
+    """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, ``chunk`` rows at a time.
 
-    call: HeadCall
+    ``passing`` is told when backward comes by.
+    """
+
+    call: Rows
     steps: tuple[Elementwise, ...]
     chunk: int
     reduction: str
     ignore_index: int
     label_smoothing: float
     autocast: Autocast
-
-    def __call__(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """The loss of ``hidden`` (rows × features) against class indices ``target`` (rows)."""
-        return _Chunked.apply(self, hidden, target, *self.call.trained)  # type: ignore[return-value]
+    passing: Callable[[], None]
 
     def losses(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of every row."""

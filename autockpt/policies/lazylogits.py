@@ -6,6 +6,7 @@ Whatever else touches it gets the real logits, computed then and there; what nei
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.headcall import Autocast, CrossEntropy, Elementwise, HeadCall
+from autockpt.policies.headcall import Autocast, CrossEntropy, Elementwise, Rows
 
 _plain_call = torch._C.DisableTorchFunctionSubclass
 
@@ -50,13 +51,37 @@ class _Family:
         self.derived = 0
         self.chunked = False
         self.watchers: list[Callable[..., Any]] = []
+        self._ways: set[object] = set()
+
+    def way(self, source: _Source) -> Callable[[], None]:
+        """To be called when backward comes by what was made of these logits, as often as it does.
+
+        Raises ConflictError then where another way was taken, too, and bits would differ: plain training takes a step
+        on the logits once, and adds up gradients before it, not behind it. Holds no tensors.
+        """
+        if not (source.steps and source.call.exact):
+            return _nothing
+        return functools.partial(self._passing, object(), source.call)
+
+    def _passing(self, way: object, call: Rows) -> None:
+        self._ways.add(way)
+        if len(self._ways) > 1:
+            raise ConflictError(
+                f"the logits of {call.unit} are used for more than one cross-entropy, and the gradients of that would "
+                f"not be bit-equal under {call.choice}",
+                remedy=f"Use `save` on {call.unit}.",
+            )
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(eq=False)
 class _Source:
     """What lazy logits are made of: features of their rows, and what is done to the head's output."""
 
-    call: HeadCall
+    call: Rows
     state: ChunkState
     hidden: Tensor
     steps: tuple[Elementwise, ...]
@@ -98,7 +123,12 @@ class _Source:
                 self.seen = self.compute(self.hidden).detach()
             return self.seen
         self.real = self.compute(self.hidden)
-        self.state.warn(why)
+        if self.call.exact:
+            if self.steps and self.real.requires_grad:
+                passing = self.family.way(self)
+                self.real.register_hook(lambda _: passing())
+        else:
+            self.state.warn(why)
         self.watch(self.real)
         return self.real
 
@@ -152,7 +182,7 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
 
-def lazy_logits(call: HeadCall, state: ChunkState, hidden: Tensor, like: Tensor) -> LazyLogits:
+def lazy_logits(call: Rows, state: ChunkState, hidden: Tensor, like: Tensor) -> LazyLogits:
     """Logits of ``hidden`` (… × features) with the last size and type of ``like``."""
     return _stand_in(
         _Source(call, state, hidden, (), like.dtype, like.shape[-1], _Family(), version=hidden._version),
@@ -306,8 +336,7 @@ def _cross_entropy(
     if len(target) != len(hidden) or len(hidden) == 0 or not torch.is_grad_enabled():
         return NotImplemented
     source.check()
-    source.family.chunked = True
-    loss = CrossEntropy(
+    settings = CrossEntropy(
         source.call,
         source.steps,
         source.state.tokens,
@@ -315,7 +344,12 @@ def _cross_entropy(
         ignore_index,
         label_smoothing,
         Autocast(hidden.device.type),
-    )(hidden, target)
+        source.family.way(source),
+    )
+    loss = source.call.loss(settings, hidden, target)
+    if loss is None:
+        return NotImplemented
+    source.family.chunked = True
     source.watch(loss)
     return loss
 
@@ -372,7 +406,7 @@ def _before_use(lazy: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict
     if source.family.derived or source.family.chunked:
         what = "changes logits in place" if changes else "asks for the gradient of logits"
         raise ConflictError(
-            f"{name} {what} of {source.call.unit}, which do not exist as a whole under chunked_loss",
+            f"{name} {what} of {source.call.unit}, which do not exist as a whole under {source.call.choice}",
             remedy=f"Use `save` on {source.call.unit}.",
         )
     with torch.enable_grad():

@@ -169,11 +169,24 @@ class Segment(_Choice):
     levels: Literal[1, 2] = 1
 
 
+class ChunkedSoftmax(_Choice):
+    """Keep a language model's logits alone, and run softmax and cross-entropy on chunks of tokens, again in backward.
+
+    For the output head only (``lm_head: chunked_softmax``). Neither log-probabilities nor their gradients ever exist
+    for all tokens, and the logits' gradient takes the place of the logits where nothing else holds these.
+    """
+
+    letter: ClassVar[str] = "L"
+    searched: ClassVar[bool] = False
+    roles: ClassVar[tuple[UnitRole, ...]] = ("head",)
+    kind: Literal["chunked_softmax"] = "chunked_softmax"
+    tokens: int = Field(default=256, gt=0, description="rows of log-probabilities that exist at a time")
+
+
 class ChunkedLoss(_Choice):
     """Run a language model's output head and cross-entropy over chunks of tokens, each again in backward.
 
-    For the output head only (``lm_head: chunked_loss``). The one choice that is not bit-equal: sums over tokens are
-    taken in another order.
+    For the output head only (``lm_head: chunked_loss``). Not bit-equal: sums over tokens are taken in another order.
     """
 
     letter: ClassVar[str] = "C"
@@ -210,11 +223,13 @@ Choice = Annotated[
     | Offload
     | RecomputeOffload
     | Segment
+    | ChunkedSoftmax
     | ChunkedLoss
     | CompileBudget,
     Field(discriminator="kind"),
 ]
-SAVE, RECOMPUTE, OFFLOAD, CHUNKED_LOSS = Save(), Recompute(), Offload(), ChunkedLoss()
+SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
+CHUNKED_SOFTMAX, CHUNKED_LOSS = ChunkedSoftmax(), ChunkedLoss()
 CHOICE_TYPES: tuple[type[_Choice], ...] = (
     Save,
     Recompute,
@@ -224,6 +239,7 @@ CHOICE_TYPES: tuple[type[_Choice], ...] = (
     Offload,
     RecomputeOffload,
     Segment,
+    ChunkedSoftmax,
     ChunkedLoss,
     CompileBudget,
 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,20 +18,16 @@ from autockpt.runtime import attach, remove
 from autockpt.schema.choices import CHUNKED_LOSS, RECOMPUTE, SAVE, Choice, ChunkedLoss
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
-from autockpt.workload import build, discover_head
+from autockpt.workload import build
+from tests.policies import heads
+from tests.policies.heads import LOSSES, SCALED, UNKNOWN, batch, gradients, small_llama, step
 from tests.policies.zoo import CASES, precision, train
 from tests.tracing.reference import Real, ops_of, peak_over, same_names
 
 CHUNK = ChunkedLoss(tokens=50)  # 384 tokens: seven chunks and a rest
-F = nn.functional
+both = functools.partial(heads.both, choice=CHUNK)
 pytestmark = pytest.mark.filterwarnings("error:.*chunked_loss computes all logits")
 each_case = pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "bert", "t5")], ids=str)
-
-
-def head_of(model: nn.Module) -> str:
-    head = discover_head(model)
-    assert head is not None
-    return head.name
 
 
 def away(got: Tensor, wanted: Tensor) -> float:
@@ -51,43 +46,6 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: f
             assert away(got[name], tensor) <= tolerance, (name, away(got[name], tensor))
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {f"gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def both(
-    make: Callable[[], nn.Module], run: Callable[[nn.Module], dict[str, Tensor]], choice: Choice = CHUNK
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What ``run`` returns under the choice, and plainly."""
-    results = []
-    for chosen in (choice, SAVE):
-        model = make()
-        torch.manual_seed(5)
-        with attach(model, {head_of(model): chosen}):
-            results.append(run(model))
-    return results[0], results[1]
-
-
-def small_llama(**more: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = transformers.LlamaConfig(**{"vocab_size": 64, **sizes, **more})
-        return transformers.LlamaForCausalLM(config)
-
-    return make
-
-
-def batch(**more: Any) -> dict[str, Any]:
-    return CASES["llama"].batch() | {"use_cache": False, **more}
-
-
-def step(model: nn.Module, **more: Any) -> dict[str, Tensor]:
-    loss = model(**batch(**more)).loss
-    loss.backward()
-    return {"loss": loss.detach()} | gradients(model)
-
-
 # --- gradients
 
 
@@ -101,34 +59,19 @@ def test_two_steps_are_equal_up_to_rounding(case, dtype):
 
 @pytest.mark.parametrize("tokens", [1, 7, 384, 1000])
 def test_any_chunk_size(tokens):
-    assert_close(*both(small_llama(), step, ChunkedLoss(tokens=tokens)))
+    assert_close(*both(small_llama(), step, choice=ChunkedLoss(tokens=tokens)))
 
 
 def test_16_bit_weights_lose_no_more_than_plain_training():
     exact = step(small_llama()().double())
-    got, plain = both(lambda: small_llama()().bfloat16(), step, ChunkedLoss(tokens=8))
+    got, plain = both(lambda: small_llama()().bfloat16(), step, choice=ChunkedLoss(tokens=8))
     for name in exact:
         assert away(got[name], exact[name]) < 1.1 * away(plain[name], exact[name]) + 1e-3, name
 
 
-def _scaled(name: str) -> Callable[[], nn.Module]:
-    more = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = {
-        "gemma2": lambda: transformers.Gemma2Config(vocab_size=64, head_dim=8, final_logit_softcapping=2.0, **more),
-        "granite": lambda: transformers.GraniteConfig(vocab_size=64, logits_scaling=4.0, **more),
-        "cohere": lambda: transformers.CohereConfig(vocab_size=64, logit_scale=0.25, pad_token_id=0, **more),
-    }[name]
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config())
-
-    return make
-
-
-@pytest.mark.parametrize("name", ["gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("name", SCALED)
 def test_what_models_do_to_logits_before_the_loss(name):
-    assert_close(*both(_scaled(name), step))
+    assert_close(*both(SCALED[name], step))
 
 
 def test_tied_embeddings_and_a_bias_in_the_head():
@@ -195,17 +138,6 @@ def test_shift_labels_and_logits_to_keep():
     assert_close(*both(small_llama(), lambda model: step(model, **kept)))
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "shifted": lambda x, y: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, x.size(-1)), y[..., 1:].reshape(-1)),
-    "sum": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum"),
-    "none": lambda x, y: (F.cross_entropy(x.reshape(-1, 64), y.flatten(), reduction="none") ** 2).mean(),
-    "smoothed": lambda x, y: F.cross_entropy(x.view(6 * 64, -1), y.view(-1), label_smoothing=0.2, ignore_index=3),
-    "steps": lambda x, y: F.cross_entropy(torch.tanh(x.to(torch.float64) / 3).mul(2)[:, 3].float(), y[:, 3]),
-    "mask": lambda x, y: F.cross_entropy(x[y > 9], y[y > 9]),
-    "module": lambda x, y: nn.CrossEntropyLoss()(2.0 * x.to(x.device).float().view(-1, 64) * 2, y.view(-1)),
-}
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_ones_own(name):
     def run(model: nn.Module) -> dict[str, Tensor]:
@@ -216,38 +148,6 @@ def test_losses_of_ones_own(name):
         return {"loss": loss.detach()} | gradients(model)
 
     assert_close(*both(small_llama(), run))
-
-
-UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "log softmax": lambda x, y: F.nll_loss(F.log_softmax(x.float(), -1).view(-1, 64), y.view(-1)),
-    "classes first": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
-    "weights": lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1), weight=torch.arange(64.0)),
-    "probabilities": lambda x, y: F.cross_entropy(x.view(-1, 64), F.one_hot(y.view(-1), 64).float()),
-    "part of the vocabulary": lambda x, y: F.cross_entropy(x[..., :32].reshape(-1, 32), y.view(-1) % 32),
-    "another view": lambda x, y: F.cross_entropy(x.view(-1, 32), y.view(-1).repeat(2) % 32),
-    "a learned scale": lambda x, y: F.cross_entropy((x * torch.ones(1)).view(-1, 64), y.view(-1)),
-    "in place": lambda x, y: F.cross_entropy(x.div_(2).view(-1, 64), y.view(-1)),
-    "assignment": lambda x, y: _assigned(x, y),
-    "a list": lambda x, y: torch.stack([row.logsumexp(-1).mean() for row in x]).sum(),
-    "both": lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1)) + x.logsumexp(-1).square().mean(),
-    "an autograd function": lambda x, y: _Square.apply(x).mean(),  # type: ignore[union-attr]
-}
-
-
-def _assigned(x: Tensor, y: Tensor) -> Tensor:
-    x[:, :, 60:] = -30.0
-    return F.cross_entropy(x.view(-1, 64), y.clamp(max=59).view(-1))
-
-
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * gradients[0]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -1,0 +1,366 @@
+"""chunked_softmax against plain training: bit-equal whatever is done to logits, or a refusal; and what it saves."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError
+from autockpt.policies.lazylogits import LazyLogits
+from autockpt.runtime import attach, remove
+from autockpt.schema.choices import CHUNKED_SOFTMAX, RECOMPUTE, SAVE, Choice, ChunkedSoftmax
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing import Tracer
+from autockpt.workload import build
+from tests.policies import heads
+from tests.policies.heads import LOSSES, SCALED, UNKNOWN, batch, gradients, small_llama, step
+from tests.policies.zoo import CASES, precision, train
+from tests.tracing.reference import Real, ops_of, peak_over, same_names
+
+CHUNK = ChunkedSoftmax(tokens=48)  # 384 tokens
+F = nn.functional
+both = functools.partial(heads.both, choice=CHUNK)
+each_case = pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "bert", "t5")], ids=str)
+
+
+def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name].nan_to_num(7), tensor.nan_to_num(7)), name
+
+
+# --- gradients
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@each_case
+def test_two_steps_are_bit_equal(case, dtype):
+    extra = {"use_cache": False} if case.takes_cache else {}
+    assert_equal(*both(case.make, lambda model: train(model, case, dtype, **extra)))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 384, 1000])
+def test_any_chunk_size(tokens):
+    assert_equal(*both(small_llama(), step, choice=ChunkedSoftmax(tokens=tokens)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", SCALED)
+def test_what_models_do_to_logits_before_the_loss(name, dtype):
+    assert_equal(*both(lambda: SCALED[name]().to(dtype), step))
+
+
+@pytest.mark.parametrize("which", ["some", "a whole chunk", "all"])
+def test_ignored_labels(which):
+    labels = batch()["labels"].clone()
+    labels.view(-1)[{"some": slice(0, 400, 3), "a whole chunk": slice(40, 160), "all": slice(None)}[which]] = -100
+    assert_equal(*both(small_llama(), lambda model: step(model, labels=labels)))
+
+
+@pytest.mark.parametrize("count", [100, torch.tensor(77)], ids=["number", "tensor"])
+def test_num_items_in_batch(count):
+    assert_equal(*both(small_llama(), lambda model: step(model, num_items_in_batch=count)))
+
+
+@given(
+    rows=st.integers(1, 70),
+    vocabulary=st.integers(1, 40),
+    tokens=st.integers(1, 80),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    ignore=st.integers(-3, 5),
+    steps=st.sampled_from([lambda x: x, Tensor.float, lambda x: torch.tanh(x / 3) * 2]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_cross_entropy_is_bit_equal(rows, vocabulary, tokens, dtype, reduction, ignore, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    head = nn.Linear(3, vocabulary).to(dtype)
+    hidden = (torch.randn(1, rows, 3, generator=generator) * 9).to(dtype).requires_grad_()
+    target = torch.randint(0, vocabulary, (rows,), generator=generator)
+    target[torch.rand(rows, generator=generator) < 0.3] = ignore
+    if not 0 <= ignore < vocabulary:
+        ignore = min(ignore, -1)
+        target[target >= vocabulary] = ignore
+
+    def run() -> list[Tensor]:
+        logits = steps(head(hidden)).view(-1, vocabulary)
+        loss = F.cross_entropy(logits, target, ignore_index=ignore, reduction=reduction)
+        loss = loss if loss.dim() == 0 else (loss * torch.arange(rows)).sum()
+        return [loss.detach(), *torch.autograd.grad(loss, [hidden, *head.parameters()])]
+
+    wanted = run()
+    with attach(nn.ModuleDict({"head": head}), {"head": ChunkedSoftmax(tokens=tokens)}):
+        assert isinstance(head(hidden), LazyLogits)
+        got = run()
+    assert all(torch.equal(g.nan_to_num(7), w.nan_to_num(7)) for g, w in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *UNKNOWN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whatever_is_done_to_logits_is_bit_equal(name, dtype):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        assert isinstance(logits, LazyLogits) == ("forward" in vars(model.lm_head))
+        loss = {**LOSSES, **UNKNOWN}[name](logits, labels)
+        loss.backward()
+        return {"loss": loss.detach()} | gradients(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal(*both(lambda: small_llama()().to(dtype), run))
+
+
+TWICE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "two losses": lambda x, y: F.cross_entropy(x[0], y[0]) + F.cross_entropy(x[1:].flatten(0, 1), y[1:].flatten()),
+    "a loss and more": lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1)) + x.logsumexp(-1).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_two_ways_through_a_cast_are_refused_and_without_one_are_bit_equal(name):
+    def run(model: nn.Module, cast: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
+        inputs = batch()
+        labels = inputs.pop("labels")
+        loss = TWICE[name](cast(model(**inputs).logits), labels)
+        loss.backward()
+        return {"loss": loss.detach()} | gradients(model)
+
+    assert_equal(*both(lambda: small_llama()().bfloat16(), run))
+    with pytest.raises(ConflictError, match="more than one cross-entropy"):
+        both(lambda: small_llama()().bfloat16(), lambda model: run(model, Tensor.float))
+
+
+@pytest.mark.parametrize("way", ["lora", "modules_to_save", "dropout", "backward hook", "forward hook", "tied, biased"])
+def test_heads_of_all_kinds(way):
+    def make() -> nn.Module:
+        model = small_llama(tie_word_embeddings=way == "tied, biased")()
+        if way == "tied, biased":
+            model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 64))
+        if way in ("lora", "modules_to_save", "dropout"):
+            peft = pytest.importorskip("peft")
+            more = {"modules_to_save": ["lm_head"]} if way == "modules_to_save" else {}
+            dropout = 0.5 if way == "dropout" else 0.0
+            modules = ["q_proj"] if more else ["q_proj", "lm_head"]
+            torch.manual_seed(1)
+            config = peft.LoraConfig(r=2, lora_dropout=dropout, target_modules=modules, **more)
+            model = peft.get_peft_model(model, config)
+        return model
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        head = model.get_output_embeddings()
+        if way == "backward hook":
+            head.register_full_backward_hook(lambda *_: None)
+        if way == "forward hook":
+            head.register_forward_hook(lambda _, __, out: out * torch.ones(64))
+        return step(model)
+
+    assert_equal(*both(make, run))
+
+
+def test_the_same_graph_twice_and_one_that_is_differentiated_twice():
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        loss = model(**batch()).loss
+        some = torch.autograd.grad(loss, model.model.norm.weight, retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model) | {"some": some[0]}
+
+    assert_equal(*both(small_llama(), run))
+    model = small_llama(attn_implementation="eager")()
+    with attach(model, {"lm_head": CHUNK}), pytest.raises(ConflictError, match=r"twice.*under chunked_softmax"):
+        torch.autograd.grad(model(**batch()).loss, [model.lm_head.weight], create_graph=True)
+
+
+def test_trainer(tmp_path):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        rows = [{k: inputs[k][i] for k in ("input_ids", "labels")} for i in range(6)]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=3,
+            num_train_epochs=2,
+            optim="sgd",
+            learning_rate=0.1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()  # type: ignore[arg-type]
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    assert_equal(*both(small_llama(), run))
+
+
+# --- logits
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@each_case
+def test_logits_can_be_read_before_and_after_backward(case, when):
+    extra = {"use_cache": False} if case.takes_cache else {}
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        out = model(**case.batch(), **extra)
+        if when == "before":
+            best, logits = out.logits.argmax(-1), out.logits.detach().clone()
+            out.loss.backward()
+        else:
+            out.loss.backward()
+            best, logits = out.logits.argmax(-1), out.logits.detach()
+        return {"best": best, "logits": logits} | gradients(model)
+
+    assert_equal(*both(case.make, run))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_plain_without_gradients(dtype):
+    model = small_llama()().eval()
+    with attach(model, {"lm_head": CHUNK}), torch.no_grad(), precision(dtype):
+        assert type(model(**batch()).logits) is Tensor
+        generated = model.generate(batch()["input_ids"][:2, :8], max_new_tokens=4, do_sample=False)
+    with torch.no_grad(), precision(dtype):
+        assert torch.equal(generated, model.generate(batch()["input_ids"][:2, :8], max_new_tokens=4, do_sample=False))
+
+
+def test_logits_that_were_changed_since_are_an_error():
+    model = small_llama()()
+    with attach(model, {"lm_head": CHUNK}):
+        out = model(**batch())
+        with torch.no_grad():
+            out.logits.detach().zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.loss.backward()
+
+
+@pytest.mark.parametrize("use", ["hook", "retain_grad", "grad", "in place"])
+def test_what_needs_plain_logits_after_the_loss_is_an_error(use):
+    model = small_llama()()
+    with attach(model, {"lm_head": CHUNK}):
+        out = model(**batch())
+        with pytest.raises(ConflictError, match=r"lm_head.*under chunked_softmax"):
+            match use:
+                case "hook":
+                    out.logits.register_hook(print)
+                case "retain_grad":
+                    out.logits.retain_grad()
+                case "grad":
+                    torch.autograd.grad(out.loss, out.logits)
+                case _:
+                    out.logits.zero_()
+
+
+# --- attaching
+
+
+@pytest.mark.parametrize("unit", ["model.layers.0", "model.layers.0.mlp", "model.norm", "model.embed_tokens"])
+def test_other_units_are_refused_by_name(unit):
+    model = small_llama()()
+    with pytest.raises(ConflictError, match=f"chunked_softmax is for the output head, and {unit} is a"):
+        attach(model, {unit: CHUNKED_SOFTMAX})
+
+
+def test_copies_pickles_and_removal():
+    model = small_llama()()
+    wanted = step(small_llama()())
+    with attach(model, {"lm_head": CHUNK}):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert_equal(step(twin), wanted)
+            remove(twin)
+            assert type(twin(**batch()).logits) is Tensor
+    assert type(model(**batch()).logits) is Tensor
+    assert_equal(step(model), wanted)
+
+
+# --- memory
+
+ROWS, VOCABULARY = 6 * 64, 4096
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_peak_holds_the_logits_alone_and_their_gradient_only_where_they_are_held(held):
+    whole, chunk = ROWS * VOCABULARY * 4, 48 * VOCABULARY * 4
+    peaks = {}
+
+    def one(model: nn.Module) -> None:
+        out = model(**batch())
+        loss, out = out.loss, (out if held else None)
+        loss.backward()
+
+    for name, choice in (("plain", SAVE), ("chunked", CHUNK)):
+        model = small_llama(vocab_size=VOCABULARY)()
+        with attach(model, {"lm_head": choice}):
+            one(model)
+            model.zero_grad()
+            peaks[name] = peak_over(lambda m=model: one(m))
+    assert peaks["plain"] - peaks["chunked"] == pytest.approx(2 * whole - 4 * chunk, abs=1.5 * chunk)
+
+
+def test_nothing_waits_for_the_garbage_collector():
+    model = small_llama(vocab_size=VOCABULARY)()
+    with attach(model, {"lm_head": CHUNK}):
+        step(model)
+        gc.collect()
+        gc.disable()
+        try:
+            before = peak_over(lambda: step(model))
+            for _ in range(3):
+                step(model)
+            assert peak_over(lambda: step(model)) == before
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("more", [{}, {"dtype": "bf16"}, {"autocast": "bf16"}, {"lora": 4}], ids=str)
+def test_ghost_run_is_exact(more, tmp_path):
+    config = small_llama(vocab_size=8192)().config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    spec = WorkloadSpec(model=str(tmp_path), batch_size=2, seq_len=64, optimizer="sgd", **more)
+    plan: dict[str, Choice] = {"model.layers.0": RECOMPUTE, "lm_head": ChunkedSoftmax(tokens=32)}
+    with Tracer.from_spec(spec, fallback=False) as tracer:
+        plain, graph = tracer.trace(), tracer.trace(plan)
+    real = Real(build(spec), plan)
+    assert ops_of(graph) == same_names(real.ops)
+    assert graph.peak_bytes == pytest.approx(real.peak_bytes, rel=1e-4)
+    assert graph.peak_bytes < plain.peak_bytes - 96 * 8192 * 4
+
+
+def test_a_compiled_head_is_plain():
+    torch.compiler.reset()
+    model = small_llama()()
+    wanted = model(**batch()).loss
+    with attach(model, {"lm_head": CHUNK}):
+        model.lm_head.compile(backend="eager", fullgraph=True)
+        assert torch.equal(model(**batch()).loss, wanted)
+
+
+def test_wrong_targets_are_the_error_that_they_are() -> None:
+    def message(choice: Choice) -> Any:
+        model = small_llama()()
+        labels = batch()["labels"].clone()
+        labels[0, 1] = 64
+        with attach(model, {"lm_head": choice}), pytest.raises(IndexError) as raised:
+            model(**batch(labels=labels))
+        return str(raised.value)
+
+    assert message(CHUNK) == message(SAVE)
