@@ -148,7 +148,7 @@ def _inits(folder: str) -> Iterator[Path]:
 def fresh(code: str) -> str:
     """Standard output of a fresh process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -49,7 +49,7 @@ def script(tmp_path: Path):
         (tmp_path / "train.py").write_text(start + code)
         line = [sys.executable, "train.py"]
         done = subprocess.run(
-            line, capture_output=True, text=True, cwd=tmp_path, env=settings | environment, timeout=300
+            line, capture_output=True, text=True, cwd=tmp_path, env=settings | environment, timeout=900
         )
         assert "Traceback" not in done.stderr, done.stderr
         return done

@@ -117,4 +117,4 @@ def _space(choices: str | None, device: str | None) -> tuple[SearchSpace, tuple[
         "plans of ours do without offload here: on a CPU it goes to memory-mapped files, which a peak does not count "
         "(--choices allows it)"
     )
-    return space.restricted(tuple(c for c in space.choices if "offload" not in c)), (note,)
+    return space.restricted((*(c for c in space.choices if "offload" not in c), *space.head)), (note,)

@@ -28,7 +28,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
-from autockpt.tuning.inexact import FixedTracer
+from autockpt.tuning.head import FixedTracer
 
 SPACE = "knobs"
 

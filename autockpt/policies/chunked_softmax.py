@@ -36,14 +36,24 @@ class ChunkedSoftmaxPolicy:
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         for unit in units:
             refuse_others(unit)
-            tokens = -(-unit.choice.tokens // _ALIGNED) * _ALIGNED  # type: ignore[union-attr]
-            session.place(unit.name, unit.module, run_softmax, ChunkState(unit.name, tokens))
-            session.note(
-                unit.name, f"chunked_softmax: log-probabilities of {tokens} tokens at a time, again in backward"
-            )
+            chunks = unit.choice.chunks  # type: ignore[union-attr]
+            session.place(unit.name, unit.module, run_softmax, _SoftmaxState(unit.name, chunks))
+            session.note(unit.name, f"chunked_softmax: in {chunks} parts, again in backward")
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         return 0, 0
+
+
+class _SoftmaxState(ChunkState):
+    """The attachment of an output head; tokens are taken in so many ``chunks``."""
+
+    def __init__(self, unit: str, chunks: int) -> None:
+        super().__init__(unit, 0)
+        self.chunks = chunks
+
+    def chunk(self, rows: int) -> int:
+        aligned = self.chunks * _ALIGNED
+        return -(-rows // aligned) * _ALIGNED
 
 
 def run_softmax(module: nn.Module, state: ChunkState, /, *args: Any, **kwargs: Any) -> Any:

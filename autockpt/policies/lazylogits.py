@@ -33,6 +33,10 @@ class ChunkState(Attachment):
         self.tokens = tokens
         self.warned = False
 
+    def chunk(self, rows: int) -> int:
+        """How many of so many rows make a chunk."""
+        return self.tokens
+
     def warn(self, why: str) -> None:
         """Say once that the logits exist as a whole after all."""
         if not self.warned:
@@ -339,7 +343,7 @@ def _cross_entropy(
     settings = CrossEntropy(
         source.call,
         source.steps,
-        source.state.tokens,
+        source.state.chunk(len(hidden)),
         reduction,
         ignore_index,
         label_smoothing,

@@ -8,6 +8,7 @@ from autockpt.profiling.predictor import Needs, Predictor
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.profiling.profile import (
     Profiled,
+    Traces,
     Uniform,
     build_profile,
     cached_op_times,
@@ -25,6 +26,7 @@ __all__ = [
     "Predictor",
     "Profiled",
     "Promise",
+    "Traces",
     "Uniform",
     "as_seen_by",
     "build_menus",

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from autockpt.profiling.work import work_of_op
 from autockpt.schema import Environment, Graph, OpTimes
-from autockpt.simulator.estimate import work_of
 
 DISK = 1e9  # bytes/s of a file
 # (FLOP/s, bytes/s of memory, bytes/s to the tier below): orders of magnitude of common hardware, not of this device.
 RATES = {"cpu": (1e11, 1e10, 2e9), "cuda": (1e14, 1e12, 2e10)}
 
 
-def nominal_op_times(environment: Environment, graph: Graph) -> OpTimes:
-    """Seconds of every signature of ``graph`` by a roofline of nominal rates for the kind of device."""
+def nominal_op_times(environment: Environment, *graphs: Graph) -> OpTimes:
+    """Seconds of every signature of ``graphs`` by a roofline of nominal rates for the kind of device."""
     flops_rate, memory_rate, link_rate = RATES.get(environment.device.kind, RATES["cuda"])
-    sizes = {s.id: s.bytes for s in graph.storages}
     seconds: dict[str, float] = {}
-    for op in graph.ops:
-        flops, moved = work_of(op, sizes)
-        seconds.setdefault(graph.signatures[op.signature], max(flops / flops_rate, moved / memory_rate))
+    for graph in graphs:
+        for op in graph.ops:
+            if (signature := graph.signatures[op.signature]) not in seconds:
+                work = work_of_op(op, signature)
+                seconds[signature] = max(work.flops / flops_rate, work.bytes / memory_rate)
     return OpTimes(
         environment=environment,
         seconds=seconds,

@@ -65,12 +65,16 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Profiled:
-    """A profiled workload: ``base`` is the ghost run with every unit on save; sizes in bytes."""
+    """A profiled workload: ``base`` is the ghost run with every layer on save; sizes in bytes.
+
+    ``fixed`` are choices besides those for layers, in ``base`` and in every plan that the solver makes.
+    """
 
     profile: Profile
     base: Graph
     predictor: Predictor
     used_by_others: int = 0
+    fixed: Mapping[str, Choice] = field(default_factory=dict)
     _rulings: dict[str, Ruling] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -82,6 +86,10 @@ class Profiled:
     def blocks(self) -> tuple[Unit, ...]:
         """The units that plans are made for, in order of execution."""
         return self.base.blocks()
+
+    def whole(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+        """A plan of the solver's with the choices that all have."""
+        return {**choices, **self.fixed}
 
     def problem(self, budget: int, price: Mapping[str, float] | None = None, margin: int = 0) -> Problem:
         """The planning problem of this workload. ``budget`` in bytes, without the device's own overhead."""
@@ -97,6 +105,7 @@ class Profiled:
 
     def rule(self, choices: Mapping[str, Choice]) -> Ruling:
         """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""
+        choices = self.whole(choices)
         key = plan_hash(choices)
         if key not in self._rulings:
             graph = self.predictor.graph(choices)
@@ -117,7 +126,8 @@ class Profiled:
         Plans over the host budget do not count; saving everything never is. ``calls``: ghost runs to spend.
         """
         lean = refine(self.problem(0), self.rule, max_calls=calls)
-        plans = (lean.choices, *known, dict.fromkeys((unit.name for unit in self.blocks), SAVE))
+        nothing = dict.fromkeys((unit.name for unit in self.blocks), SAVE)
+        plans = (self.whole(lean.choices), *known, self.whole(nothing))
         return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
 
     def needs(self, smallest_peak: int) -> str:
@@ -231,15 +241,17 @@ def build_profile(
     host_budget: int | None = None,
     extra: Iterable[Choice] = (),
     needs: Needs | None = None,
+    fixed: Mapping[str, Choice] | None = None,
 ) -> Profiled:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
     ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
-    ``needs`` as for ``Predictor``.
+    ``needs`` as for ``Predictor``; ``fixed`` choices besides those for layers, which the ``uniform`` plans have, too.
     Where the host budget (bytes) binds, choices that offload come with the disk tier as well, if its bandwidth is
     known.
     """
     base = uniform["save"][1]
+    others = dict(fixed or {})
     predictor = Predictor(traces.trace, times, host_budget, needs)
     for choices, graph in uniform.values():
         predictor.learn(choices, graph)
@@ -247,18 +259,18 @@ def build_profile(
     for unit in representatives(base.blocks()).values():
         choices = [choice for kind in uniform if (choice := parse_choice(kind)) != SAVE]
         if Selective().kind in uniform:
-            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
+            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE, **others}))
             most = MOST_SETS_BESIDE if Remake().kind in uniform else MOST_SETS
             choices += selective_front(again, unit, times, most)
         if Remake().kind in uniform:
-            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
+            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE, **others}))
             choices += remake_front(again, unit, times)
         if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
             moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
             choices += [choice for choice in moving if choice.kind in uniform]
         for choice in (*choices, *(c for c in extra if c != SAVE)):
             if (unit.kind, choice) not in variants:
-                variants[unit.kind, choice] = predictor.graph({unit.name: choice})
+                variants[unit.kind, choice] = predictor.graph({unit.name: choice, **others})
         if RECOMPUTE.kind not in uniform:
             variants.pop((unit.kind, RECOMPUTE), None)
     menus = build_menus(base, variants, predictor.simulation)
@@ -269,4 +281,4 @@ def build_profile(
         save_all_seconds=predictor.simulation(base).step_seconds,
         leanest_peak_bytes=min(graph.peak_bytes for _, graph in uniform.values()),
     )
-    return Profiled(profile, base, predictor, used_by_others)
+    return Profiled(profile, base, predictor, used_by_others, others)

@@ -180,7 +180,7 @@ class ChunkedSoftmax(_Choice):
     searched: ClassVar[bool] = False
     roles: ClassVar[tuple[UnitRole, ...]] = ("head",)
     kind: Literal["chunked_softmax"] = "chunked_softmax"
-    tokens: int = Field(default=256, gt=0, description="rows of log-probabilities that exist at a time")
+    chunks: int = Field(default=16, gt=0, description="parts in which the tokens of a call are taken")
 
 
 class ChunkedLoss(_Choice):
@@ -254,6 +254,11 @@ def choice_kinds(role: UnitRole | None = None) -> tuple[str, ...]:
 def searched_kinds() -> tuple[str, ...]:
     """Names of the choices that a search tries for every layer."""
     return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if t.searched)
+
+
+def head_kinds() -> tuple[str, ...]:
+    """Names of the choices that a search tries for the output head unasked: those that are exact."""
+    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if t.roles == ("head",) and t.exact)
 
 
 def parse_choice(value: object) -> Choice:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data
-from autockpt.schema.choices import searched_kinds
+from autockpt.schema.choices import head_kinds, searched_kinds
 from autockpt.schema.suggest import closest
 from autockpt.schema.yaml import Document, read
 
@@ -41,7 +41,8 @@ class SearchSpace(Data):
 
     ``knobs``: the solver makes every plan and a few numbers steer it: ``margin`` (share of the budget left free) and
     ``<choice>_price`` (factor on the predicted extra seconds of a choice). ``layers``: one categorical per unit,
-    repaired to the budget. ``margins`` are those at which the solver's plans are enqueued as seeds in either encoding.
+    repaired to the budget. ``head``: what the output head may do besides, in all plans of a search. ``margins`` are
+    those at which the solver's plans are enqueued as seeds in either encoding.
     """
 
     search_space: int = SPACE_VERSION
@@ -50,6 +51,7 @@ class SearchSpace(Data):
     encoding: Encoding
     sampler: Literal["gp", "tpe", "nsga2", "random"] = "gp"
     choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
+    head: tuple[str, ...] = Field(default_factory=head_kinds, description="kinds for the output head besides save")
     margins: tuple[float, ...] = (0.0, 0.02, 0.05)
     knobs: dict[str, Knob] = Field(default_factory=dict)
 
@@ -67,6 +69,13 @@ class SearchSpace(Data):
         if unknown := [c for c in value if c not in known]:
             raise ValueError(f"unknown choice {unknown[0]!r}; known are {', '.join(known)}")
         return tuple(c for c in known if c in value or c == "save")
+
+    @field_validator("head")
+    @classmethod
+    def _known_for_heads(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [c for c in value if c not in head_kinds()]:
+            raise ValueError(f"no choice for an output head: {unknown[0]!r}; known are {', '.join(head_kinds())}")
+        return value
 
     @field_validator("margins")
     @classmethod
@@ -89,7 +98,7 @@ class SearchSpace(Data):
 
         Raises UsageError for an unknown choice.
         """
-        known = searched_kinds()
+        known = (*searched_kinds(), *head_kinds())
         for kind in kinds:
             if kind not in known:
                 near = closest(kind, known)
@@ -101,7 +110,8 @@ class SearchSpace(Data):
         if kept == ("save",):
             raise UsageError("with `save` alone there is nothing to choose", remedy="Allow recompute or offload, too.")
         knobs = {k: v for k, v in self.knobs.items() if not k.endswith("_price") or k.removesuffix("_price") in kept}
-        return self.model_copy(update={"choices": kept, "knobs": knobs})
+        head = tuple(c for c in self.head if c in kinds)
+        return self.model_copy(update={"choices": kept, "head": head, "knobs": knobs})
 
 
 def known_knobs() -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 from autockpt.tuning.compiled_engine import CompiledEngine
 from autockpt.tuning.engine import Found
-from autockpt.tuning.inexact import Settled
+from autockpt.tuning.head import Settled
 from autockpt.tuning.job import Clock, Job
 from autockpt.tuning.outcome import make_plan, scored_rows
 from autockpt.tuning.scoring import COMPILING, STEPS, RealSteps, confirmation

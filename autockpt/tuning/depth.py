@@ -58,8 +58,8 @@ def transplanted(
     ``needs`` says what a ghost run of the whole model takes of the device.
     """
     times = small.profile.op_times
-    predictor = Predictor(Remembering(traces, base), times, small.host_budget, needs)
-    predictor.learn({}, base)
+    predictor = Predictor(Remembering(traces, base, small.fixed), times, small.host_budget, needs)
+    predictor.learn(small.fixed, base)
     by_kind = {menu.kind: menu for menu in small.profile.menus}
     twins = _matching(small.base, base) or {}
     menus = tuple(
@@ -68,8 +68,8 @@ def transplanted(
     )
     lean = dict.fromkeys((unit.name for unit in base.blocks()), menus[-1].items[-1].choice)
     lean |= {name: RECOMPUTE for name in lean if RECOMPUTE in [item.choice for item in menus[-1].items]}
-    leanest = predictor.graph(lean)
-    predictor.learn(lean, leanest)
+    leanest = predictor.graph({**lean, **small.fixed})
+    predictor.learn({**lean, **small.fixed}, leanest)
     profile = small.profile.model_copy(
         update={
             "menus": menus,
@@ -78,7 +78,7 @@ def transplanted(
             "leanest_peak_bytes": min(base.peak_bytes, leanest.peak_bytes),
         }
     )
-    profiled = Profiled(profile, base, predictor, small.used_by_others)
+    profiled = Profiled(profile, base, predictor, small.used_by_others, small.fixed)
     profiled.rule(lean)  # its graph is at hand
     return profiled
 
@@ -89,16 +89,21 @@ def calls_per_candidate(base: Graph) -> int:
 
 
 class Remembering:
-    """Ghost runs by plan, the last few remembered; ``plain``, that of saving everything, always."""
+    """Ghost runs by plan, the last few remembered; ``base``, that of the choices ``fixed`` alone, always."""
 
-    def __init__(self, trace: Callable[[Mapping[str, Choice]], Graph], plain: Graph | None = None) -> None:
-        self._trace, self._plain = trace, plain
+    def __init__(
+        self,
+        trace: Callable[[Mapping[str, Choice]], Graph],
+        base: Graph | None = None,
+        fixed: Mapping[str, Choice] | None = None,
+    ) -> None:
+        self._trace, self._base, self._fixed = trace, base, plan_hash(fixed or {})
         self._graphs: OrderedDict[str, Graph] = OrderedDict()
 
     def __call__(self, choices: Mapping[str, Choice]) -> Graph:
         key = plan_hash(choices)
-        if self._plain is not None and key == plan_hash({}):
-            return self._plain
+        if self._base is not None and key == self._fixed:
+            return self._base
         if key not in self._graphs:
             self._graphs[key] = self._trace(choices)
         self._graphs.move_to_end(key)

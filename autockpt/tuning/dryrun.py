@@ -46,9 +46,10 @@ def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
     refined = refine(profiled.problem(size - device.overhead_bytes), profiled.rule, max_calls=REFEREE_CALLS)
     if not refined.feasible:
         raise infeasible(profiled, size, smallest)
-    predictions[OURS] = predictor.predict(refined.choices)
+    choices = profiled.whole(refined.choices)
+    predictions[OURS] = predictor.predict(choices)
     binding = predictions[NONE].peak_bytes > size
-    return Foreseen(resolved, predictions, dict(refined.choices), smallest, binding)
+    return Foreseen(resolved, predictions, choices, smallest, binding)
 
 
 def infeasible(profiled: Profiled, size: int, smallest: int) -> InfeasibleError:

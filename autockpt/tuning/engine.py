@@ -85,7 +85,8 @@ class Engine:
         referee_calls: int = REFEREE_CALLS,
     ) -> None:
         self.profiled, self.scorer, self.space, self.limits = profiled, scorer, space, limits
-        self.storage, self.clock, self.seeds = storage, clock, dict(seeds or {})
+        self.storage, self.clock = storage, clock
+        self.seeds = {name: profiled.whole(choices) for name, choices in (seeds or {}).items()}
         self.referee_calls = referee_calls
         self.listener = clock.listener
         self.asked = budget
@@ -175,11 +176,14 @@ class Engine:
 
     def _candidate(self, parameters: Parameters) -> Candidate:
         if self.space.encoding == "layers":
-            return from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.rule)
+            return self._whole(from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.rule))
         return self._solved(parameters)
 
+    def _whole(self, candidate: Candidate) -> Candidate:
+        return Candidate(self.profiled.whole(candidate.choices), candidate.fits)
+
     def _solved(self, parameters: Parameters, calls: int | None = None) -> Candidate:
-        return from_knobs(
+        found = from_knobs(
             parameters,
             self.budget.bytes,
             self.prices.scale,
@@ -189,6 +193,7 @@ class Engine:
             calls=calls or self.referee_calls,
             faster=self.scorer.worthwhile,
         )
+        return self._whole(found)
 
     def _seeds(self) -> list[Parameters]:
         """The solver's plans at several margins, in the terms of the encoding."""
@@ -197,8 +202,9 @@ class Engine:
             return [plain[0], *self._hidden(plain[0]), *plain[1:]]
         solved = (self._solved({"margin": m}).choices for m in self.space.margins)
         plans = [*self.known.values(), *self.seeds.values(), *solved]
-        labels: list[Parameters] = [{name: label(choice) for name, choice in plan.items()} for plan in plans]
-        return [point for point in labels if all(point[n] in menu for n, menu in self._menus().items())]
+        menus = self._menus()
+        labels: list[Parameters] = [{name: label(plan[name]) for name in menus} for plan in plans]
+        return [point for point in labels if all(point[n] in menu for n, menu in menus.items())]
 
     def _hidden(self, plain: Parameters) -> list[Parameters]:
         """The price of copies that the simulator prefers to the profile's, if any, where it sees a schedule at all."""
@@ -258,7 +264,7 @@ class Engine:
                 self._try(choices, name, "baseline", {}, enforce=False)
             else:
                 self.listener.advance()
-        if not self.book.scored and self.scorer.source == "measured":
+        if not (self.book.scored or self.profiled.fixed) and self.scorer.source == "measured":
             raise self._infeasible()
 
     def _open_study(self) -> Study:
@@ -269,9 +275,9 @@ class Engine:
     def _try_seeds(self) -> None:
         """Plans from elsewhere, whatever they cost there: here they are ghost-run and scored like any other."""
         for name, choices in self.seeds.items():
-            if self.book.find(dict(choices)) is None:
+            if self.book.find(choices) is None:
                 fits = self._predict(choices).peak_bytes <= self.budget.bytes
-                self._try(dict(choices), name, "seed", {}, fits=fits)
+                self._try(choices, name, "seed", {}, fits=fits)
 
     def _search(self, study: Study) -> None:
         study.enqueue(self._seeds())
@@ -326,7 +332,10 @@ class Engine:
 
     def _enough(self, repeats: int) -> bool:
         """Whether the search should end; ``stopped`` then says why."""
-        if used_up := self.limits.used_up(self.book.spent, self.clock):
+        # one plan of the solver's is tried in any case, where no well-known one fits
+        candidates = any(t.encoding == self.space.encoding for t in self.book.trials)
+        spent = self.book.spent if candidates or self.book.best is not None else 0
+        if used_up := self.limits.used_up(spent, self.clock):
             self.stopped = used_up
         elif repeats >= self.scorer.most_repeats:
             self.stopped = "the space offers no further plan within the budget"
@@ -351,7 +360,7 @@ class Engine:
         optimum = exact(self._problem(prices.scale, 0))
         if not optimum.feasible:
             return False
-        bound = prices.predict(self.unpriced, optimum.choices) - prices.error_seconds
+        bound = prices.predict(self.unpriced, self.profiled.whole(optimum.choices)) - prices.error_seconds
         noise = best.measured.noise if best.measured is not None else 0.0
         return best.score_seconds * (1 - noise) <= bound
 

@@ -42,7 +42,7 @@ class Limits:
 class Job:
     """One question: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
 
-    ``fixed`` are choices that every plan has besides those for blocks, ``seeds`` plans to try early, by name;
+    ``fixed`` are choices that every plan of ours has besides those for blocks, ``seeds`` plans to try early, by name;
     ``host_budget`` bounds what offloading may claim on the host, in bytes.
     """
 

@@ -70,7 +70,7 @@ def make_plan(
     ours = rows[-1]
     spec: WorkloadSpec | None = job.spec
     return Plan.create(
-        {**choices, **job.fixed},
+        choices,
         units,
         model=job.name,
         fingerprint=fingerprint(unit for unit in units if unit.role != "head"),

@@ -18,7 +18,7 @@ from autockpt.schema.choices import CHUNKED_LOSS
 from autockpt.schema.remedy import WayOut
 from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer
-from autockpt.tuning.inexact import FixedTracer, Times
+from autockpt.tuning.head import FixedTracer, Times
 from autockpt.tuning.job import Clock
 
 MOST = 3

@@ -70,13 +70,12 @@ def confirmation(
     spec: WorkloadSpec | None,
     measurer: Measurer,
     *,
-    fixed: Choices | None = None,
     host_budget: int | None = None,
     compile: CompileMode | None = None,
 ) -> Confirm | None:
     """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway.
 
-    ``fixed`` are choices that every plan has besides its own. None for a live model, of which there is no second copy.
+    None for a live model, of which there is no second copy.
     """
     if spec is None or not isinstance(measurer, WorkerMeasurer) or not measurer.environment.device.enforces_limit:
         return None
@@ -86,7 +85,7 @@ def confirmation(
         with WorkerMeasurer(
             spec, measurer.device_name, budget_bytes=budget_bytes, host_budget=host_budget, compile=compile
         ) as fresh:
-            return fresh.measure({**choices, **(fixed or {})}, steps=steps)
+            return fresh.measure(choices, steps=steps)
 
     return confirm
 

@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from autockpt.devices import Device, get_device, process_environment
 from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError
@@ -42,7 +43,7 @@ from autockpt.schema import (
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
 from autockpt.tuning.compiled import compiled_search
-from autockpt.tuning.inexact import FixedMeasurer, Settled, nominal, settle, units_of, way_out
+from autockpt.tuning.head import Settled, nominal, settle, units_of, way_out
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.pairing import Pairing
@@ -83,10 +84,13 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
         variables = {**process_environment(request.device), **os.environ}
         here = environment_of(device, variables) if worker is None else worker.environment
-        if request.allow_inexact:
-            with clock.stage("weigh chunked_loss"):
-                others = device.used_by_others() if worker is None else used_by_others(worker)
-                settled = settle(tracer, uniform, request.budget, space, nominal(here), others, request.host_budget)
+        if space.head or request.allow_inexact:
+            with clock.stage("weigh the output head"):
+
+                def others() -> int:
+                    return device.used_by_others() if worker is None else used_by_others(worker)
+
+                settled = _settled(settled, tracer, space, here, others, request.host_budget, request.allow_inexact)
         stack.enter_context(_naming_ways_out(request, tracer, uniform, device, here, clock))
         job = job_of(request, tracer, settled, space, refused)
         units = units_of(tracer.units, tracer.head, settled.fixed)
@@ -167,11 +171,11 @@ def search(
             uniform, chosen, refused = uniform_plans(tracer, chosen)
         settled = Settled({}, tracer, uniform, parsed)
         environment = measurer.environment
-        if allow_inexact:
-            with clock.stage("weigh chunked_loss"):
-                others = used_by_others(measurer)
-                settled = settle(tracer, uniform, parsed, chosen, nominal(environment), others, host)
-        else:
+        if chosen.head or allow_inexact:
+            with clock.stage("weigh the output head"):
+                others = partial(used_by_others, measurer)
+                settled = _settled(settled, tracer, chosen, environment, others, host, allow_inexact)
+        if not allow_inexact:
             way = "allow_inexact=True"
             stack.enter_context(_naming_the_way_out(tracer, uniform, environment.device.overhead_bytes, way))
         said = (*([settled.note] if settled.note else []), *workload.notes, *uniform["save"][1].notes, *refused)
@@ -262,6 +266,27 @@ def _naming_the_way_out(
         raise way_out(error, tracer, uniform, overhead, way) from None
 
 
+def _settled(
+    plain: Settled,
+    tracer: Tracer,
+    space: SearchSpace,
+    environment: Environment,
+    others: Callable[[], int],
+    host_budget: int | None,
+    inexact: bool,
+) -> Settled:
+    """What the output head does in every plan; ``others``: device bytes in use, asked for only where they count."""
+    times = nominal(environment)
+
+    def profiled() -> Profiled:
+        return build_profile(plain.traces, times(plain.uniform), plain.uniform, host_budget=host_budget)
+
+    def room() -> int:
+        return environment.device.capacity_bytes - others()
+
+    return settle(plain, tracer.head, space, times=times, room=room, profiled=profiled, inexact=inexact)
+
+
 def _profiled(job: Job, settled: Settled, measurer: Measurer, clock: Clock) -> Profiled:
     """Op times, menus and predictions of the workload on the measurer's device."""
     uniform = settled.uniform
@@ -277,7 +302,9 @@ def _profiled(job: Job, settled: Settled, measurer: Measurer, clock: Clock) -> P
             remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
             smallest_peak=leanest(uniform)[1].peak_bytes,
         ) from None
-    return build_profile(settled.traces, times, uniform, used_by_others=others, host_budget=job.host_budget)
+    return build_profile(
+        settled.traces, times, uniform, used_by_others=others, host_budget=job.host_budget, fixed=settled.fixed
+    )
 
 
 def _searched(
@@ -290,9 +317,7 @@ def _searched(
     clock: Clock,
 ) -> SearchOutcome:
     """Profile on the device, search by real steps, write the plan."""
-    confirm = confirmation(job.spec, measurer, fixed=job.fixed, host_budget=job.host_budget)
-    if settled.fixed:
-        measurer = cast(Measurer, FixedMeasurer(measurer, settled.fixed))
+    confirm = confirmation(job.spec, measurer, host_budget=job.host_budget)
     with clock.stage("profile"):
         profiled = _profiled(job, settled, measurer, clock)
     # on other devices a plan's first cycle after another's has its memory to get first
@@ -317,6 +342,11 @@ def _dry_run(
         times_used = times or nominal_op_times(environment, graph)
         others = device.used_by_others()
         profiled = build_profile(
-            settled.traces, times_used, settled.uniform, used_by_others=others, host_budget=job.host_budget
+            settled.traces,
+            times_used,
+            settled.uniform,
+            used_by_others=others,
+            host_budget=job.host_budget,
+            fixed=settled.fixed,
         )
     return foresee_plan(job, units, profiled, clock, seconds=times is not None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autockpt.errors import InfeasibleError
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import (
     Profiled,
+    Traces,
     Uniform,
     build_profile,
     promised_bytes,
@@ -24,7 +26,7 @@ from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.depth import DEEP, calls_per_candidate, transplanted, twin_uniform
-from autockpt.tuning.inexact import Settled, settle, units_of
+from autockpt.tuning.head import Settled, settle, units_of
 from autockpt.tuning.job import Clock
 from autockpt.tuning.remedies import Bench, explained
 from autockpt.tuning.scoring import Simulated
@@ -56,23 +58,24 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
             traced = _traced(stack, request, tracer, hardware)
         budget, capped = within(request.budget, hardware)
         stack.enter_context(_naming_ways_out(request, traced, hardware, clock))
-        settled = Settled({}, tracer, traced.uniform, budget)
-        if request.allow_inexact:
-            with clock.stage("weigh chunked_loss"):
+        settled = Settled({}, tracer, traced.uniform, budget, twin=traced.twin)
+        if traced.space.head or request.allow_inexact:
+            with clock.stage("weigh the output head"):
                 settled = settle(
-                    tracer,
-                    traced.uniform,
-                    budget,
+                    settled,
+                    tracer.head,
                     traced.space,
-                    lambda r: modelled(hardware, r),
-                    0,
-                    request.host_budget,
+                    times=lambda uniform: modelled(hardware, uniform),
+                    room=lambda: hardware.memory_bytes,
+                    profiled=partial(_profiled, settled, hardware, request.host_budget),
+                    inexact=request.allow_inexact,
+                    needs=promised_bytes(hardware, budget.size),
                 )
         job = job_of(request, tracer, settled, traced.space, (*traced.notes, *capped, said_of(hardware)))
         job = replace(job, settings={**job.settings, "device": f"{hardware.name}, simulated"})
         units = units_of(tracer.units, tracer.head, settled.fixed)
         with clock.stage("profile"):
-            profiled = _profiled(traced, settled, hardware, request.host_budget)
+            profiled = _profiled(settled, hardware, request.host_budget)
         environment = profiled.profile.op_times.environment
         if request.dry_run:
             return kept(request, foresee_plan(job, units, profiled, clock, seconds=True))
@@ -90,13 +93,13 @@ class _Traced:
     uniform: Uniform
     space: SearchSpace
     notes: tuple[str, ...]
-    twin: tuple[Tracer, Uniform] | None = None
+    twin: tuple[Traces, Uniform] | None = None
 
 
 def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware) -> _Traced:
     blocks = blocks_of(tracer)
     space, notes = without_offload(request.space, hardware)
-    if len(blocks) >= DEEP and not request.allow_inexact:
+    if len(blocks) >= DEEP:
         plain = uniform_graphs(tracer, blocks, (SAVE.kind,))
         base = plain[SAVE.kind][1]
         twin = twin_uniform(stack, request.workload, tracer, base, space, hardware)
@@ -114,18 +117,20 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
         return space, ()
     rest = tuple(kind for kind in space.choices if kind not in moving)
     note = f"not on {hardware.name}: {', '.join(moving)} (host and device share their memory)"
-    return space.restricted(rest), (note,)
+    return space.restricted((*rest, *space.head)), (note,)
 
 
-def _profiled(traced: _Traced, settled: Settled, hardware: Hardware, host_budget: int | None) -> Profiled:
+def _profiled(settled: Settled, hardware: Hardware, host_budget: int | None) -> Profiled:
     needs = promised_bytes(hardware, settled.budget.size)
-    if traced.twin is None:
-        times = modelled(hardware, settled.uniform)
-        return build_profile(settled.traces, times, settled.uniform, host_budget=host_budget, needs=needs)
-    twin, uniform = traced.twin
-    times = modelled(hardware, {**uniform, "whole": traced.uniform[SAVE.kind]})
-    small = build_profile(twin, times, uniform, host_budget=host_budget)
-    return transplanted(small, traced.uniform[SAVE.kind][1], traced.tracer.trace, needs)
+    if settled.twin is None:
+        times = modelled(hardware, {**settled.uniform, **settled.plain})
+        return build_profile(
+            settled.traces, times, settled.uniform, host_budget=host_budget, needs=needs, fixed=settled.fixed
+        )
+    twin, uniform = settled.twin
+    times = modelled(hardware, {**uniform, **settled.plain, "whole": settled.uniform[SAVE.kind]})
+    small = build_profile(twin, times, uniform, host_budget=host_budget, fixed=settled.fixed)
+    return transplanted(small, settled.uniform[SAVE.kind][1], settled.traces.trace, needs)
 
 
 @contextmanager

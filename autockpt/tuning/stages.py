@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from autockpt.errors import PlanError, UsageError
@@ -26,7 +26,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.candidates import REFEREE_CALLS
 from autockpt.tuning.dryrun import foresee
 from autockpt.tuning.engine import Engine, Found
-from autockpt.tuning.inexact import Settled
+from autockpt.tuning.head import Settled
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import make_plan, plain, scored_rows, simulated_rows
 from autockpt.tuning.scoring import Scorer
@@ -59,12 +59,12 @@ def allowed(space: SearchSpace, uniform: Uniform) -> tuple[SearchSpace, tuple[st
     if not refused:
         return space, ()
     note = f"not for this model: {', '.join(refused)} (apply such a plan to see why)"
-    return space.restricted(tuple(uniform)), (note,)
+    return space.restricted((*uniform, *space.head)), (note,)
 
 
 def job_of(request: SearchRequest, tracer: Tracer, settled: Settled, space: SearchSpace, refused: Sequence[str]) -> Job:
     """The question of a described workload, with what became known of it; ``refused``: notes of ``uniform_plans``."""
-    seeds, doubts = _seeds(request, tracer)
+    seeds, doubts = _seeds(request, tracer, settled.fixed)
     return Job(
         name=request.workload.model,
         spec=request.workload,
@@ -86,14 +86,17 @@ def job_of(request: SearchRequest, tracer: Tracer, settled: Settled, space: Sear
     )
 
 
-def _seeds(request: SearchRequest, tracer: Tracer) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
+def _seeds(
+    request: SearchRequest, tracer: Tracer, fixed: Mapping[str, Choice]
+) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
     """The choices for blocks of the plan to start from. Raises PlanError where it belongs to another model."""
     plan = request.start
     if plan is None:
         return {}, ()
     blocks = [u.name for u in tracer.units if u.role == "block"]
     chosen = plan.choices_for(tracer.units, tracer.head)
-    left_out = sorted(name for name, choice in chosen.items() if name not in blocks and choice.kind != "save")
+    rest = {name: choice for name, choice in chosen.items() if name not in blocks and choice != SAVE}
+    left_out = sorted(name for name, choice in rest.items() if choice != fixed.get(name))
     notes = (f"of the plan to start from, {', '.join(left_out)} was left out",) if left_out else ()
     return {f"{plan.status} plan": {name: chosen.get(name, SAVE) for name in blocks}}, notes
 

@@ -57,7 +57,8 @@ def foreseen(problem: Problem, trials: Sequence[Trial]) -> Foreseen:
     for trial in scored:
         expected = fitted.predict(problem, trial.choices)
         if trial.predicted is not None and trial.predicted.step_seconds is not None:
-            simulated = trial.predicted.step_seconds + expected - profile.predict(problem, trial.choices)
+            prices = fitted.priced(problem, trial.choices) - profile.priced(problem, trial.choices)
+            simulated = trial.predicted.step_seconds + prices
             expected = simulated if simulated > 0 else expected
         seconds[trial.number] = max(expected, 1e-9)
     misses = [math.log(t.score_seconds / seconds[t.number]) for t in scored]

@@ -13,7 +13,7 @@ HEAVY = ("torch", "optuna", "transformers", "scipy", "numpy", "matplotlib", "jin
 
 def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, timeout=900
     )
 
 

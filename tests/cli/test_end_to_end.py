@@ -15,7 +15,7 @@ def autockpt(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     code = "from autockpt.cli import main; main()"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=900)
 
 
 def test_trace_with_and_without_a_plan(tmp_path: Path) -> None:

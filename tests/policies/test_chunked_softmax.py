@@ -29,7 +29,7 @@ from tests.policies.heads import LOSSES, SCALED, UNKNOWN, batch, gradients, smal
 from tests.policies.zoo import CASES, precision, train
 from tests.tracing.reference import Real, ops_of, peak_over, same_names
 
-CHUNK = ChunkedSoftmax(tokens=48)  # 384 tokens
+CHUNK = ChunkedSoftmax(chunks=8)  # of 384 tokens: 48 each
 F = nn.functional
 both = functools.partial(heads.both, choice=CHUNK)
 each_case = pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "bert", "t5")], ids=str)
@@ -51,9 +51,9 @@ def test_two_steps_are_bit_equal(case, dtype):
     assert_equal(*both(case.make, lambda model: train(model, case, dtype, **extra)))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 384, 1000])
-def test_any_chunk_size(tokens):
-    assert_equal(*both(small_llama(), step, choice=ChunkedSoftmax(tokens=tokens)))
+@pytest.mark.parametrize("chunks", [1, 7, 384, 1000])
+def test_any_number_of_chunks(chunks):
+    assert_equal(*both(small_llama(), step, choice=ChunkedSoftmax(chunks=chunks)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -77,7 +77,7 @@ def test_num_items_in_batch(count):
 @given(
     rows=st.integers(1, 70),
     vocabulary=st.integers(1, 40),
-    tokens=st.integers(1, 80),
+    chunks=st.integers(1, 80),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     reduction=st.sampled_from(["mean", "sum", "none"]),
     ignore=st.integers(-3, 5),
@@ -85,7 +85,7 @@ def test_num_items_in_batch(count):
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_cross_entropy_is_bit_equal(rows, vocabulary, tokens, dtype, reduction, ignore, steps, seed):
+def test_any_cross_entropy_is_bit_equal(rows, vocabulary, chunks, dtype, reduction, ignore, steps, seed):
     generator = torch.Generator().manual_seed(seed)
     head = nn.Linear(3, vocabulary).to(dtype)
     hidden = (torch.randn(1, rows, 3, generator=generator) * 9).to(dtype).requires_grad_()
@@ -102,7 +102,7 @@ def test_any_cross_entropy_is_bit_equal(rows, vocabulary, tokens, dtype, reducti
         return [loss.detach(), *torch.autograd.grad(loss, [hidden, *head.parameters()])]
 
     wanted = run()
-    with attach(nn.ModuleDict({"head": head}), {"head": ChunkedSoftmax(tokens=tokens)}):
+    with attach(nn.ModuleDict({"head": head}), {"head": ChunkedSoftmax(chunks=chunks)}):
         assert isinstance(head(hidden), LazyLogits)
         got = run()
     assert all(torch.equal(g.nan_to_num(7), w.nan_to_num(7)) for g, w in zip(got, wanted, strict=True))
@@ -336,7 +336,7 @@ def test_ghost_run_is_exact(more, tmp_path):
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     spec = WorkloadSpec(model=str(tmp_path), batch_size=2, seq_len=64, optimizer="sgd", **more)
-    plan: dict[str, Choice] = {"model.layers.0": RECOMPUTE, "lm_head": ChunkedSoftmax(tokens=32)}
+    plan: dict[str, Choice] = {"model.layers.0": RECOMPUTE, "lm_head": ChunkedSoftmax(chunks=4)}
     with Tracer.from_spec(spec, fallback=False) as tracer:
         plain, graph = tracer.trace(), tracer.trace(plan)
     real = Real(build(spec), plan)

@@ -1,4 +1,4 @@
-"""Where the logits are what does not fit: chunked_loss only if it is allowed, else named as the way out."""
+"""Where logits are what does not fit: softmax in chunks; chunked_loss only if allowed, else named as the way out."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ import pytest
 import torch
 import transformers
 
+from autockpt.cli.options import named_hardware
 from autockpt.errors import HostBudgetExceeded, InfeasibleError, UsageError
 from autockpt.profiling import uniform_graphs
 from autockpt.runtime import apply
 from autockpt.schema import Plan, SearchRequest, WorkloadSpec, load_space, parse_budget
-from autockpt.schema.choices import OFFLOAD, ChunkedLoss
+from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search
-from autockpt.tuning.inexact import CHUNKS, chunk_size
+from autockpt.tuning.head import CHUNKS, chunk_size
 
 BUDGET = "250MB"
 
 
+def model_in(folder: Path, **sizes: int) -> str:
+    """A Llama's configuration in a folder."""
+    small = {"vocab_size": 8192, "hidden_size": 32, "intermediate_size": 64}
+    config = transformers.LlamaConfig(**{**small, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture
 def request_(tmp_path: Path) -> SearchRequest:
-    config = transformers.LlamaConfig(
-        vocab_size=8192, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path / "model")
-    spec = WorkloadSpec(model=str(tmp_path / "model"), batch_size=32, seq_len=128)
+    spec = WorkloadSpec(model=model_in(tmp_path / "model"), batch_size=32, seq_len=128)
     space = load_space("knobs").restricted(("recompute",))
     return SearchRequest(budget=parse_budget(BUDGET), workload=spec, space=space, device="cpu", dry_run=True)
 
@@ -50,6 +55,69 @@ def test_allowed_it_is_part_of_the_plan_and_said_so(request_: SearchRequest, tmp
     assert loaded.status == "simulated" and loaded.predicted is not None and loaded.predicted.peak_bytes <= 250_000_000
 
 
+@pytest.fixture
+def heavy(request_: SearchRequest) -> SearchRequest:
+    """Logits are most of what it needs; softmax in chunks may be used."""
+    space = load_space("knobs").restricted(("recompute", "chunked_softmax"))
+    return request_.model_copy(update={"space": space})
+
+
+def test_softmax_runs_in_chunks_where_the_budget_asks_for_it(heavy: SearchRequest) -> None:
+    outcome = run_search(heavy.model_copy(update={"budget": parse_budget("70%")}))
+    assert outcome.plan is not None and outcome.plan.choices["lm_head"] == CHUNKED_SOFTMAX
+    assert any("chunked_softmax" in note and "bit-equal" in note for note in outcome.notes)
+    rows = {row.name: row.predicted for row in outcome.rows if row.predicted is not None}
+    with Tracer.from_spec(heavy.workload) as tracer:
+        plain = tracer.trace().peak_bytes
+    # well-known plans are what people know, and a share of the budget is meant of them
+    assert rows["none"].peak_bytes == plain and outcome.budget.bytes == int(0.7 * plain)
+    assert rows["ours"].peak_bytes <= outcome.budget.bytes < rows["recompute all"].peak_bytes
+
+
+def test_a_share_of_the_activation_range_is_of_plans_with_a_plain_head(
+    heavy: SearchRequest, request_: SearchRequest, tmp_path: Path
+) -> None:
+    spec = WorkloadSpec(model=model_in(tmp_path / "wide", hidden_size=256, intermediate_size=1024), batch_size=32)
+    changes = {"budget": parse_budget("10%act"), "workload": spec.model_copy(update={"seq_len": 128})}
+    outcome, plain = run_search(heavy.model_copy(update=changes)), run_search(request_.model_copy(update=changes))
+    assert outcome.plan is not None and outcome.plan.choices["lm_head"] == CHUNKED_SOFTMAX
+    assert outcome.budget.bytes == plain.budget.bytes
+
+
+@pytest.mark.parametrize("why", ["everything fits", "not among the choices"])
+def test_the_head_stays_as_it_is(heavy: SearchRequest, request_: SearchRequest, why: str) -> None:
+    asked = heavy if why == "everything fits" else request_
+    budget = "100%" if why == "everything fits" else "98%"
+    outcome = run_search(asked.model_copy(update={"budget": parse_budget(budget)}))
+    assert outcome.plan is not None and "lm_head" not in outcome.plan.choices
+    assert not any("chunked" in note for note in outcome.notes)
+
+
+def test_measured_it_holds_the_budget_with_plain_plans_beside_it(heavy: SearchRequest, tmp_path: Path) -> None:
+    spec = heavy.workload.model_copy(update={"batch_size": 8, "seq_len": 64, "optimizer": "none"})
+    changes = {"budget": parse_budget("60%"), "workload": spec, "dry_run": False, "trials": 6, "out": tmp_path}
+    outcome = run_search(heavy.model_copy(update=changes))
+    plan = outcome.plan
+    assert plan is not None and plan.choices["lm_head"] == CHUNKED_SOFTMAX
+    assert plan.measured is not None and plan.predicted is not None
+    assert plan.measured.peak_bytes == plan.predicted.peak_bytes <= outcome.budget.bytes
+    measured = {row.name: row.measured.peak_bytes for row in plan.baselines if row.measured is not None}
+    assert measured["none"] > outcome.budget.bytes
+    again = run_search(heavy.model_copy(update=changes | {"start": plan, "out": tmp_path / "again"}))
+    assert again.plan is not None and not any("left out" in note for note in again.notes)
+
+
+def test_deep_models_on_other_hardware_have_it_too(heavy: SearchRequest, tmp_path: Path) -> None:
+    deep = model_in(tmp_path / "deep", vocab_size=32768, hidden_size=64, intermediate_size=128, num_hidden_layers=16)
+    spec = WorkloadSpec(model=deep, batch_size=8, seq_len=512, dtype="bf16", optimizer="sgd")
+    hardware = named_hardware("rtx4090")
+    changes = {"workload": spec, "hardware": hardware, "budget": parse_budget("70%"), "out": tmp_path}
+    outcome = run_search(heavy.model_copy(update=changes))
+    assert outcome.plan is not None and outcome.plan.choices["lm_head"] == CHUNKED_SOFTMAX
+    rows = {row.name: row.predicted for row in outcome.rows if row.predicted is not None}
+    assert rows["ours"].peak_bytes <= outcome.budget.bytes < rows["recompute all"].peak_bytes
+
+
 def test_where_it_changes_nothing_plans_stay_exact(request_: SearchRequest) -> None:
     spec = WorkloadSpec(model="vit-tiny")
     asked = request_.model_copy(update={"allow_inexact": True, "workload": spec, "budget": parse_budget("90%")})
@@ -60,12 +128,10 @@ def test_where_it_changes_nothing_plans_stay_exact(request_: SearchRequest) -> N
 
 def test_the_size_of_a_chunk_is_the_largest_that_costs_no_memory(tmp_path: Path) -> None:
     def chosen(vocabulary: int) -> tuple[int, dict[int, int]]:
-        config = transformers.LlamaConfig(
-            vocab_size=vocabulary, hidden_size=32, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+        folder = tmp_path / str(vocabulary)
+        spec = WorkloadSpec(
+            model=model_in(folder, vocab_size=vocabulary, intermediate_size=512), batch_size=32, seq_len=64
         )
-        config.architectures = ["LlamaForCausalLM"]
-        config.save_pretrained(tmp_path / str(vocabulary))
-        spec = WorkloadSpec(model=str(tmp_path / str(vocabulary)), batch_size=32, seq_len=64)
         with Tracer.from_spec(spec, fallback=False) as tracer:
             blocks = [u for u in tracer.units if u.role == "block"]
             uniform = uniform_graphs(tracer, blocks, ("save", "recompute"))
