@@ -19,3 +19,4 @@ bench bert --model $small/bert.json --batch-size 8 --seq-len 128 --packed
 bench vit --model $small/vit.json --batch-size 8
 bench mixtral --model $small/mixtral.json --batch-size 4 --seq-len 256 --packed
 bench llama_long --model $here/llama_long.json --batch-size 1 --seq-len 2048 --packed
+bench llama_vocabulary --model $here/llama_vocabulary.json --batch-size 4 --seq-len 256 --packed

@@ -59,7 +59,8 @@ CARD = Shapes(
     quick_calibration=False,
     tasks={
         # 5 x 2048 tokens: by its ghost run save-everything takes 41 GB, and recomputing everything still 24 GB
-        # allocated and 28 GB reserved, most of it logits: 24 and 16 GB can only be had with head and loss in chunks.
+        # allocated and 28 GB reserved, most of it logits: 24 GB can be had with softmax in chunks, which all searches
+        # may use, 16 GB perhaps with head and loss in chunks only.
         "llama-1b": Task(_LLAMA | {"batch_size": 5, "seq_len": 2048}, ("32GB",), "32GB"),
         "llama-1b chunked": Task(
             _LLAMA | {"batch_size": 5, "seq_len": 2048}, ("24GB", "16GB"), "24GB", options=("--allow-inexact",)

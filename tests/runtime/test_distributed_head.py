@@ -1,4 +1,4 @@
-"""Two processes that train together (gloo), with the output head and the loss in chunks."""
+"""Two processes that train together (gloo), with head and loss, or softmax alone, in chunks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ from torch import Tensor, nn
 from autockpt.errors import ConflictError
 from autockpt.policies.lazylogits import LazyLogits
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss
+from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss, ChunkedSoftmax
 from tests.runtime.processes import in_two_processes, needs_gloo
 from tests.runtime.test_distributed import LLAMA, WAYS, shard
 
 
-def train(rank: int, way: str, order: str, choices: dict[str, Choice] | None = None, own: bool = False) -> list[Tensor]:
+def train(
+    rank: int,
+    way: str,
+    order: str,
+    choices: dict[str, Choice] | None = None,
+    own: bool = False,
+    head_by_itself: bool = False,
+) -> list[Tensor]:
     """Gradients of two steps; ``own``: with a loss of the caller's own, computed after the model's forward."""
     model, choices = LLAMA.make(), choices or {}
     if order == "before":
         attach(model, choices)
+    if head_by_itself:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model.lm_head)
     wrapped = shard(model, way)
     if order == "after":
         attach(wrapped, choices)
@@ -72,3 +83,25 @@ def chunked(rank: int) -> list[str]:
 @needs_gloo
 def test_ddp_and_fsdp2(tmp_path):
     assert in_two_processes(chunked, tmp_path) == []
+
+
+def softmax(rank: int) -> list[str]:
+    """Where gradients are not bit-equal; the head may be sharded by itself, too."""
+    choices: dict[str, Choice] = {"model.layers.0": RECOMPUTE, "lm_head": ChunkedSoftmax(chunks=8)}
+    wrong = []
+    for way in WAYS:
+        for own, alone in ((False, False), (True, False), (False, True)):
+            if alone and way != "fsdp2":
+                continue
+            wanted = train(rank, way, "never", own=own, head_by_itself=alone)
+            for order in ("before", "after"):
+                got = train(rank, way, order, choices, own, alone)
+                if not all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)):
+                    wrong.append(f"{way}, attached {order}, own loss {own}, head by itself {alone}")
+    return wrong
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_softmax_in_chunks_is_bit_equal(tmp_path):
+    assert in_two_processes(softmax, tmp_path) == []
