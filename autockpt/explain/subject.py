@@ -6,7 +6,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from autockpt.devices import get_device, process_environment
@@ -19,6 +20,7 @@ from autockpt.schema import (
     Choice,
     Graph,
     Listener,
+    OpTimes,
     Plan,
     Remake,
     Selective,
@@ -28,7 +30,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
-from autockpt.tuning.head import FixedTracer
+from autockpt.tuning.head import FixedTracer, Settled, nominal, settle
 
 SPACE = "knobs"
 
@@ -115,8 +117,17 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
             )
         choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
         fixed = {n: c for n, c in (choices or {}).items() if tracer.head is not None and n == tracer.head.name}
-        traces = FixedTracer(tracer, fixed) if fixed else tracer
-        uniform = uniform_graphs(traces, blocks, load_space(SPACE).choices)
+        if choices is None and question.budget is not None:
+            uniform = uniform_graphs(tracer, blocks, load_space(SPACE).choices)
+            listener.stage("weighing the output head")
+            settled = _settled(question, question.budget, tracer, uniform)
+            question, fixed = replace(question, budget=settled.budget), dict(settled.fixed)
+            said = (settled.note,) if settled.note else ()
+            uniform = {kind: (plan, settled.uniform[kind][1]) for kind, (plan, _) in uniform.items()}
+            traces = FixedTracer(tracer, fixed) if fixed else tracer
+        else:
+            traces = FixedTracer(tracer, fixed) if fixed else tracer
+            uniform, said = uniform_graphs(traces, blocks, load_space(SPACE).choices), ()
         times, others = _times(question, uniform, fixed)
         listener.stage("weighing choices")
         needs = promised_bytes(question.hardware, question.limit) if question.hardware is not None else None
@@ -131,8 +142,35 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
             profiled=profiled,
             choices=choices,
             fixed=fixed,
-            notes=(*tracer.notes, *uniform["save"][1].notes, *_refused(uniform)),
+            notes=(*said, *tracer.notes, *uniform["save"][1].notes, *_refused(uniform)),
         )
+
+
+def _settled(question: Question, budget: Budget, tracer: Tracer, uniform: Uniform) -> Settled:
+    """What the output head does in plans for a budget, as a search would decide it."""
+    hardware, needs = question.hardware, None
+    if hardware is not None:
+        needs, times = promised_bytes(hardware, question.limit), partial(_modelled, hardware)
+    else:
+        device = get_device(question.device)
+        environment = environment_of(device, {**process_environment(question.device), **os.environ})
+        times = nominal(environment)
+
+    def room() -> int:
+        if hardware is not None:
+            return hardware.memory_bytes
+        return environment.device.capacity_bytes - device.used_by_others()
+
+    def profiled() -> Profiled:
+        return build_profile(tracer, times(uniform), uniform, needs=needs)
+
+    plain = Settled({}, tracer, uniform, budget)
+    space = load_space(SPACE)
+    return settle(plain, tracer.head, space, times=times, room=room, profiled=profiled, inexact=False, needs=needs)
+
+
+def _modelled(hardware: Hardware, uniform: Uniform) -> OpTimes:
+    return of_hardware(hardware, uniform).times
 
 
 def _times(question: Question, uniform: Uniform, fixed: Mapping[str, Choice]) -> tuple[Times, int]:

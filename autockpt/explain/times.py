@@ -35,10 +35,8 @@ def of_device(environment: Environment, uniform: Uniform, workload_key: str, pla
     lean = (uniform.get("recompute") or uniform["save"])[1]
     if (cached := cached_op_times(environment, lean, workload_key)) is not None:
         return Times(cached, "measured", f"op times were measured on {environment.device.name} by an earlier search")
-    nominal = [nominal_op_times(environment, graph) for graph in graphs]
-    merged = {text: seconds for times in nominal for text, seconds in times.seconds.items()}
     return Times(
-        nominal[0].model_copy(update={"seconds": merged}),
+        nominal_op_times(environment, *graphs),
         "nominal",
         "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
         "little about this device (a search measures its op times; --hardware NAME models a device that is described)",

@@ -70,11 +70,12 @@ def row(name: str, hardware: str, options: list[str], folder: Path) -> str:
 
 
 def tallied(choices: dict[str, object]) -> Counter[str]:
-    """Layers by kind of choice; ``model.layers.3-7`` are five."""
+    """Layers by kind of choice, ``model.layers.3-7`` are five; and the output head."""
     kinds: Counter[str] = Counter()
     for pattern, choice in choices.items():
         first, _, last = pattern.rsplit(".", 1)[-1].partition("-")
-        kinds[choice["kind"] if isinstance(choice, dict) else str(choice)] += int(last or first) - int(first) + 1
+        count = int(last or first) - int(first) + 1 if first.isdigit() else 1
+        kinds[choice["kind"] if isinstance(choice, dict) else str(choice)] += count
     return kinds
 
 
