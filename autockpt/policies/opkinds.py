@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 
 from autockpt.policies.heavy import is_heavy
+from autockpt.policies.watching import CHANGED_BY_WATCHING
 
-Kind = Literal["view", "hidden view", "writes", "statistics", "again", "heavy", "other"]
+Kind = Literal["view", "hidden view", "writes", "statistics", "suspect", "again", "heavy", "other"]
 
 # Beside what PyTorch tags as pointwise: ops that do the same twice on every device and touch nothing but their result.
 _REPLAYABLE = frozenset(
@@ -65,6 +66,8 @@ def kind_of(func: Any) -> Kind:
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if schema.is_mutable:
         return "writes"
+    if func in CHANGED_BY_WATCHING:
+        return "suspect"
     if any(argument.name in STATISTICS for argument in schema.arguments):
         return "statistics"
     if name in _HIDDEN_VIEWS:

@@ -16,6 +16,7 @@ from autockpt.policies.heavy import draws_random_numbers, is_attention
 from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
 from autockpt.policies.tape import Maker, Op, Read, Slot, Source, geometry_of
+from autockpt.policies.watching import refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
@@ -231,6 +232,8 @@ class _Taping(TorchDispatchMode):
             return func(*args, **kwargs)
         if kind == "statistics":
             self._tape.before_write(func, args, kwargs)
+        elif kind == "suspect":
+            refuse_watching(func, args, self._tape.unit)
         return self._tape.note(kind, func, args, kwargs)
 
 
