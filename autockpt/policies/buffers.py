@@ -77,10 +77,15 @@ class BufferWatch:
                     )
                 self._changing.add(entry.place)
             kept.append(entry if self._changes(entry.owner, entry.place) else entry._replace(before=None))
-        if first:
-            known = {entry.place for entry in seen}
-            kept += [Seen(owner, place, None) for owner, place in _places(module) if place not in known]
-        return kept
+        return kept + self._made(module, seen) if first else kept
+
+    def so_far(self, module: nn.Module, seen: list[Seen]) -> list[Seen]:
+        """The same in the middle of the forward, with those that it made itself."""
+        return seen + self._made(module, seen) if self._is_first(module) else seen
+
+    def _made(self, module: nn.Module, seen: list[Seen]) -> list[Seen]:
+        known = {entry.place for entry in seen}
+        return [Seen(owner, place, None) for owner, place in _places(module) if place not in known]
 
     def _is_first(self, module: nn.Module) -> bool:
         return self._calls[module.training] < _FIRST_CALLS

@@ -26,6 +26,29 @@ def refuse_native(module: nn.Module, name: str) -> None:
             )
 
 
+def refuse_transforms(error: RuntimeError, unit: str) -> None:
+    """Raise ConflictError where ``error`` is torch.func's, which takes no gradients under hooks on saved tensors."""
+    if "support saved tensor hooks" in str(error):
+        raise ConflictError(
+            f"{unit} takes gradients by torch.func (grad, vjp, jacrev, hessian), or is run by it, which does not work "
+            "where saved tensors are dropped or moved",
+            remedy=f"Use `save` on {unit}, or torch.autograd.grad in place of torch.func.",
+        ) from error
+
+
+def refuse_late_writes(module: nn.Module, unit: str) -> None:
+    """Raise ConflictError where a module's kernel writes to a tensor after autograd has saved it, as RReLU's does.
+
+    Hooks on saved tensors see it before, so that a copy would hold something else.
+    """
+    for path, inner in module.named_modules():
+        if isinstance(inner, nn.RReLU):
+            raise ConflictError(
+                f"{'.'.join(filter(None, (unit, path)))} is an RReLU, which changes a tensor after it was saved",
+                remedy=f"Use `save` or `remake` on {unit}, or another activation function.",
+            )
+
+
 def refuse_wrappers(model: nn.Module) -> None:
     """Raise ConflictError where PyTorch's own checkpoint wrapper is around a part of the model."""
     for path, module in model.named_modules():

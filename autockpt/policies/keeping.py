@@ -21,6 +21,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.replay import Replay, ReplayState
+from autockpt.policies.watching import CHANGED_BY_WATCHING, refuse_watching
 
 _current = threading.local()
 _aten = torch.ops.aten
@@ -28,14 +29,6 @@ _aten = torch.ops.aten
 # inside of scopes only, which is where matmul is; torch.unsafe_split outside of one leaves watching to its caller.
 _UNDECLARED_VIEWS = frozenset(
     (_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default)
-)
-# Of complex numbers they give wrong values under any dispatch mode, one that does nothing included: a conjugate that
-# they take inside is not applied (pytorch#198118, open as of torch 2.15).
-_WRONG_WHEN_WATCHED = frozenset(
-    getattr(packet, overload)
-    for packet in (getattr(_aten, name, None) for name in ("linalg_pinv", "linalg_polar", "linalg_matrix_sqrth"))
-    if packet is not None
-    for overload in packet.overloads()
 )
 
 
@@ -174,8 +167,8 @@ class _Scope(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._wanted(func) or draws_random_numbers(func, args, kwargs):
-            if func in _WRONG_WHEN_WATCHED and args[0].is_complex():
-                raise _wrong_when_watched(func, self._frame.unit)
+            if func in CHANGED_BY_WATCHING:
+                refuse_watching(func, args, self._frame.unit)
             out = func(*args, **kwargs)
             if func in _UNDECLARED_VIEWS and self._frame.recording:
                 self._frame.watch(args[0], out)
@@ -188,14 +181,6 @@ class _Scope(TorchDispatchMode):
             return out
         kept = self._frame.take(place, func)
         return func(*args, **kwargs) if kept is None else kept.again()
-
-
-def _wrong_when_watched(func: Any, unit: str) -> ConflictError:
-    return ConflictError(
-        f"keeping outputs within {unit} would make {func} of complex numbers give wrong values (pytorch#198118)",
-        remedy=f"Use recompute, offload or save on {unit}, or keep outputs of modules alone that do not call it "
-        "(within: or keep: of selective).",
-    )
 
 
 class KeepingReplay(Replay):

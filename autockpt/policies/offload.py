@@ -19,7 +19,7 @@ from autockpt.devices.transport import Transports, Ways
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.conflicts import refuse_late_writes, refuse_native, refuse_transforms
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer, unpack
 from autockpt.schema.choices import Choice, Offload, RecomputeOffload
@@ -125,8 +125,12 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
     outside = [t for t in tensors if t is not hidden] + buffers
     transport = state.pipeline.transport(device, state.tier)
     group = state.pipeline.open(state.unit, transport)
-    with saved_tensors_hooks(Packer(group, transport, device, outside).pack, unpack):
-        output = call_inner(module, state, args, kwargs)
+    try:
+        with saved_tensors_hooks(Packer(group, transport, device, outside).pack, unpack):
+            output = call_inner(module, state, args, kwargs)
+    except RuntimeError as error:
+        refuse_transforms(error, state.unit)
+        raise
     state.pipeline.close(group, transport)
     return output
 
@@ -143,6 +147,7 @@ class OffloadPolicy:
         # a device that nothing can be moved off is refused now, not in the middle of training
         queues = any([pipeline.transport(_device(unit), _tier(unit)).copy_queues for unit in units])
         for unit in units:
+            refuse_late_writes(unit.module, unit.name)
             session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, _tier(unit)))
             session.note(unit.name, f"{self.kind}: {self.words}{_where(unit)}")
         for unit in _next_others(units, session.order):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.policies.attachment import call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
-from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.conflicts import refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.region import Call
 from autockpt.policies.replay import Replay, ReplayState
@@ -24,6 +24,7 @@ class RecomputePolicy:
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         for unit in units:
+            refuse_late_writes(unit.module, unit.name)
             session.place(unit.name, unit.module, run_recomputed, ReplayState(unit.name))
             session.note(unit.name, "recompute: its inputs are kept, its forward runs again in backward")
 

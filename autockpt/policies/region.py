@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.policies.arguments import take_apart
 from autockpt.policies.conditions import Conditions, random_states_kept
+from autockpt.policies.conflicts import refuse_transforms
 from autockpt.policies.replay import Replay
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, unpack
@@ -122,8 +123,12 @@ class Call:
         """The first, ordinary forward. Raises ConflictError where it did what cannot be done twice."""
         replay = self._replay
         versions = [tensor._version for tensor in replay.tensors]
-        with saved_tensors_hooks(self._pack, unpack):
-            output = replay(*replay.tensors)
+        try:
+            with saved_tensors_hooks(self._pack, unpack):
+                output = replay(*replay.tensors)
+        except RuntimeError as error:
+            refuse_transforms(error, self.unit)
+            raise
         replay.finish(versions)
         return output
 

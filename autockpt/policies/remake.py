@@ -21,7 +21,7 @@ from autockpt.policies.arguments import take_apart
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.conflicts import refuse_native, refuse_transforms
 from autockpt.policies.tape import unpack
 from autockpt.policies.taping import Tape, current, running, tape_of
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
@@ -72,8 +72,13 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     take_apart((args, kwargs), tensors, [])
     tape = Tape(state.unit, tensors, state.keep)
     before = _sequence_nr()
-    with current(tape), saved_tensors_hooks(tape.pack, unpack), running(tape) if state.everywhere else nullcontext():
-        output = call_inner(module, state, args, kwargs)
+    noting = running(tape) if state.everywhere else nullcontext()
+    try:
+        with current(tape), saved_tensors_hooks(tape.pack, unpack), noting:
+            output = call_inner(module, state, args, kwargs)
+    except RuntimeError as error:
+        refuse_transforms(error, state.unit)
+        raise
     if state.is_new((_sequence_nr() - before, *tape.path)):
         _refuse_custom_functions(output, before, state.unit)
     return output

@@ -14,6 +14,7 @@ from torch import nn
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
 from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.attributes import AttributeWatch, Met, as_met
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.buffers import BufferWatch, Seen, as_seen
 from autockpt.policies.kvcache import StandIn, with_caches
@@ -41,11 +42,12 @@ def running_again(unit: str) -> Iterator[None]:
 
 
 class ReplayState(Attachment):
-    """A unit's attachment, with what its calls taught about its buffers and its use of NumPy's random state."""
+    """A unit's attachment, with what its calls taught about its buffers, attributes and use of NumPy's random state."""
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
         self.buffers = BufferWatch()
+        self.attributes = AttributeWatch()
         self.numpy_use = NumpyUse()
         self._cache_parameters: list[tuple[dict[str, nn.Parameter | None], str]] | None = None
         self._cache_views: list[tuple[dict[str, Any], str]] | None = None
@@ -84,6 +86,8 @@ class Replay:
         generators = [g for g in objects if isinstance(g, torch.Generator)] if objects else []
         self.surroundings = Surroundings(state.unit, generators, state.numpy_use)
         self.buffers: list[Seen] = state.buffers.before(module)
+        self.attributes: list[Met] = state.attributes.before(module)
+        self._finished = False
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self.first is not None:
@@ -112,8 +116,10 @@ class Replay:
                     "operation, or plan the block around it instead, in which they are made again.",
                 )
         self.buffers = self.state.buffers.after(self.module, unit, self.buffers)
+        self.attributes = self.state.attributes.after(self.module, self.attributes)
         self.surroundings.finish()
         self.tensors = []
+        self._finished = True
 
     def prepare(self) -> None:
         """The forward is about to run again: see that it would read what it read.
@@ -155,9 +161,13 @@ class Replay:
         if self._caches:
             args, kwargs = with_caches(args, kwargs)
         with running_again(unit):
-            if not self.buffers and not self.surroundings.differ():
+            buffers, attributes = self.buffers, self.attributes
+            if not self._finished:  # a gradient is taken inside of the forward
+                buffers = self.state.buffers.so_far(self.module, buffers)
+                attributes = self.state.attributes.so_far(self.module, attributes)
+            if not buffers and not attributes and not self.surroundings.differ():
                 return call_inner(self.module, self.state, args, kwargs)
-            with self.surroundings.restored(), as_seen(unit, self.buffers):
+            with self.surroundings.restored(), as_seen(unit, buffers), as_met(unit, attributes):
                 return call_inner(self.module, self.state, args, kwargs)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from autockpt.policies.attachment import call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.conflicts import refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.region import Recording
@@ -81,6 +81,7 @@ class SegmentPolicy:
             region = Region(len(members), choice.levels)
             session.listen(region)
             for position, unit in enumerate(members):
+                refuse_late_writes(unit.module, unit.name)
                 session.place(unit.name, unit.module, run_in_segment, SegmentState(unit.name, region, position))
                 session.note(unit.name, _words(members, choice.levels))
 

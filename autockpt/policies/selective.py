@@ -16,6 +16,7 @@ from autockpt.errors import PlanError
 from autockpt.policies.attachment import call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
+from autockpt.policies.conflicts import refuse_late_writes
 from autockpt.policies.keeping import KeepingReplay, ScopeState, run_scope
 from autockpt.policies.recompute import run_twice
 from autockpt.policies.replay import ReplayState
@@ -55,6 +56,7 @@ class SelectivePolicy:
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         for unit in units:
+            refuse_late_writes(unit.module, unit.name)
             keep, regions = _kept(unit.choice), _regions(unit)
             # first the scopes: what runs again may itself be one, inside of what recomputes it
             for module, attention in _scopes(unit, keep, regions):

@@ -2,91 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
+from autockpt.policies.heavy import draws_random_numbers, is_attention
+from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
 from autockpt.policies.tape import Maker, Op, Read, Slot, Source, geometry_of
+from autockpt.policies.watching import refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
 """A saved tensor this many times smaller than the unit's input (statistics of a norm) is not worth making again."""
 _DEPTH = 64  # of ops between a saved tensor and what it could be made from; no search goes further back
 _NOWHERE = float("inf")
-
-Kind = Literal["view", "hidden view", "writes", "again", "heavy", "other"]
-
-# Beside what PyTorch tags as pointwise: ops that do the same twice on every device and touch nothing but their result.
-_REPLAYABLE = frozenset(
-    (
-        "_fused_rms_norm",
-        "_log_softmax",
-        "_softmax",
-        "_to_copy",
-        "addcdiv",
-        "addcmul",
-        "all",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "cat",
-        "constant_pad_nd",
-        "copy",
-        "embedding",
-        "flip",
-        "gather",
-        "glu",
-        "index_select",
-        "linalg_vector_norm",
-        "logsumexp",
-        "masked_fill",
-        "mean",
-        "native_group_norm",
-        "native_layer_norm",
-        "repeat",
-        "roll",
-        "select_scatter",
-        "slice_scatter",
-        "stack",
-        "std",
-        "std_mean",
-        "sum",
-        "tril",
-        "triu",
-        "var",
-        "var_mean",
-    )
-)
-_HIDDEN_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "_reshape_alias", "lift_fresh"))
 _PLAIN = (torch.Tensor, nn.Parameter)
-
-
-@functools.cache
-def kind_of(func: Any) -> Kind:
-    """What a tape does with an op."""
-    schema, name = func._schema, func._schema.name.removeprefix("aten::")
-    if schema.is_mutable:
-        return "writes"
-    if name in _HIDDEN_VIEWS:
-        return "hidden view"
-    if any(r.alias_info is not None for r in schema.returns):
-        return "view"
-    if is_heavy(func):
-        return "heavy"
-    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
-        return "other"
-    return "again" if torch.Tag.pointwise in func.tags or name in _REPLAYABLE else "other"
 
 
 class Tape:
@@ -104,6 +41,7 @@ class Tape:
         self._maker = Maker(unit)
         self._sources: dict[int, Source] = {}
         self._ops: list[Op] = []
+        self._unwatched: set[int] = set()
         self.packed = 0
         self._small = max((t.nbytes for t in inputs if t.layout is torch.strided), default=0) // SMALL
 
@@ -149,11 +87,13 @@ class Tape:
         return value
 
     def _read(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
             return _LOST
         storage = tensor.untyped_storage()
         source = self._find(tensor, storage)
         if source is None:  # it comes from outside, or was changed in place: what it is now is held
+            if tensor.is_inference() or storage._cdata in self._unwatched:
+                return _LOST
             source = self._sources[storage._cdata] = Source(tensor, storage)
             source.hold(tensor)
         if tensor.dtype is not source.dtype:
@@ -173,6 +113,8 @@ class Tape:
         known = self._sources.get(storage._cdata)
         if known is not None and known.storage() is storage:
             return  # nothing new, but memory that was there before
+        if tensor.is_inference():
+            return  # it has no version counter, and autograd never saves it
         source = self._sources[storage._cdata] = Source(tensor, storage)
         if op is not None:
             source.op, source.index, source.free = op, index, free
@@ -182,28 +124,34 @@ class Tape:
         """A view of which autograd knows nothing takes its source's place: changes in place show there."""
         for tensor in out if type(out) in (tuple, list) else (out,):
             source = self._sources.get(tensor.untyped_storage()._cdata)
-            if source is not None and source.held is None and tensor._version == source.version:
+            if source is not None and source.held is None and tensor._version == source.version and not tensor.is_neg():
                 source.made = weakref.ref(tensor)
 
     def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Some arguments are about to be changed: what is made from them as they are is made now, and held."""
         for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            statistics = argument.name in STATISTICS
+            if not statistics and (argument.alias_info is None or not argument.alias_info.is_write):
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    source = self._sources.pop(tensor.untyped_storage()._cdata, None)
-                    if source is not None and source.read:
+                    address = tensor.untyped_storage()._cdata
+                    if statistics:
+                        self._unwatched.add(address)
+                    source = self._sources.pop(address, None)
+                    if source is not None and (source.read or source.slots):
                         self._cut(source)
 
     def _cut(self, changing: Source) -> None:
+        """What is made from a source, or is itself waited for, is held as it is: only then does backward meet a change
+        by way of ``.data`` where plain training does."""
         tainted = {changing}
         for op in self._ops:
             if any(source in tainted for source in op.reads()):
                 tainted |= {source for ref in op.outputs if (source := ref()) is not None and source.held is None}
-        for source in tainted - {changing}:
-            if source.waiting():
+        for source in tainted:
+            if source.held is None and source.waiting():
                 present = source.present()
                 source.hold(self._maker.make(source) if present is None else present)
         for source in tainted - {changing}:
@@ -215,7 +163,7 @@ class Tape:
     def pack(self, tensor: torch.Tensor) -> Slot | Kept:
         """The hook for autograd's packing."""
         self.packed += 1
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
             return Kept(tensor, self.unit)
         source = self._find(tensor, tensor.untyped_storage())
         if source is None or source.held is not None or source.dtype is not tensor.dtype:
@@ -282,6 +230,10 @@ class _Taping(TorchDispatchMode):
         if kind == "writes":
             self._tape.before_write(func, args, kwargs)
             return func(*args, **kwargs)
+        if kind == "statistics":
+            self._tape.before_write(func, args, kwargs)
+        elif kind == "suspect":
+            refuse_watching(func, args, self._tape.unit)
         return self._tape.note(kind, func, args, kwargs)
 
 

@@ -1,0 +1,197 @@
+"""Plain attributes that a forward changes (counters, states carried to the next call, lists that it adds to, generators
+of its own): running it again must find them as the forward did, and leave no trace in them.
+
+Which ones change is found out on a unit's first calls; what begins to change later is not noticed.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autockpt.policies.base import InPlaceError
+
+_FIRST_CALLS = 2
+_ABSENT = object()
+_NOT_STATE = frozenset((*vars(nn.Module()), "forward"))
+
+
+class Met(NamedTuple):
+    """An attribute as one forward met it.
+
+    ``place`` is the path of the owning module inside the unit, and the attribute's name. ``copied`` holds what was in
+    ``value`` before the forward: the elements of a container, a generator's state, the numbers of a tensor that changes
+    in place. For all else it is the value itself. ``version`` is that of a tensor.
+    """
+
+    owner: nn.Module
+    place: tuple[str, str]
+    value: Any
+    copied: Any
+    version: int | None = None
+
+
+class AttributeWatch:
+    """What is known about the attributes of one unit, from call to call. Copied and pickled with the unit."""
+
+    def __init__(self) -> None:
+        self._changing: set[tuple[str, str]] = set()
+        self._written: set[tuple[str, str]] = set()  # tensors that change in place
+        self._calls = {True: 0, False: 0}  # by the unit's `training`
+        self._cache_owners: list[tuple[nn.Module, tuple[str, str]]] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_cache_owners": None}
+
+    def before(self, module: nn.Module) -> list[Met]:
+        """Look at the attributes before a forward: at all of them on the first calls, then at those that change."""
+        if self._is_first(module):
+            self._cache_owners = None
+            return [_met(owner, place, clones=True) for owner, place in _places(module)]
+        if not self._changing:
+            return []
+        if self._cache_owners is None:
+            owners = dict(module.named_modules())
+            self._cache_owners = [(owners[p[0]], p) for p in sorted(self._changing) if p[0] in owners]
+        return [_met(owner, place, clones=place in self._written) for owner, place in self._cache_owners]
+
+    def after(self, module: nn.Module, met: list[Met]) -> list[Met]:
+        """The same after the forward: only those that change, and nothing that holds a graph."""
+        if self._is_first(module):
+            met = self.so_far(module, met)
+            self._calls[module.training] += 1
+            for entry in met:
+                if _written(entry):
+                    self._written.add(entry.place)
+                elif vars(entry.owner).get(entry.place[1], _ABSENT) is entry.value and not _differs(entry):
+                    continue
+                self._changing.add(entry.place)
+        return [self._kept(entry) for entry in met if entry.place in self._changing]
+
+    def so_far(self, module: nn.Module, met: list[Met]) -> list[Met]:
+        """The same in the middle of the forward, with those that it made itself."""
+        known = {entry.place for entry in met}
+        places = _places(module) if self._is_first(module) else ()
+        return met + [Met(owner, place, _ABSENT, _ABSENT) for owner, place in places if place not in known]
+
+    def _is_first(self, module: nn.Module) -> bool:
+        return self._calls[module.training] < _FIRST_CALLS
+
+    def _kept(self, entry: Met) -> Met:
+        if isinstance(entry.value, torch.Tensor):
+            value = _without_graph(entry.value)
+            return entry._replace(value=value, copied=entry.copied if entry.place in self._written else value)
+        return entry._replace(value=None, copied=_without_graphs(entry.copied))
+
+
+def _places(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            # FSDP puts views of its own in the place of parameters
+            if name not in _NOT_STATE and not (isinstance(value, torch.Tensor) and _is_sharded(owner)):
+                yield owner, (path, name)
+
+
+def _is_sharded(owner: nn.Module) -> bool:
+    return "_is_fsdp_managed_module" in vars(owner)
+
+
+def _met(owner: nn.Module, place: tuple[str, str], *, clones: bool) -> Met:
+    value = vars(owner).get(place[1], _ABSENT)
+    if isinstance(value, torch.Tensor):
+        cloned = clones and not value.requires_grad
+        version = None if value.is_inference() else value._version
+        return Met(owner, place, value, value.detach().clone() if cloned else value, version)
+    return Met(owner, place, value, _copied(value))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    return copy.deepcopy(value) if _is_generator(value) else copy.copy(value) if _is_container(value) else value
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, dict, set, deque))
+
+
+def _is_generator(value: Any) -> bool:
+    return type(value) is random.Random or str(type(value).__module__).startswith("numpy.random")
+
+
+def _written(entry: Met) -> bool:
+    return entry.version is not None and entry.value._version != entry.version
+
+
+def _differs(entry: Met) -> bool:
+    """Whether something else is in a container now, or a generator is in another state."""
+    before, now = entry.copied, entry.value
+    if isinstance(now, torch.Generator):
+        return not torch.equal(before.get_state(), now.get_state())
+    if _is_generator(now):
+        return pickle.dumps(before) != pickle.dumps(now)
+    if not _is_container(now):
+        return False
+    if isinstance(now, dict):
+        before, now = (*before, *before.values()), (*now, *now.values())
+    return len(before) != len(now) or any(a is not b for a, b in zip(before, now, strict=True))
+
+
+def _without_graphs(value: Any) -> Any:
+    if not _is_container(value) or isinstance(value, set):
+        return _without_graph(value)
+    for place, part in value.items() if isinstance(value, dict) else enumerate(value):
+        value[place] = _without_graph(part)
+    return value
+
+
+def _without_graph(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.is_leaf:
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+@contextmanager
+def as_met(unit: str, met: list[Met]) -> Iterator[None]:
+    """Give the modules the attributes that the forward met, and what they hold now back afterwards.
+
+    Raises InPlaceError where a tensor of which no copy exists was changed since.
+    """
+    held = [vars(entry.owner).get(entry.place[1], _ABSENT) for entry in met]
+    try:
+        for entry in met:
+            _bind(entry, _again(unit, entry))
+        yield
+    finally:
+        for entry, value in zip(met, held, strict=True):
+            _bind(entry, value)
+
+
+def _again(unit: str, entry: Met) -> Any:
+    if entry.version is None:
+        return _copied(entry.copied)
+    if entry.copied is not entry.value:
+        return entry.copied.clone()
+    if _written(entry):
+        raise InPlaceError(
+            f"the tensor {'.'.join(filter(None, (unit, *entry.place)))} was changed in place between forward and "
+            "backward",
+            remedy=f"Change it after backward, or use `save` on {unit}.",
+        )
+    return entry.value
+
+
+def _bind(entry: Met, value: Any) -> None:
+    fields = vars(entry.owner)
+    if value is _ABSENT:
+        fields.pop(entry.place[1], None)
+    else:
+        fields[entry.place[1]] = value

@@ -1,0 +1,43 @@
+"""Ops whose results change as soon as a dispatch mode looks on, one that does nothing included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autockpt.errors import ConflictError
+
+
+def _overloads(*names: str) -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name, None) for name in names]
+    return frozenset(getattr(p, overload) for p in packets if p is not None for overload in p.overloads())
+
+
+# Of complex numbers: a conjugate that they take inside is not applied (pytorch#198118, open as of torch 2.15).
+_OF_COMPLEX = _overloads("linalg_pinv", "linalg_polar", "linalg_matrix_sqrth")
+# Under autocast: the matrix products inside of their kernels are cast only where no mode is.
+_UNDER_AUTOCAST = _overloads("_sparse_addmm", "_trilinear")
+CHANGED_BY_WATCHING = _OF_COMPLEX | _UNDER_AUTOCAST
+
+
+def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
+    """Raise ConflictError where this call of one of ``CHANGED_BY_WATCHING`` would give something else."""
+    if func in _OF_COMPLEX and args[0].is_complex():
+        what = "of complex numbers give wrong values (pytorch#198118)"
+    elif func in _UNDER_AUTOCAST and _inside_autocast():
+        what = "under autocast compute with another precision"
+    else:
+        return
+    raise ConflictError(
+        f"watching the ops within {unit} would make {func} {what}",
+        remedy=f"Use recompute, offload or save on {unit}, or name modules that do not call it (within: of remake; "
+        "within: or keep: of selective).",
+    )
+
+
+def _inside_autocast() -> bool:
+    """Inside a dispatch mode autocast always says that it is off; how deep its blocks are nested it tells."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1

@@ -1,0 +1,183 @@
+"""Plain attributes that a forward changes: it changes them once, and its second run finds what the first found."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.policies import InPlaceError
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE, parse_choice
+from tests.policies.zoo import assert_equal
+
+CHOICES = [RECOMPUTE, parse_choice("selective"), parse_choice("recompute_offload"), parse_choice("segment")]
+
+
+class Unit(nn.Module):
+    """``change(self, x)`` reads and changes attributes; what is deeper down is found as well."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(8, 8), Inner(change)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x).sin()).sin()
+
+
+class Inner(nn.Module):
+    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.calls = 0
+        self.seen: list[Tensor] = []
+        self.named: dict[str, Tensor] = {}
+        self.state: Tensor = torch.zeros(8)
+        self.torch_numbers = torch.Generator().manual_seed(1)
+        self.python_numbers = random.Random(1)
+        self.numpy_numbers = np.random.default_rng(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self, x)
+
+
+def counter(unit: Any, x: Tensor) -> Tensor:
+    unit.calls += 1
+    return x * unit.calls
+
+
+def made_at_first_use(unit: Any, x: Tensor) -> Tensor:
+    unit.turns = getattr(unit, "turns", 0) + 1
+    return x.cos() if unit.turns % 2 else x.exp()
+
+
+def adding_to_a_list(unit: Any, x: Tensor) -> Tensor:
+    unit.seen.append(x.detach().mean())
+    return x * sum(unit.seen)
+
+
+def adding_to_a_dict(unit: Any, x: Tensor) -> Tensor:
+    unit.named["last"] = x.detach() + unit.named.get("last", 0)
+    return x * unit.named["last"]
+
+
+def state_handed_on(unit: Any, x: Tensor) -> Tensor:
+    unit.state = (x + unit.state).tanh().detach()
+    return x * unit.state
+
+
+def state_with_a_graph(unit: Any, x: Tensor) -> Tensor:
+    before, unit.last = getattr(unit, "last", None), x.tanh()
+    return x.sin() if before is None else x * before.detach()
+
+
+def state_changed_in_place(unit: Any, x: Tensor) -> Tensor:
+    out = (x + unit.state).sin()
+    unit.state.add_(x.detach().mean(0))
+    return out
+
+
+def own_generators(unit: Any, x: Tensor) -> Tensor:
+    drawn = unit.python_numbers.random() + unit.numpy_numbers.random()
+    return x * torch.rand(8, generator=unit.torch_numbers) * drawn
+
+
+def made_before_a_gradient(unit: Any, x: Tensor) -> Tensor:
+    """The gradient runs the unit again in the middle of its first forward."""
+    if not hasattr(unit, "turns"):
+        unit.turns = 0
+        unit.register_buffer("mean", torch.zeros(8))
+    unit.turns += 1
+    unit.mean += x.detach().mean(0)
+    (slope,) = torch.autograd.grad((x.sin() * unit.turns + unit.mean).exp().sum(), x, create_graph=True)
+    return slope.sin()
+
+
+CHANGES = [
+    counter,
+    made_at_first_use,
+    adding_to_a_list,
+    adding_to_a_dict,
+    state_handed_on,
+    state_with_a_graph,
+    state_changed_in_place,
+    own_generators,
+    made_before_a_gradient,
+]
+
+
+def make(change: Callable[[Any, Tensor], Tensor]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Unit(change), Unit(change))
+
+
+def run(model: nn.Module, *, together: bool) -> dict[str, Tensor]:
+    """Four steps, or four forwards before their backwards; what the attributes hold afterwards, too."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(4):
+        losses.append(model(torch.randn(4, 8)).pow(2).sum())
+        if not together:
+            losses.pop().backward()
+    for loss in losses:
+        loss.backward()
+    seen = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    seen |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for i, unit in enumerate(m for m in model.modules() if isinstance(m, Inner)):
+        kept = [unit.calls, len(unit.seen), getattr(unit, "turns", 0), unit.python_numbers.random()]
+        seen |= {f"{i} plain": torch.tensor([*kept, unit.numpy_numbers.random()]), f"{i} state": unit.state.clone()}
+        seen[f"{i} drawn"] = torch.rand(2, generator=unit.torch_numbers)
+        seen |= {f"{i} {name}": value for name, value in unit.named.items()}
+    return seen
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_forward_changes_them_once(change, choice, together):
+    wanted, model = run(make(change), together=together), make(change)
+    with attach(model, {"0": choice, "1": choice}):
+        assert_equal(run(model, together=together), wanted)
+
+
+def test_a_copy_has_attributes_of_its_own():
+    wanted, model = run(make(counter), together=True), make(counter)
+    with attach(model, {"0": RECOMPUTE, "1": RECOMPUTE}):
+        twin = copy.deepcopy(model)
+        assert_equal(run(model, together=True), wanted)
+        assert_equal(run(copy.deepcopy(twin), together=True), wanted)
+
+
+def test_a_state_that_the_caller_changes_before_backward_is_an_error():
+    model = make(state_handed_on)
+    with attach(model, {"0": RECOMPUTE}):
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+        before = model[0].inner.state
+        loss = model(torch.randn(4, 8)).sum()
+        before.zero_()
+        with pytest.raises(InPlaceError, match=r"tensor 0\.inner\.state was changed in place"):
+            loss.backward()
+
+
+def test_graphs_are_not_held_by_those_that_follow():
+    """Forwards without backward, each of which leaves a tensor with its graph in an attribute."""
+    model = make(state_with_a_graph)
+    with attach(model, {"0": RECOMPUTE, "1": RECOMPUTE}):
+        left = []
+        for _ in range(4):
+            model(torch.randn(4, 8))
+            left.append(weakref.ref(model[0].inner.last))
+        gc.disable()
+        try:
+            assert [ref() is None for ref in left] == [True, True, True, False]
+        finally:
+            gc.enable()

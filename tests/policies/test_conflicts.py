@@ -1,0 +1,65 @@
+"""What works under plain training and not under a choice is refused by name, with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError
+from autockpt.runtime import attach
+from autockpt.schema.choices import choice_kinds, parse_choice
+
+KINDS = sorted(set(choice_kinds("block")) - {"save", "compile_budget"})
+
+
+class Learning(nn.Module):
+    """Takes a gradient by torch.func in its forward, as layers do that learn while they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope: Any = torch.func.grad(lambda t: t.sin().sum())(x.detach())
+        return self.linear(x * slope)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_by_torch_func(kind):
+    model = nn.Sequential(Learning(), Learning())
+    with attach(model, {"1": parse_choice(kind)}):
+        with pytest.raises(ConflictError, match=r"1 takes gradients by torch\.func") as raised:
+            model(torch.randn(4, 8))
+        assert "Use `save` on 1" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_errors_of_a_unit_stay_what_they_are(kind):
+    model = nn.Sequential(nn.Linear(8, 8))
+    with attach(model, {"0": parse_choice(kind)}), pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(torch.randn(4, 7))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kernel_that_writes_after_autograd_has_saved(kind):
+    """RReLU: copies of its slopes, or a second run that ends with the last saved tensor, would be wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.RReLU())))
+
+    def gradient() -> Tensor:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(torch.randn(128, 64)).square().sum().backward()
+        return next(model.parameters()).grad  # type: ignore[return-value]
+
+    wanted = gradient()
+    if kind == "remake":
+        with attach(model, {"0": parse_choice(kind)}):
+            assert torch.equal(gradient(), wanted)
+        return
+    with pytest.raises(ConflictError, match=r"0\.1\.0 is an RReLU"):
+        attach(model, {"0": parse_choice(kind)})
+    assert torch.equal(gradient(), wanted)

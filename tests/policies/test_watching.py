@@ -1,0 +1,69 @@
+"""Ops that a dispatch mode changes are refused where one would look on, and work everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError
+from autockpt.runtime import attach
+from autockpt.schema.choices import Choice, parse_choice
+from tests.policies.zoo import assert_equal
+
+WATCHING = [parse_choice(c) for c in ("selective", "remake", {"kind": "remake", "keep": ["**"]})]
+OTHERS = [parse_choice(c) for c in ("recompute", "offload", {"kind": "remake", "within": ["first"]})]
+
+
+class Unit(nn.Module):
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.then = nn.Linear(16, 16), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.first(x)).sin()
+
+
+def pinv(x: Tensor) -> Tensor:
+    return torch.linalg.pinv(torch.complex(x, x.sin())).real
+
+
+def bilinear(x: Tensor) -> Tensor:
+    return nn.functional.bilinear(x.float(), x.float(), torch.ones(16, 16, 16))
+
+
+def sparse(x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.eye(8).to_sparse(), x.float())
+
+
+def gradients(then: Callable[[Tensor], Tensor], choice: Choice, autocast: bool) -> dict[str, Tensor]:
+    model = nn.Sequential(Unit(then))
+    with attach(model, {"0": choice}):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            loss = model(torch.randn(8, 16)).float().square().sum()
+        loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("choice", WATCHING, ids=str)
+@pytest.mark.parametrize(("then", "autocast"), [(pinv, False), (bilinear, True), (sparse, True)])
+def test_refused_where_a_mode_would_look_on(then, autocast, choice):
+    with pytest.raises(ConflictError, match=r"watching the ops within 0 would make aten\."):
+        gradients(then, choice, autocast)
+
+
+@pytest.mark.parametrize("choice", OTHERS, ids=str)
+@pytest.mark.parametrize(("then", "autocast"), [(pinv, False), (bilinear, True)])
+def test_other_choices_leave_them_alone(then, autocast, choice):
+    assert_equal(gradients(then, choice, autocast), gradients(then, parse_choice("save"), autocast))
+
+
+@pytest.mark.parametrize("choice", WATCHING, ids=str)
+@pytest.mark.parametrize("then", [bilinear, sparse])
+def test_outside_of_autocast_they_are_exact(then, choice):
+    assert_equal(gradients(then, choice, False), gradients(then, parse_choice("save"), False))
