@@ -23,9 +23,8 @@ from autockpt.policies.keeping import alias
 from autockpt.policies.lazylogits import ChunkState, lazy_logits
 from autockpt.schema.choices import Choice
 
-_ALIGNED = (
-    16  # rows: GPU kernels choose their way by how a row lies in memory, so chunks begin where whole logits would
-)
+# Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
+_ALIGNED = 16
 _IGNORED = -100
 _REDUCTIONS = {"mean": 1, "sum": 2}  # of ATen
 
@@ -84,9 +83,6 @@ class _Given:
     def check(self) -> None:
         pass
 
-    def check_once(self) -> None:
-        refuse_twice(self)
-
     def running(self) -> nullcontext[None]:
         return nullcontext()
 
@@ -118,7 +114,7 @@ class _ByRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         loss: CrossEntropy = ctx.loss
-        loss.call.check_once()
+        refuse_twice(loss.call)
         loss.passing()
         logits, target, total = ctx.saved_tensors
         gradient = gradients[0]

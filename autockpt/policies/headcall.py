@@ -39,10 +39,6 @@ class Rows(Protocol):
         """Raise ConflictError where rows cannot be had any more as they were."""
         ...
 
-    def check_once(self) -> None:
-        """Raise ConflictError in a backward that is itself to be differentiated."""
-        ...
-
     def running(self) -> AbstractContextManager[None]:
         """Around calls of ``rows``."""
         ...
@@ -90,9 +86,6 @@ class HeadCall:
                 f"dropout or adapters of {self.unit} were switched between its forward and the use of its logits",
                 remedy=f"Use `save` on {self.unit}, or switch after backward.",
             )
-
-    def check_once(self) -> None:
-        refuse_twice(self)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -190,7 +183,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         loss: CrossEntropy = ctx.loss
-        loss.call.check_once()
+        refuse_twice(loss.call)
         hidden, target, count = ctx.saved_tensors
         gradient = gradients[0] if count is None else gradients[0] / count
         _, wants_hidden, _, *wants = ctx.needs_input_grad

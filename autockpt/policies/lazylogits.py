@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.headcall import Autocast, CrossEntropy, Elementwise, Rows
+from autockpt.policies.headcall import Autocast, CrossEntropy, Elementwise, Rows, refuse_twice
 
 _plain_call = torch._C.DisableTorchFunctionSubclass
 
@@ -210,7 +210,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         source: _Source = ctx.source
-        source.call.check_once()
+        refuse_twice(source.call)
         with torch.enable_grad():
             hidden = source.hidden.detach().requires_grad_()
             logits = source.compute(hidden)

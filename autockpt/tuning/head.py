@@ -117,7 +117,7 @@ def settle(
     if head is None:
         note = "--allow-inexact changes nothing: the model has no output head" if inexact else ""
         return replace(plain, note=note)
-    points = _points([plain], times, needs)[0]
+    points = _points(plain, times, needs)
     peaks = [peak for peak, _ in points.values()]
     size = plain.budget.resolve(points[SAVE.kind][0], min(peaks), room() if plain.budget.kind == "auto" else 0)
     least = _mixed(points, size)
@@ -131,7 +131,7 @@ def settle(
             other = plain.with_head(head.name, choice, kinds)
         except ConflictError:
             continue
-        points = _points([plain, other], times, needs)[1]
+        points = _points(other, times, needs)
         mixed, peak = _mixed(points, size), min(peak for peak, _ in points.values())
         faster = mixed is not None and (best is None or mixed.seconds < (1 - FASTER) * best.seconds)
         if faster or (mixed is None and best is None and peak < smallest):
@@ -178,28 +178,25 @@ def _mixed(points: Mapping[str, tuple[int, float]], size: int) -> _Mixed | None:
     return _Mixed(float(share.fun), tuple(kind for kind, part in zip(points, share.x, strict=True) if part > 0))
 
 
-def _points(ways: Sequence[Settled], times: Times, needs: Needs | None) -> list[dict[str, tuple[int, float]]]:
-    """Peak bytes and seconds of each uniform plan, per way; where there is a twin, what it says for so many layers."""
-    runs = enumerate(uniform for way in ways for uniform in (way.uniform, way.layers))
+def _points(way: Settled, times: Times, needs: Needs | None) -> dict[str, tuple[int, float]]:
+    """Peak bytes and seconds of each uniform plan; where there is a twin, what it says for so many layers."""
+    runs = enumerate((way.uniform, way.layers))
     known = times({f"{number} {kind}": pair for number, uniform in runs for kind, pair in uniform.items()})
-    found = []
-    for way in ways:
-        whole = Predictor(way.traces.trace, known, needs=needs)
-        said = {kind: whole.learn(*pair) for kind, pair in way.uniform.items()}
-        points = {kind: (p.peak_bytes, p.step_seconds or 0.0) for kind, p in said.items()}
-        if way.twin is not None:
-            small = Predictor(way.twin[0].trace, known)
-            layers = {kind: small.learn(*pair) for kind, pair in way.twin[1].items()}
-            base, times_deeper = layers[SAVE.kind], _deeper(way)
-            points = {
-                kind: (
-                    points[SAVE.kind][0] + round(times_deeper * (p.peak_bytes - base.peak_bytes)),
-                    points[SAVE.kind][1] + times_deeper * ((p.step_seconds or 0.0) - (base.step_seconds or 0.0)),
-                )
-                for kind, p in layers.items()
-            }
-        found.append(points)
-    return found
+    whole = Predictor(way.traces.trace, known, needs=needs)
+    points = {kind: _point(whole, pair) for kind, pair in way.uniform.items()}
+    if way.twin is None:
+        return points
+    small = Predictor(way.twin[0].trace, known)
+    layers = {kind: _point(small, pair) for kind, pair in way.layers.items()}
+    (peak, seconds), (least, fewest), deeper = points[SAVE.kind], layers[SAVE.kind], _deeper(way)
+    return {
+        kind: (peak + round(deeper * (p - least)), seconds + deeper * (s - fewest)) for kind, (p, s) in layers.items()
+    }
+
+
+def _point(predictor: Predictor, run: tuple[dict[str, Choice], Graph]) -> tuple[int, float]:
+    said = predictor.learn(*run)
+    return said.peak_bytes, said.step_seconds or 0.0
 
 
 def _deeper(way: Settled) -> float:

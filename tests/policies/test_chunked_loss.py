@@ -20,7 +20,7 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload import build
 from tests.policies import heads
-from tests.policies.heads import LOSSES, SCALED, UNKNOWN, batch, gradients, small_llama, step
+from tests.policies.heads import LOSSES, SCALED, UNKNOWN, batch, by_trainer, gradients, small_llama, step
 from tests.policies.zoo import CASES, precision, train
 from tests.tracing.reference import Real, ops_of, peak_over, same_names
 
@@ -173,21 +173,7 @@ def test_trainer_with_accumulation(tmp_path):
         for i, row in enumerate(rows):
             row["labels"] = row["labels"].clone()
             row["labels"][: 5 * i] = -100
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=3,
-            num_train_epochs=2,
-            optim="sgd",
-            learning_rate=0.1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)  # type: ignore[arg-type]
-        trainer.train()
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
+        return by_trainer(model, rows, tmp_path)
 
     got, wanted = both(small_llama(), run)
     plain = dict(small_llama()().named_parameters())

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload import build
 from tests.policies import heads
-from tests.policies.heads import LOSSES, SCALED, UNKNOWN, batch, gradients, small_llama, step
+from tests.policies.heads import LOSSES, SCALED, UNKNOWN, batch, by_trainer, gradients, small_llama, step
 from tests.policies.zoo import CASES, precision, train
 from tests.tracing.reference import Real, ops_of, peak_over, same_names
 
@@ -190,20 +189,7 @@ def test_trainer(tmp_path):
     def run(model: nn.Module) -> dict[str, Tensor]:
         inputs = batch()
         rows = [{k: inputs[k][i] for k in ("input_ids", "labels")} for i in range(6)]
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=3,
-            num_train_epochs=2,
-            optim="sgd",
-            learning_rate=0.1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()  # type: ignore[arg-type]
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
+        return by_trainer(model, rows, tmp_path)
 
     assert_equal(*both(small_llama(), run))
 
