@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from autockpt.errors import AutockptError
@@ -144,7 +142,6 @@ def workload_limits(
 
     ``settings`` are the workload's own, which say how large it is now. Dimensions that it does not have are left out.
     """
-    _preload(settings)
     out: list[Largest] = []
     fields: tuple[tuple[Dimension, str, str], ...] = (
         ("batch size", "batch_size", "batch_size"),
@@ -167,12 +164,3 @@ def workload_limits(
 def grain(size: int) -> int:
     """The power of two that sequence lengths are told apart by."""
     return max(1, 1 << max(0, (size // GRAIN).bit_length() - 1))
-
-
-def _preload(settings: Mapping[str, object]) -> None:
-    """Import the model's code here, so that not every tracer's process does so again; they are copies of this one."""
-    with suppress(Exception):
-        getattr(importlib.import_module("transformers"), str(settings.get("architecture")))
-    if settings.get("lora"):
-        with suppress(Exception):
-            importlib.import_module("peft")

@@ -29,15 +29,16 @@ def serve(connection: Connection, note: Note, source: Source, threads: int, prep
     """Answer requests until the connection ends. Returns to its caller, which must end the process.
 
     ``source`` says whether steps are ghost-run or recorded, ``threads`` is the parent's number; ``prepare`` builds or
-    takes the workload. Replies are (ALIVE,), then (READY, units, head, settings, notes) or (FAILED,
-    error class, message, remedy), and for each request (DONE, result) or (FAILED, ...).
+    takes the workload. Replies are (ALIVE,), then (READY, units, head, settings, notes, modules imported for it) or
+    (FAILED, error class, message, remedy), and for each request (DONE, result) or (FAILED, ...).
     """
+    known = set(sys.modules)
     _be_a_child()
     try:
         _check_autograd()
         connection.send((ALIVE,))
         run = _run(source, threads, note)
-        if _answer(connection, lambda: _prepared(run, prepare)):
+        if _answer(connection, lambda: _prepared(run, prepare, known)):
             while True:
                 verb, arguments = connection.recv()
                 _answer(connection, lambda v=verb, a=arguments: (DONE, getattr(run, v)(**a)))
@@ -82,13 +83,14 @@ def _check_autograd() -> None:
         torch.ones(1, requires_grad=True).sum().backward()
 
 
-def _prepared(run: Run, prepare: Callable[[Run], None]) -> tuple[Any, ...]:
+def _prepared(run: Run, prepare: Callable[[Run], None], known: set[str]) -> tuple[Any, ...]:
     prepare(run)
     gc.collect()
     gc.freeze()  # what is there now stays: collections before each trace only look at what is new
     gc.disable()  # and there is one before each trace
     workload = run.workload
-    return READY, run.units, run.head, workload.settings, workload.notes
+    imported = [name for name in sys.modules if name not in known]
+    return READY, run.units, run.head, workload.settings, workload.notes, imported
 
 
 def _answer(connection: Connection, work: Callable[[], tuple[Any, ...]]) -> bool:

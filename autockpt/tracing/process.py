@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import signal
@@ -30,6 +31,8 @@ from autockpt.tracing.run import Run
 
 _SECONDS_TO_WAKE = 60.0
 _REMEDY = "Record a real step instead."
+_LIBRARIES = frozenset({"transformers", "peft"})  # they take seconds to import
+_imported_by_children: dict[str, None] = {}
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
@@ -57,7 +60,8 @@ class GhostProcess:
             if first is not None:
                 self._connection.send_bytes(first)
             self._await_alive()
-            self.units, self.head, self.settings, self.notes = self._receive(READY)
+            self.units, self.head, self.settings, self.notes, imported = self._receive(READY)
+            _imported_by_children.update(dict.fromkeys(n for n in imported if n.partition(".")[0] in _LIBRARIES))
         except BaseException:
             self.close()
             raise
@@ -67,6 +71,7 @@ class GhostProcess:
         """A copy of this process in which ``prepare`` sets up the run. Raises NotForkable."""
         if not can_fork():
             raise NotForkable("an accelerator is in use")
+        _import_for_children()
         threads = torch.get_num_threads()
 
         def start(theirs: Connection, note: Note, log: IO[bytes]) -> int:
@@ -188,6 +193,14 @@ def can_fork() -> bool:
 def _error(name: str, message: str, remedy: str) -> AutockptError:
     kind = getattr(errors, name, GhostError)
     return kind(message, remedy=remedy)
+
+
+def _import_for_children() -> None:
+    """What the children before had to import of large libraries is imported here, so that further ones find it."""
+    names = [name for name in _imported_by_children if name not in sys.modules]
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def _wait(pid: int, seconds: float) -> int | None:

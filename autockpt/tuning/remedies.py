@@ -5,15 +5,29 @@ Every change is judged with the same choice on every layer, so a search after it
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, get_args
 
 import torch
 
-from autockpt.errors import AutockptError, InfeasibleError
-from autockpt.profiling import Needs, Predictor, Uniform, promised_bytes, tracer_for, uniform_graphs
-from autockpt.schema import SAVE, Choice, Hardware, Prediction, SearchRequest, WorkloadSpec, format_bytes, plan_hash
+from autockpt.errors import AutockptError, ConflictError, InfeasibleError
+from autockpt.profiling import Needs, Predictor, Uniform, promised_bytes, tracer_for
+from autockpt.schema import (
+    SAVE,
+    Choice,
+    Graph,
+    Hardware,
+    Prediction,
+    SearchRequest,
+    WorkloadSpec,
+    format_bytes,
+    parse_choice,
+    plan_hash,
+)
 from autockpt.schema.choices import CHUNKED_LOSS
 from autockpt.schema.remedy import WayOut
 from autockpt.schema.workload import OptimizerName
@@ -25,6 +39,7 @@ MOST = 3
 SHARD, MOST_RANKS = "--shard", 64
 LORA_RANK = 16
 SHORTEST = 128  # tokens
+MICRO_STEPS = 2
 LEAN_KINDS = ("recompute_offload", "offload", "recompute")  # tried first: one of them is the leanest nearly always
 
 
@@ -201,49 +216,91 @@ def _together(spec: WorkloadSpec, settings: Mapping[str, Any], simulated: bool) 
 
 
 def _mildest(changes: Iterator[Change], bench: Bench, standard: float) -> WayOut | None:
-    """The first change that fits; None where none does, or this sort of change is not possible for this model."""
-    series = list(changes)
-    try:
-        if len(series) > 2:  # where not even the last fits, there is no use in trying those before it
-            last = _judged(series.pop(), bench, standard)
-            if last is None:
+    """The first change that fits, where all behind one that fits do; None where none does, or this sort of change is
+    not possible for this model."""
+    with ExitStack() as stack:
+        series = [_Variant(change, bench, stack) for change in changes]
+        try:
+            if not series or not series[-1].fits:
                 return None
-            return next(filter(None, (_judged(change, bench, standard) for change in series)), last)
-        return next(filter(None, (_judged(change, bench, standard) for change in series)), None)
-    except AutockptError:
+            return series[bisect_left(series, True, key=lambda variant: variant.fits)].way(standard)
+        except AutockptError:
+            return None
+
+
+class _Variant:
+    """A change, ghost-run as far as it was asked about, with few micro-steps a cycle: the second is like all after it.
+
+    Its tracers are closed with ``stack``.
+    """
+
+    def __init__(self, change: Change, bench: Bench, stack: ExitStack) -> None:
+        self._change, self._bench, self._stack = change, bench, stack
+        self._uniform: dict[str, tuple[dict[str, Choice], Graph]] = {}
+        self._short = change.spec.model_copy(update={"accumulate": min(change.spec.accumulate, MICRO_STEPS)})
+
+    @cached_property
+    def _tracer(self) -> Tracer:
+        return self._stack.enter_context(self._bench.tracer(self._short))
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the same choice on every layer makes it fit, of which the leanest kinds are asked."""
+        if self._change.chunked and self._tracer.head is None:
+            return False
+        if _ignored(self._change.spec, self._tracer.settings):
+            return False
+        plain = self._fixed(self._tracer).trace()
+        if plain.resident_bytes > self._bench.budget:
+            return False
+        if SAVE.kind in self._bench.kinds:
+            self._uniform[SAVE.kind] = (self._choices(SAVE.kind), plain)
+        lean = [kind for kind in LEAN_KINDS if kind in self._bench.kinds] or list(self._bench.kinds)
+        return any(self._run(kind) and _fitting(self._bench, {kind: self._uniform[kind]}) for kind in lean)
+
+    def way(self, standard: float) -> WayOut | None:
+        """The change with the fastest uniform plan that fits, all micro-steps; ``standard``: seconds per token."""
+        for kind in self._bench.kinds:
+            self._run(kind)
+        fitting = _fitting(self._bench, self._uniform)
+        tracer = self._tracer
+        if self._short != self._change.spec:
+            tracer = self._stack.enter_context(self._bench.tracer(self._change.spec))
+        for kind in sorted(fitting, key=lambda kind: fitting[kind].step_seconds or 0.0):
+            if tracer is not self._tracer:
+                choices = self._choices(kind)
+                whole = _fitting(self._bench, {kind: (choices, self._fixed(tracer).trace(choices))})
+                if kind not in whole:
+                    continue
+                fitting[kind] = whole[kind]
+            return self._described(kind, fitting[kind], _work(tracer.settings), standard)
         return None
 
+    def _described(self, kind: str, best: Prediction, work: float, standard: float) -> WayOut:
+        return WayOut(
+            options=self._change.options,
+            effect=self._change.effect,
+            plan=f"every layer on {kind}",
+            peak_bytes=best.peak_bytes,
+            step_seconds=best.step_seconds if self._bench.seconds else None,
+            relative_cost=(best.step_seconds or 0.0) / work / standard if standard else 1.0,
+        )
 
-def _judged(change: Change, bench: Bench, standard: float) -> WayOut | None:
-    """The change with the fastest uniform plan that fits; None where even the leanest does not."""
-    with bench.tracer(change.spec) as tracer:
-        if (change.chunked and tracer.head is None) or _ignored(change.spec, tracer.settings):
-            return None
-        fixed: dict[str, Choice] = {tracer.head.name: CHUNKED_LOSS} if change.chunked and tracer.head else {}
-        traces = FixedTracer(tracer, fixed)
-        blocks = [unit for unit in tracer.units if unit.role == "block"]
-        lean = [kind for kind in LEAN_KINDS if kind in bench.kinds] or list(bench.kinds)
-        plain = traces.trace()
-        if plain.resident_bytes > bench.budget:
-            return None
-        uniform = dict(uniform_graphs(traces, blocks, lean))
-        if not _fitting(bench, uniform):
-            return None
-        rest = [kind for kind in bench.kinds if kind not in lean and kind != SAVE.kind]
-        if SAVE.kind in bench.kinds:
-            uniform[SAVE.kind] = (dict.fromkeys((u.name for u in blocks), SAVE), plain)
-        uniform |= uniform_graphs(traces, blocks, rest) if rest else {}
-        fitting = _fitting(bench, uniform)
-        work = _work(tracer.settings)
-    kind, best = min(fitting.items(), key=lambda item: item[1].step_seconds or 0.0)
-    return WayOut(
-        options=change.options,
-        effect=change.effect,
-        plan=f"every layer on {kind}",
-        peak_bytes=best.peak_bytes,
-        step_seconds=best.step_seconds if bench.seconds else None,
-        relative_cost=(best.step_seconds or 0.0) / work / standard if standard else 1.0,
-    )
+    def _fixed(self, tracer: Tracer) -> FixedTracer:
+        return FixedTracer(tracer, {tracer.head.name: CHUNKED_LOSS} if self._change.chunked and tracer.head else {})
+
+    def _choices(self, kind: str) -> dict[str, Choice]:
+        return dict.fromkeys((unit.name for unit in self._tracer.units if unit.role == "block"), parse_choice(kind))
+
+    def _run(self, kind: str) -> bool:
+        """Ghost-run a choice on every layer, once; whether it can be attached."""
+        if kind not in self._uniform:
+            choices = self._choices(kind)
+            try:
+                self._uniform[kind] = (choices, self._fixed(self._tracer).trace(choices))
+            except ConflictError:
+                return False
+        return True
 
 
 def _fitting(bench: Bench, uniform: Uniform) -> dict[str, Prediction]:

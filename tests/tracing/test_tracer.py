@@ -156,6 +156,21 @@ def test_a_process_of_its_own() -> None:
         process.close()
 
 
+def test_what_one_tracer_imported_further_ones_find() -> None:
+    program = (
+        "import sys\n"
+        "from autockpt.schema.workload import WorkloadSpec\n"
+        "from autockpt.tracing import Tracer\n"
+        "for _ in range(2):\n"
+        "    with Tracer.from_spec(WorkloadSpec(model='llama-tiny', batch_size=2), fallback=False) as tracer:\n"
+        "        print('transformers.models.llama.modeling_llama' in sys.modules, len(tracer.trace().ops))\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    (first, ops), (second, same) = (line.split() for line in done.stdout.splitlines())
+    assert (first, second) == ("False", "True") and ops == same
+
+
 def test_a_full_step_has_an_optimizer_phase() -> None:
     live = workload()
     model, batch, optimizer = live.model, live.batch, live.optimizer
