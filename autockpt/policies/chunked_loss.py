@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
-from autockpt.policies.headcall import HeadCall
-from autockpt.policies.lazylogits import ChunkState, LazyLogits, lazy_logits
+from autockpt.policies.headcall import ChunkState, HeadCall
+from autockpt.policies.lazylogits import LazyLogits, lazy_logits
 from autockpt.schema.choices import Choice
 
 
@@ -65,7 +65,7 @@ def run_chunked(module: nn.Module, state: ChunkState, /, *args: Any, **kwargs: A
     if type(none) is not Tensor or none.shape[:-1] != (0, *hidden.shape[1:-1]):
         state.warn("because the head does not give one row of logits per token")
         return call_inner(module, state, args, kwargs)
-    return lazy_logits(call, state, hidden, none)
+    return lazy_logits(call, hidden, none)
 
 
 def _say_compiled(state: ChunkState) -> None:

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies.attachment import call_inner
+from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.chunked_loss import refuse_others
 from autockpt.policies.headcall import CrossEntropy, refuse_twice
 from autockpt.policies.keeping import alias
-from autockpt.policies.lazylogits import ChunkState, lazy_logits
+from autockpt.policies.lazylogits import lazy_logits
 from autockpt.schema.choices import Choice
 
 # Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
@@ -43,19 +43,15 @@ class ChunkedSoftmaxPolicy:
         return 0, 0
 
 
-class _SoftmaxState(ChunkState):
+class _SoftmaxState(Attachment):
     """The attachment of an output head; tokens are taken in so many ``chunks``."""
 
     def __init__(self, unit: str, chunks: int) -> None:
-        super().__init__(unit, 0)
+        super().__init__(unit)
         self.chunks = chunks
 
-    def chunk(self, rows: int) -> int:
-        aligned = self.chunks * _ALIGNED
-        return -(-rows // aligned) * _ALIGNED
 
-
-def run_softmax(module: nn.Module, state: ChunkState, /, *args: Any, **kwargs: Any) -> Any:
+def run_softmax(module: nn.Module, state: _SoftmaxState, /, *args: Any, **kwargs: Any) -> Any:
     """The head's forward, and its logits such that cross-entropy of them runs over chunks.
 
     Without gradients, and inside ``torch.compile``, the plain forward.
@@ -67,7 +63,7 @@ def run_softmax(module: nn.Module, state: ChunkState, /, *args: Any, **kwargs: A
         return logits
     if type(logits) is not Tensor or not logits.requires_grad or logits.dim() < 2 or not logits.is_floating_point():
         return logits
-    return lazy_logits(_Given(state.unit), state, logits, logits)
+    return lazy_logits(_Given(state.unit, state.chunks), logits, logits)
 
 
 class _Given:
@@ -77,8 +73,9 @@ class _Given:
     exact = True
     trained: tuple[nn.Parameter, ...] = ()
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: str, chunks: int) -> None:
         self.unit = unit
+        self._chunks = chunks
 
     def check(self) -> None:
         pass
@@ -88,6 +85,13 @@ class _Given:
 
     def rows(self, hidden: Tensor) -> Tensor:
         return hidden
+
+    def chunk(self, rows: int) -> int:
+        aligned = self._chunks * _ALIGNED
+        return -(-rows // aligned) * _ALIGNED
+
+    def whole(self, why: str) -> None:
+        pass
 
     def loss(self, loss: CrossEntropy, hidden: Tensor, target: Tensor) -> Tensor | None:
         if loss.label_smoothing:  # of two sums over all tokens, which chunks would take in another order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -47,9 +48,36 @@ class Rows(Protocol):
         """Logits of these rows."""
         ...
 
+    def chunk(self, rows: int) -> int:
+        """How many of so many rows make a chunk."""
+        ...
+
+    def whole(self, why: str) -> None:
+        """Told when logits are made that the choice was to save."""
+        ...
+
     def loss(self, loss: CrossEntropy, hidden: Tensor, target: Tensor) -> Tensor | None:
         """The cross-entropy of rows × features against rows of class indices; None where it is left to PyTorch."""
         ...
+
+
+class ChunkState(Attachment):
+    """The attachment of an output head that runs again. ``tokens`` are the rows of one chunk."""
+
+    def __init__(self, unit: str, tokens: int) -> None:
+        super().__init__(unit)
+        self.tokens = tokens
+        self.warned = False
+
+    def warn(self, why: str) -> None:
+        """Say once that the logits exist as a whole after all."""
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"{self.unit}: chunked_loss computes all logits at once, {why}: they take the memory that the choice "
+                "was to save. Results are right.",
+                stacklevel=3,
+            )
 
 
 class HeadCall:
@@ -58,7 +86,7 @@ class HeadCall:
     choice = "chunked_loss"
     exact = False
 
-    def __init__(self, module: nn.Module, state: Attachment, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, state: ChunkState, device: torch.device) -> None:
         self._module, self._state = module, state
         self._autocast = Autocast(device.type)
         self._parameters = tuple(module.parameters())
@@ -99,6 +127,12 @@ class HeadCall:
         was made without them, and hand it to the next user."""
         with torch.set_grad_enabled(torch.is_grad_enabled() or self._autocast.enabled):
             return call_inner(self._module, self._state, (hidden,), {})
+
+    def chunk(self, rows: int) -> int:
+        return self._state.tokens
+
+    def whole(self, why: str) -> None:
+        self._state.warn(why)
 
     def loss(self, loss: CrossEntropy, hidden: Tensor, target: Tensor) -> Tensor:
         return _Chunked.apply(loss, hidden, target, *self.trained)  # type: ignore[return-value]

@@ -1,0 +1,178 @@
+"""What is done to logits that are not there yet without making them: views and casts of rows, steps element by element,
+and cross-entropy over chunks of rows.
+
+Each function takes the source of the logits and the arguments of a tensor's method or of a function of torch, and
+answers NotImplemented for what needs the logits themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autockpt.policies.headcall import Autocast, CrossEntropy, Elementwise
+
+if TYPE_CHECKING:
+    from autockpt.policies.lazylogits import LazyLogits, Source
+
+
+def _view(source: Source, *shape: Any, **more: Any) -> Any:
+    """Another shape of the rows. In plain training it may share memory with the original, as here."""
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+        shape = tuple(shape[0])
+    if more or not shape or not all(isinstance(n, int) for n in shape):
+        return NotImplemented
+    last, rows = shape[-1], source.hidden.shape[:-1].numel()
+    total = rows * source.vocabulary
+    if -1 in shape:
+        known = -math.prod(shape)
+        if shape.count(-1) != 1 or known <= 0 or total % known:
+            return NotImplemented
+        shape = tuple(total // known if n == -1 else n for n in shape)
+        last = shape[-1]
+    if last != source.vocabulary or math.prod(shape) != total:
+        return NotImplemented
+    return source.derive(hidden=source.hidden.reshape(*shape[:-1], source.hidden.shape[-1]))
+
+
+def _flatten(source: Source, start_dim: int = 0, end_dim: int = -1) -> Any:
+    dims = source.hidden.dim()
+    end = end_dim + dims if end_dim < 0 else end_dim
+    start = start_dim + dims if start_dim < 0 else start_dim
+    if not 0 <= start <= end < dims - 1:
+        return NotImplemented
+    return source.derive(hidden=source.hidden.flatten(start, end))
+
+
+def _contiguous(source: Source, **more: Any) -> Any:
+    return NotImplemented if more else source.derive()
+
+
+def _index(source: Source, index: Any) -> Any:
+    """Some of the rows: slices, positions and masks that leave the vocabulary alone."""
+    hidden = source.hidden
+    if isinstance(index, Tensor):
+        if index.dtype not in (torch.bool, torch.int64) or index.dim() > (hidden.dim() - 1 if _mask(index) else 1):
+            return NotImplemented
+        return source.derive(hidden=hidden[index])
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(type(p) in (int, slice) or p is Ellipsis for p in parts) or parts.count(Ellipsis) > 1:
+        return NotImplemented
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts = (*parts[:at], *[slice(None)] * (hidden.dim() - len(parts) + 1), *parts[at + 1 :])
+    if len(parts) == hidden.dim():
+        if parts[-1] != slice(None):
+            return NotImplemented
+        parts = parts[:-1]
+    if len(parts) > hidden.dim() - 1:
+        return NotImplemented
+    rows = hidden[parts]
+    return source.derive(hidden=rows) if rows.dim() >= 2 else NotImplemented
+
+
+def _mask(index: Tensor) -> bool:
+    return index.dtype is torch.bool
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(source: Source, **more: Any) -> Any:
+        return NotImplemented if more else _step(source, lambda logits: logits.to(dtype), dtype)
+
+    return cast
+
+
+def _to(source: Source, *args: Any, **kwargs: Any) -> Any:
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    except TypeError:
+        return NotImplemented
+    if memory_format is not None or (device is not None and device != source.hidden.device):
+        return NotImplemented
+    if dtype is None or dtype == source.dtype:
+        return source.derive()
+    return _cast(dtype)(source) if dtype.is_floating_point else NotImplemented
+
+
+def _by_number(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def apply(source: Source, other: Any, **more: Any) -> Any:
+        if more or type(other) not in (int, float):
+            return NotImplemented
+        return _step(source, lambda logits: function(logits, other), source.dtype)
+
+    return apply
+
+
+def _tanh(source: Source, **more: Any) -> Any:
+    return NotImplemented if more else _step(source, torch.tanh, source.dtype)
+
+
+def _step(source: Source, step: Elementwise, dtype: torch.dtype) -> LazyLogits:
+    return source.derive(steps=(*source.steps, step), dtype=dtype)
+
+
+def _detached(source: Source) -> Tensor:
+    with torch.no_grad():
+        return source.whole("").detach()
+
+
+def _cross_entropy(
+    source: Source,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Chunked, where the rows are a matrix and the targets are class indices without weights."""
+    hidden = source.hidden
+    if weight is not None or size_average is not None or reduce is not None or reduction not in _REDUCTIONS:
+        return NotImplemented
+    if type(target) is not Tensor or target.dtype is not torch.int64 or target.dim() != 1 or hidden.dim() != 2:
+        return NotImplemented
+    if len(target) != len(hidden) or len(hidden) == 0 or not torch.is_grad_enabled():
+        return NotImplemented
+    source.check()
+    settings = CrossEntropy(
+        source.call,
+        source.steps,
+        source.call.chunk(len(hidden)),
+        reduction,
+        ignore_index,
+        label_smoothing,
+        Autocast(hidden.device.type),
+        source.family.way(source),
+    )
+    loss = source.call.loss(settings, hidden, target)
+    if loss is None:
+        return NotImplemented
+    source.family.chunked = True
+    source.watch(loss)
+    return loss
+
+
+_REDUCTIONS = ("mean", "sum", "none")
+_T: Any = Tensor
+UNDERSTOOD: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.cross_entropy: _cross_entropy,
+    _T.detach: _detached,
+    torch.detach: _detached,
+    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
+    **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
+    _T.contiguous: _contiguous,
+    _T.__getitem__: _index,
+    _T.float: _cast(torch.float32),
+    _T.double: _cast(torch.float64),
+    _T.half: _cast(torch.float16),
+    _T.bfloat16: _cast(torch.bfloat16),
+    _T.to: _to,
+    **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__), _by_number(torch.mul)),
+    **dict.fromkeys((_T.div, torch.div, _T.true_divide, torch.true_divide, _T.__truediv__), _by_number(torch.div)),
+    **dict.fromkeys((_T.tanh, torch.tanh), _tanh),
+}
