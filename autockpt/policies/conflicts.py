@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 
 from autockpt.errors import ConflictError
 
+_current_node: Callable[[], Any] = torch._C._current_autograd_node  # none outside of a backward
 _FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
+_OTHER_ACTIVATION = "Use `save` or `remake` on {unit}, or another activation function."
 
 
 def flagged_modules(model: nn.Module) -> tuple[str, ...]:
@@ -45,8 +51,20 @@ def refuse_late_writes(module: nn.Module, unit: str) -> None:
         if isinstance(inner, nn.RReLU):
             raise ConflictError(
                 f"{'.'.join(filter(None, (unit, path)))} is an RReLU, which changes a tensor after it was saved",
-                remedy=f"Use `save` or `remake` on {unit}, or another activation function.",
+                remedy=_OTHER_ACTIVATION.format(unit=unit),
             )
+
+
+def refuse_late_written(unit: str) -> None:
+    """The same for functional.rrelu, by the autograd node that is about to get one of ``unit``'s saved tensors.
+
+    Nothing about the tensor itself tells: the kernel's write leaves its version counter as it was.
+    """
+    node = _current_node()
+    if type(node).__name__.startswith("RreluWithNoise") and node._saved_training:
+        raise ConflictError(
+            f"{unit} calls rrelu, which changes a tensor after it was saved", remedy=_OTHER_ACTIVATION.format(unit=unit)
+        )
 
 
 def refuse_wrappers(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
@@ -63,3 +64,35 @@ def test_a_kernel_that_writes_after_autograd_has_saved(kind):
     with pytest.raises(ConflictError, match=r"0\.1\.0 is an RReLU"):
         attach(model, {"0": parse_choice(kind)})
     assert torch.equal(gradient(), wanted)
+
+
+class Leaky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rrelu(self.linear(x), training=self.training)
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_that_writes_after_autograd_has_saved(kind, training):
+    """As above; with fixed slopes it writes nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Leaky()).train(training)
+    x = torch.randn(128, 64)
+
+    def gradient() -> Tensor:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return model[0].linear.weight.grad  # type: ignore[return-value]
+
+    wanted = gradient()
+    with attach(model, {"0": parse_choice(kind)}):
+        if kind == "remake" or not training:
+            assert torch.equal(gradient(), wanted)
+        else:
+            with pytest.raises(ConflictError, match="0 calls rrelu, which changes a tensor after it was saved"):
+                gradient()
