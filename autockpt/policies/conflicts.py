@@ -42,6 +42,17 @@ def refuse_transforms(error: RuntimeError, unit: str) -> None:
         ) from error
 
 
+def refuse_inference(error: RuntimeError, unit: str) -> None:
+    """Raise ConflictError where ``error`` says that a tensor has no version counter, as those of inference mode."""
+    if "do not track version counter" in str(error):
+        raise ConflictError(
+            f"{unit} gets a tensor that was made under torch.inference_mode, in which a change between forward and "
+            "backward would not be noticed",
+            remedy=f"Make it under torch.no_grad, or give a clone made outside of inference mode, or use `save`, "
+            f"`offload` or `remake` on {unit}.",
+        ) from error
+
+
 def refuse_late_writes(module: nn.Module, unit: str) -> None:
     """Raise ConflictError where a module's kernel writes to a tensor after autograd has saved it, as RReLU's does.
 

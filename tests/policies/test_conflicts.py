@@ -44,6 +44,41 @@ def test_other_errors_of_a_unit_stay_what_they_are(kind):
         model(torch.randn(4, 7))
 
 
+class Masking(nn.Sequential):
+    """Gives its layers a mask that was made in inference mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            mask = torch.ones(8)
+        for layer in self:
+            x = layer(x, mask)
+        return x
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(x + mask).sin()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_of_inference_mode_among_the_arguments(kind):
+    model, x = Masking(Masked(), Masked()), torch.randn(4, 8)
+    model(x).sum().backward()
+    wanted = model[0].linear.weight.grad
+    model.zero_grad()
+    with attach(model, {"0": parse_choice(kind)}):
+        if kind in ("offload", "remake"):
+            model(x).sum().backward()
+            assert torch.equal(model[0].linear.weight.grad, wanted)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(ConflictError, match=r"0 gets a tensor that was made under torch\.inference_mode"):
+                model(x)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_that_writes_after_autograd_has_saved(kind):
     """RReLU: copies of its slopes, or a second run that ends with the last saved tensor, would be wrong."""
