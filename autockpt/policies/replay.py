@@ -14,7 +14,7 @@ from torch import nn
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.attributes import AttributeWatch, Met, as_met
+from autockpt.policies.attributes import AttributeWatch, Look, Met, as_met
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.buffers import BufferWatch, Seen, as_seen
 from autockpt.policies.conflicts import refuse_inference
@@ -93,8 +93,8 @@ class Replay:
             raise
         generators = [g for g in objects if isinstance(g, torch.Generator)] if objects else []
         self.surroundings = Surroundings(state.unit, generators, state.numpy_use)
-        self.attributes: list[Met] = state.attributes.before(module)
-        self._finished = False
+        self._look: Look | None = state.attributes.before(module)  # None when the first forward has ended
+        self.attributes: list[Met] = []
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self.first is not None:
@@ -108,13 +108,14 @@ class Replay:
 
     def finish(self) -> None:
         """The first forward has ended. Raises ConflictError where it did what cannot be done twice."""
+        assert self._look is not None
         self._refuse_changes()
         self.buffers = self.state.buffers.after(self.module, self.state.unit, self.buffers)
-        self.attributes = self.state.attributes.after(self.module, self.attributes)
+        self.attributes = self.state.attributes.after(self.module, self.state.unit, self._look)
         self.surroundings.finish()
         self.tensors = []
         self._inputs = _Versions([])
-        self._finished = True
+        self._look = None
 
     def _refuse_changes(self) -> None:
         unit = self.state.unit
@@ -135,7 +136,7 @@ class Replay:
         are in pieces on several devices and cannot be gathered, or the forward is not over and has done by now what
         cannot be done twice.
         """
-        if not self._finished:
+        if self._look is not None:
             self._refuse_changes()
         unit, before = self.state.unit, self.parameters.tensors
         self.parameters.check(unit, "a parameter")
@@ -172,9 +173,9 @@ class Replay:
             args, kwargs = with_caches(args, kwargs)
         with running_again(unit):
             buffers, attributes = self.buffers, self.attributes
-            if not self._finished:  # a gradient is taken inside of the forward
+            if self._look is not None:  # a gradient is taken inside of the forward
                 buffers = self.state.buffers.so_far(self.module, buffers)
-                attributes = self.state.attributes.so_far(self.module, attributes)
+                attributes = self.state.attributes.so_far(self.module, self._look)
             if not buffers and not attributes and not self.surroundings.differ():
                 return call_inner(self.module, self.state, args, kwargs)
             with self.surroundings.restored(), as_seen(unit, buffers), as_met(unit, attributes):
