@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError
 
+from autockpt.errors import ConflictError
 from autockpt.policies.arguments import take_apart
 from autockpt.policies.conditions import Conditions, random_states_kept
 from autockpt.policies.conflicts import refuse_transforms
@@ -187,13 +189,21 @@ class Call:
         self._drop_inputs(target)
 
     def _inputs(self) -> list[torch.Tensor]:
-        """The replay's tensors without their history."""
+        """The replay's tensors without their history. Raises ConflictError where a checkpoint around withholds them."""
         if live := self._replay.tensors:
             # The forward is not over: a gradient is taken inside of it. What is around may hand out only once what it
             # was given to keep, and that is for the backward to come.
             values = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in live}
             return [values[id(tensor)] for tensor in live]
-        kept = [source.value() for source in self._sources]
+        try:
+            kept = [source.value() for source in self._sources]
+        except CheckpointError as error:
+            raise ConflictError(
+                f"the torch.utils.checkpoint around {self.unit} does not hand out its inputs (again): "
+                f"{str(error).splitlines()[0]}",
+                remedy=f"Take that checkpoint away, or use `save` on {self.unit}. A usual reason is a tensor that is "
+                "changed in place while backward needs it, of which PyTorch tells without the checkpoint.",
+            ) from error
         return [kept[position] for position in self._positions]
 
     def _keep_outputs(self, output: Any, until: int) -> None:

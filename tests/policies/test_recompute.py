@@ -253,6 +253,18 @@ def test_inside_a_checkpoint_of_the_users_own():
     assert_as_plain(lambda: Outer(lambda unit, x: torch.dropout(unit.linear(x).sigmoid(), 0.3, True)))
 
 
+def test_a_checkpoint_of_the_users_own_that_hides_a_change_in_place():
+    class Outer(Model):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Outer(lambda unit, x: unit.linear(x).sigmoid().add_(1).sin())
+    with attach(model, CHOICES):
+        loss = model(torch.randn(4, 8)).sum()
+        with pytest.raises(ConflictError, match=r"checkpoint around units\.1 does not hand out its inputs"):
+            loss.backward()
+
+
 def test_units_with_a_checkpoint_of_their_own_inside():
     def body(unit, x):
         return checkpoint(lambda y: torch.dropout(unit.linear(y).sigmoid(), 0.3, True), x, use_reentrant=False)
