@@ -1,12 +1,14 @@
 """Plain attributes that a forward changes (counters, states carried to the next call, lists that it adds to, generators
 of its own): running it again must find them as the forward did, and leave no trace in them.
 
-Which ones change is found out on a unit's first calls; what begins to change later is not noticed.
+On a unit's first calls all are looked at closely. Later that is too dear for most: of those that have not changed so
+far it is only compared which objects they are.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import random
 from collections import deque
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 
 _FIRST_CALLS = 2
@@ -39,6 +42,48 @@ class Met(NamedTuple):
     version: int | None = None
 
 
+class _Others:
+    """Attributes that no forward has changed so far and that change by being exchanged only: which objects they are is
+    all that is looked at. The number of all attributes of each module tells of new ones."""
+
+    def __init__(self, module: nn.Module, places: list[tuple[nn.Module, tuple[str, str]]]) -> None:
+        self.places = places
+        self._fields = [(vars(owner), place[1]) for owner, place in places]
+        self._all = [vars(inner) for inner in module.modules()]
+        self._kinds, self._counted = list(map(type, self.values())), self.sizes()
+
+    def values(self) -> list[Any]:
+        return [fields.get(name, _ABSENT) for fields, name in self._fields]
+
+    def sizes(self) -> list[int]:
+        return list(map(len, self._all))
+
+    def still_are(self, values: list[Any], sizes: list[int]) -> bool:
+        """Whether these are values and sizes of the same attributes, of the same kinds."""
+        return sizes == self._counted and list(map(type, values)) == self._kinds
+
+    def changed(self, values: list[Any]) -> list[Met]:
+        """Those that held ``values`` and are others now."""
+        now = self.values()
+        if all(map(operator.is_, values, now)):
+            return []
+        return [
+            Met(owner, place, before, before)
+            for (owner, place), before, after in zip(self.places, values, now, strict=True)
+            if before is not after
+        ]
+
+
+class Look(NamedTuple):
+    """A unit's attributes before a forward: ``met`` closely, the ``values`` of ``others`` by the way, none of these on
+    the first calls."""
+
+    met: list[Met]
+    others: _Others | None
+    values: list[Any]
+    sizes: list[int]
+
+
 class AttributeWatch:
     """What is known about the attributes of one unit, from call to call. Copied and pickled with the unit."""
 
@@ -46,41 +91,70 @@ class AttributeWatch:
         self._changing: set[tuple[str, str]] = set()
         self._written: set[tuple[str, str]] = set()  # tensors that change in place
         self._calls = {True: 0, False: 0}  # by the unit's `training`
-        self._cache_owners: list[tuple[nn.Module, tuple[str, str]]] | None = None
+        self._cache_places: tuple[list[tuple[nn.Module, tuple[str, str]]], _Others] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_cache_owners": None}
+        return {**self.__dict__, "_cache_places": None}
 
-    def before(self, module: nn.Module) -> list[Met]:
-        """Look at the attributes before a forward: at all of them on the first calls, then at those that change."""
+    def before(self, module: nn.Module) -> Look:
+        """Look at the attributes before a forward: closely at all of them on the first calls, then at those that change
+        or could without being exchanged."""
         if self._is_first(module):
-            self._cache_owners = None
-            return [_met(owner, place, clones=True) for owner, place in _places(module)]
-        if not self._changing:
-            return []
-        if self._cache_owners is None:
-            owners = dict(module.named_modules())
-            self._cache_owners = [(owners[p[0]], p) for p in sorted(self._changing) if p[0] in owners]
-        return [_met(owner, place, clones=place in self._written) for owner, place in self._cache_owners]
+            self._cache_places = None
+            return Look([_met(owner, place, clones=True) for owner, place in _places(module)], None, [], [])
+        closely, others = self._cache_places or self._sorted(module)
+        values, sizes = others.values(), others.sizes()
+        if not others.still_are(values, sizes):
+            closely, others = self._sorted(module)
+            values, sizes = others.values(), others.sizes()
+        self._cache_places = closely, others
+        met = [_met(owner, place, clones=place in self._written) for owner, place in closely]
+        return Look(met, others, values, sizes)
 
-    def after(self, module: nn.Module, met: list[Met]) -> list[Met]:
-        """The same after the forward: only those that change, and nothing that holds a graph."""
-        if self._is_first(module):
-            met = self.so_far(module, met)
+    def _sorted(self, module: nn.Module) -> tuple[list[tuple[nn.Module, tuple[str, str]]], _Others]:
+        """The places to look at closely, and all others."""
+        owners = dict(module.named_modules())
+        closely = [(owners[place[0]], place) for place in sorted(self._changing) if place[0] in owners]
+        others: list[tuple[nn.Module, tuple[str, str]]] = []
+        for owner, place in _places(module):
+            if place not in self._changing:
+                (closely if _has_state(vars(owner)[place[1]]) else others).append((owner, place))
+        return closely, _Others(module, others)
+
+    def after(self, module: nn.Module, unit: str, look: Look) -> list[Met]:
+        """What changes, as it was before the forward that has ended now, and nothing that holds a graph.
+
+        Raises ConflictError where a tensor was changed in place of which no copy was made.
+        """
+        met, first = self.so_far(module, look), self._is_first(module)
+        if first:
             self._calls[module.training] += 1
-            for entry in met:
-                if _written(entry):
-                    self._written.add(entry.place)
-                elif vars(entry.owner).get(entry.place[1], _ABSENT) is entry.value and not _differs(entry):
+        for entry in met:
+            written = _written(entry)
+            if entry.place not in self._changing:
+                if not written and not _exchanged(entry):
                     continue
                 self._changing.add(entry.place)
+                self._cache_places = None
+            if written and entry.place not in self._written:
+                self._written.add(entry.place)
+                if not first:
+                    raise ConflictError(
+                        f"{_name(unit, entry)} is a tensor that this forward changed in place and earlier ones did "
+                        "not, so this once it cannot run again",
+                        remedy="Run the step again: from now on a copy is kept for it.",
+                    )
         return [self._kept(entry) for entry in met if entry.place in self._changing]
 
-    def so_far(self, module: nn.Module, met: list[Met]) -> list[Met]:
-        """The same in the middle of the forward, with those that it made itself."""
-        known = {entry.place for entry in met}
-        places = _places(module) if self._is_first(module) else ()
-        return met + [Met(owner, place, _ABSENT, _ABSENT) for owner, place in places if place not in known]
+    def so_far(self, module: nn.Module, look: Look) -> list[Met]:
+        """What could have changed up to the middle of the forward, and what it made itself."""
+        met, others = look.met, look.others
+        if others is not None:
+            met = met + others.changed(look.values)
+            if others.sizes() == look.sizes:
+                return met
+        known = {entry.place for entry in met} | {place for _, place in (others.places if others is not None else ())}
+        return met + [Met(owner, place, _ABSENT, _ABSENT) for owner, place in _places(module) if place not in known]
 
     def _is_first(self, module: nn.Module) -> bool:
         return self._calls[module.training] < _FIRST_CALLS
@@ -119,6 +193,11 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value) if _is_generator(value) else copy.copy(value) if _is_container(value) else value
 
 
+def _has_state(value: Any) -> bool:
+    """Whether it can change and stay the same object."""
+    return isinstance(value, (torch.Tensor, torch.Generator)) or _is_container(value) or _is_generator(value)
+
+
 def _is_container(value: Any) -> bool:
     return isinstance(value, (list, dict, set, deque))
 
@@ -129,6 +208,11 @@ def _is_generator(value: Any) -> bool:
 
 def _written(entry: Met) -> bool:
     return entry.version is not None and entry.value._version != entry.version
+
+
+def _exchanged(entry: Met) -> bool:
+    """Whether there is another object now, or the same in another state."""
+    return vars(entry.owner).get(entry.place[1], _ABSENT) is not entry.value or _differs(entry)
 
 
 def _differs(entry: Met) -> bool:
@@ -182,11 +266,14 @@ def _again(unit: str, entry: Met) -> Any:
         return entry.copied.clone()
     if _written(entry):
         raise InPlaceError(
-            f"the tensor {'.'.join(filter(None, (unit, *entry.place)))} was changed in place between forward and "
-            "backward",
+            f"the tensor {_name(unit, entry)} was changed in place between forward and backward",
             remedy=f"Change it after backward, or use `save` on {unit}.",
         )
     return entry.value
+
+
+def _name(unit: str, entry: Met) -> str:
+    return ".".join(filter(None, (unit, *entry.place)))
 
 
 def _bind(entry: Met, value: Any) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 
 from autockpt.errors import ConflictError
 
+_current_node: Callable[[], Any] = torch._C._current_autograd_node  # none outside of a backward
 _FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
+_OTHER_ACTIVATION = "Use `save` or `remake` on {unit}, or another activation function."
 
 
 def flagged_modules(model: nn.Module) -> tuple[str, ...]:
@@ -36,6 +42,17 @@ def refuse_transforms(error: RuntimeError, unit: str) -> None:
         ) from error
 
 
+def refuse_inference(error: RuntimeError, unit: str) -> None:
+    """Raise ConflictError where ``error`` says that a tensor has no version counter, as those of inference mode."""
+    if "do not track version counter" in str(error):
+        raise ConflictError(
+            f"{unit} gets a tensor that was made under torch.inference_mode, in which a change between forward and "
+            "backward would not be noticed",
+            remedy=f"Make it under torch.no_grad, or give a clone made outside of inference mode, or use `save`, "
+            f"`offload` or `remake` on {unit}.",
+        ) from error
+
+
 def refuse_late_writes(module: nn.Module, unit: str) -> None:
     """Raise ConflictError where a module's kernel writes to a tensor after autograd has saved it, as RReLU's does.
 
@@ -45,8 +62,20 @@ def refuse_late_writes(module: nn.Module, unit: str) -> None:
         if isinstance(inner, nn.RReLU):
             raise ConflictError(
                 f"{'.'.join(filter(None, (unit, path)))} is an RReLU, which changes a tensor after it was saved",
-                remedy=f"Use `save` or `remake` on {unit}, or another activation function.",
+                remedy=_OTHER_ACTIVATION.format(unit=unit),
             )
+
+
+def refuse_late_written(unit: str) -> None:
+    """The same for functional.rrelu, by the autograd node that is about to get one of ``unit``'s saved tensors.
+
+    Nothing about the tensor itself tells: the kernel's write leaves its version counter as it was.
+    """
+    node = _current_node()
+    if type(node).__name__.startswith("RreluWithNoise") and node._saved_training:
+        raise ConflictError(
+            f"{unit} calls rrelu, which changes a tensor after it was saved", remedy=_OTHER_ACTIVATION.format(unit=unit)
+        )
 
 
 def refuse_wrappers(model: nn.Module) -> None:

@@ -199,8 +199,8 @@ class KeepingReplay(Replay):
         finally:
             _current.frame = outer
 
-    def finish(self, versions: list[int]) -> None:
-        super().finish(versions)
+    def finish(self) -> None:
+        super().finish()
         self.frame.settle()
 
 

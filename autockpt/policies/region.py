@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError
 
+from autockpt.errors import ConflictError
 from autockpt.policies.arguments import take_apart
 from autockpt.policies.conditions import Conditions, random_states_kept
 from autockpt.policies.conflicts import refuse_transforms
@@ -122,14 +124,13 @@ class Call:
     def run(self) -> Any:
         """The first, ordinary forward. Raises ConflictError where it did what cannot be done twice."""
         replay = self._replay
-        versions = [tensor._version for tensor in replay.tensors]
         try:
             with saved_tensors_hooks(self._pack, unpack):
                 output = replay(*replay.tensors)
         except RuntimeError as error:
             refuse_transforms(error, self.unit)
             raise
-        replay.finish(versions)
+        replay.finish()
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
@@ -175,9 +176,7 @@ class Call:
     def _run_again(self, target: Call, fill: bool) -> None:
         """Run as in forward; ``target`` is the last call of this refill, which ends as soon as its slots are full."""
         filler = Filler(self.unit, self._slots, fills=fill, stops=self is target)
-        values = [source.value() for source in self._sources]
-        tensors = [values[position] for position in self._positions]
-        del values
+        tensors = self._inputs()
         self._replay.prepare()
         try:
             # hooks in any case: backward may have been called inside a unit's forward, whose own are in force then
@@ -188,6 +187,24 @@ class Call:
         filler.check()
         self._keep_outputs(output, target.number)
         self._drop_inputs(target)
+
+    def _inputs(self) -> list[torch.Tensor]:
+        """The replay's tensors without their history. Raises ConflictError where a checkpoint around withholds them."""
+        if live := self._replay.tensors:
+            # The forward is not over: a gradient is taken inside of it. What is around may hand out only once what it
+            # was given to keep, and that is for the backward to come.
+            values = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in live}
+            return [values[id(tensor)] for tensor in live]
+        try:
+            kept = [source.value() for source in self._sources]
+        except CheckpointError as error:
+            raise ConflictError(
+                f"the torch.utils.checkpoint around {self.unit} does not hand out its inputs (again): "
+                f"{str(error).splitlines()[0]}",
+                remedy=f"Take that checkpoint away, or use `save` on {self.unit}. A usual reason is a tensor that is "
+                "changed in place while backward needs it, of which PyTorch tells without the checkpoint.",
+            ) from error
+        return [kept[position] for position in self._positions]
 
     def _keep_outputs(self, output: Any, until: int) -> None:
         wanted = [leaf for leaf, readers in self.readers.items() if min(readers) <= until and self.number < until]
@@ -252,6 +269,8 @@ class Recording:
 def _layout(tensor: torch.Tensor) -> _Layout | None:
     """What tells a plain tensor from every other that is alive; None for other kinds, which are simply kept."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.is_inference():  # without a version
         return None
     address = tensor.untyped_storage()._cdata
     return address, int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype

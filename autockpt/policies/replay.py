@@ -14,9 +14,10 @@ from torch import nn
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.attributes import AttributeWatch, Met, as_met
+from autockpt.policies.attributes import AttributeWatch, Look, Met, as_met
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.buffers import BufferWatch, Seen, as_seen
+from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.surroundings import NumpyUse, Surroundings
 
@@ -71,7 +72,8 @@ class Replay:
     """One call of a unit: first the ordinary forward, and the same again whenever backward asks for it.
 
     ``tensors`` are all tensors among the arguments, however nested, to be handed in by position at every call: so
-    autograd holds them, checks their versions and knows their devices. Everything else stays in a template.
+    autograd holds them, checks their versions and knows their devices. Everything else stays in a template. They are
+    let go of when the first forward ends.
     """
 
     def __init__(self, module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,13 +83,18 @@ class Replay:
         self.template = take_apart((args, kwargs), self.tensors, objects)
         self.first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._caches = any(type(o) is StandIn for o in objects)
-        self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
-        self.parameters = _Versions(state.parameters(module))
+        try:
+            self._inputs = _Versions(self.tensors)
+            self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
+            self.parameters = _Versions(state.parameters(module))
+            self.buffers: list[Seen] = state.buffers.before(module)
+        except RuntimeError as error:
+            refuse_inference(error, state.unit)
+            raise
         generators = [g for g in objects if isinstance(g, torch.Generator)] if objects else []
         self.surroundings = Surroundings(state.unit, generators, state.numpy_use)
-        self.buffers: list[Seen] = state.buffers.before(module)
-        self.attributes: list[Met] = state.attributes.before(module)
-        self._finished = False
+        self._look: Look | None = state.attributes.before(module)  # None when the first forward has ended
+        self.attributes: list[Met] = []
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self.first is not None:
@@ -99,15 +106,21 @@ class Replay:
             return call_inner(self.module, self.state, args, kwargs)
         return self._again(tensors)
 
-    def finish(self, versions: list[int]) -> None:
-        """The first forward has ended; ``versions`` are those of ``tensors`` from before it.
+    def finish(self) -> None:
+        """The first forward has ended. Raises ConflictError where it did what cannot be done twice."""
+        assert self._look is not None
+        self._refuse_changes()
+        self.buffers = self.state.buffers.after(self.module, self.state.unit, self.buffers)
+        self.attributes = self.state.attributes.after(self.module, self.state.unit, self._look)
+        self.surroundings.finish()
+        self.tensors = []
+        self._inputs = _Versions([])
+        self._look = None
 
-        Raises ConflictError where it did what cannot be done twice.
-        """
+    def _refuse_changes(self) -> None:
         unit = self.state.unit
-        inputs = [t for t, version in zip(self.tensors, versions, strict=True) if t._version != version]
-        parameters, hidden = self.parameters.changed(), self.hidden.changed()
-        for what, changed in (("inputs", inputs or hidden), ("parameters", parameters)):
+        inputs = self._inputs.changed() or self.hidden.changed()
+        for what, changed in (("inputs", inputs), ("parameters", self.parameters.changed())):
             if changed:
                 raise ConflictError(
                     f"{unit} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, "
@@ -115,18 +128,16 @@ class Replay:
                     remedy=f"Use `save` or `offload` on {unit}. For inputs: switch off inplace=True in its first "
                     "operation, or plan the block around it instead, in which they are made again.",
                 )
-        self.buffers = self.state.buffers.after(self.module, unit, self.buffers)
-        self.attributes = self.state.attributes.after(self.module, self.attributes)
-        self.surroundings.finish()
-        self.tensors = []
-        self._finished = True
 
     def prepare(self) -> None:
         """The forward is about to run again: see that it would read what it read.
 
         Raises InPlaceError where a parameter or a hidden tensor was changed since, ConflictError where the parameters
-        are in pieces on several devices and cannot be gathered.
+        are in pieces on several devices and cannot be gathered, or the forward is not over and has done by now what
+        cannot be done twice.
         """
+        if self._look is not None:
+            self._refuse_changes()
         unit, before = self.state.unit, self.parameters.tensors
         self.parameters.check(unit, "a parameter")
         self.hidden.check(unit, "a tensor among the arguments")
@@ -162,9 +173,9 @@ class Replay:
             args, kwargs = with_caches(args, kwargs)
         with running_again(unit):
             buffers, attributes = self.buffers, self.attributes
-            if not self._finished:  # a gradient is taken inside of the forward
+            if self._look is not None:  # a gradient is taken inside of the forward
                 buffers = self.state.buffers.so_far(self.module, buffers)
-                attributes = self.state.attributes.so_far(self.module, attributes)
+                attributes = self.state.attributes.so_far(self.module, self._look)
             if not buffers and not attributes and not self.surroundings.differ():
                 return call_inner(self.module, self.state, args, kwargs)
             with self.surroundings.restored(), as_seen(unit, buffers), as_met(unit, attributes):

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 
 from autockpt.devices.base import Transport
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.conflicts import refuse_late_written
 
 SMALL_BYTES = 16 << 10
 """Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
@@ -164,7 +165,9 @@ class Moved:
         storage.add_user()
 
     def unpack(self) -> torch.Tensor:
-        _check(self._probe, self._version, self._storage.group.unit, self._layout.size)
+        unit = self._storage.group.unit
+        refuse_late_written(unit)
+        _check(self._probe, self._version, unit, self._layout.size)
         dtype, size, stride, offset = self._layout
         storage = self._storage.bytes_for_one_user()
         return torch.empty(0, dtype=dtype, device=self._probe.device).set_(storage, offset, size, stride)

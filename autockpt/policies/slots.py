@@ -13,6 +13,7 @@ import torch
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.conflicts import refuse_late_written
 
 
 class Enough(Exception):
@@ -53,8 +54,10 @@ class Slot:
 def unpack(slot: Slot) -> torch.Tensor:
     """The hook for autograd's unpacking. A value that was used up, as in a second backward, is made once more.
 
-    Raises InPlaceError where the unit changes in place what backward needs, as autograd itself would.
+    Raises InPlaceError where the unit changes in place what backward needs, as autograd itself would, and ConflictError
+    where a kernel wrote to it unseen, before which a second run may have ended.
     """
+    refuse_late_written(slot.maker.unit)
     if slot.waits:
         slot.maker.refill()
     value, slot.value = slot.value, None

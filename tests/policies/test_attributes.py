@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt.errors import ConflictError
 from autockpt.policies import InPlaceError
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, parse_choice
@@ -146,6 +147,31 @@ def test_each_forward_changes_them_once(change, choice, together):
     wanted, model = run(make(change), together=together), make(change)
     with attach(model, {"0": choice, "1": choice}):
         assert_equal(run(model, together=together), wanted)
+
+
+def not_yet(unit: Any, x: Tensor) -> Tensor:
+    return x.cos()
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("change", [change for change in CHANGES if change is not made_before_a_gradient])
+def test_what_begins_to_change_after_many_steps(change, choice):
+    def steps(model: nn.Sequential, *, again: bool = False) -> dict[str, Tensor]:
+        run(model, together=False)
+        for unit in model:
+            unit.inner.change = change  # type: ignore[union-attr]
+        if again:
+            for _ in model:  # each unit refuses once
+                with pytest.raises(ConflictError, match=r"inner\.state is a tensor that this forward changed in place"):
+                    model(torch.randn(4, 8))
+            for unit in model:
+                unit.inner.state.zero_()  # type: ignore[union-attr]
+        model.zero_grad()
+        return run(model, together=True)
+
+    wanted, model = steps(make(not_yet)), make(not_yet)
+    with attach(model, {"0": choice, "1": choice}):
+        assert_equal(steps(model, again=change is state_changed_in_place), wanted)
 
 
 def test_a_copy_has_attributes_of_its_own():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
@@ -43,6 +44,41 @@ def test_other_errors_of_a_unit_stay_what_they_are(kind):
         model(torch.randn(4, 7))
 
 
+class Masking(nn.Sequential):
+    """Gives its layers a mask that was made in inference mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            mask = torch.ones(8)
+        for layer in self:
+            x = layer(x, mask)
+        return x
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(x + mask).sin()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_of_inference_mode_among_the_arguments(kind):
+    model, x = Masking(Masked(), Masked()), torch.randn(4, 8)
+    model(x).sum().backward()
+    wanted = model[0].linear.weight.grad
+    model.zero_grad()
+    with attach(model, {"0": parse_choice(kind)}):
+        if kind in ("offload", "remake"):
+            model(x).sum().backward()
+            assert torch.equal(model[0].linear.weight.grad, wanted)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(ConflictError, match=r"0 gets a tensor that was made under torch\.inference_mode"):
+                model(x)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_that_writes_after_autograd_has_saved(kind):
     """RReLU: copies of its slopes, or a second run that ends with the last saved tensor, would be wrong."""
@@ -63,3 +99,35 @@ def test_a_kernel_that_writes_after_autograd_has_saved(kind):
     with pytest.raises(ConflictError, match=r"0\.1\.0 is an RReLU"):
         attach(model, {"0": parse_choice(kind)})
     assert torch.equal(gradient(), wanted)
+
+
+class Leaky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rrelu(self.linear(x), training=self.training)
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_that_writes_after_autograd_has_saved(kind, training):
+    """As above; with fixed slopes it writes nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Leaky()).train(training)
+    x = torch.randn(128, 64)
+
+    def gradient() -> Tensor:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return model[0].linear.weight.grad  # type: ignore[return-value]
+
+    wanted = gradient()
+    with attach(model, {"0": parse_choice(kind)}):
+        if kind == "remake" or not training:
+            assert torch.equal(gradient(), wanted)
+        else:
+            with pytest.raises(ConflictError, match="0 calls rrelu, which changes a tensor after it was saved"):
+                gradient()

@@ -253,6 +253,18 @@ def test_inside_a_checkpoint_of_the_users_own():
     assert_as_plain(lambda: Outer(lambda unit, x: torch.dropout(unit.linear(x).sigmoid(), 0.3, True)))
 
 
+def test_a_checkpoint_of_the_users_own_that_hides_a_change_in_place():
+    class Outer(Model):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Outer(lambda unit, x: unit.linear(x).sigmoid().add_(1).sin())
+    with attach(model, CHOICES):
+        loss = model(torch.randn(4, 8)).sum()
+        with pytest.raises(ConflictError, match=r"checkpoint around units\.1 does not hand out its inputs"):
+            loss.backward()
+
+
 def test_units_with_a_checkpoint_of_their_own_inside():
     def body(unit, x):
         return checkpoint(lambda y: torch.dropout(unit.linear(y).sigmoid(), 0.3, True), x, use_reentrant=False)
@@ -392,6 +404,40 @@ def test_gradients_taken_inside_the_unit():
         return torch.dropout(y + force, 0.3, True)
 
     assert_as_plain(lambda: Model(body))
+
+
+class HandingOutOnce(Model):
+    """Runs under hooks that keep a copy of what is saved for one use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        copies: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> int:
+            copies[len(copies)] = tensor.detach().clone()
+            return len(copies) - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, copies.pop):
+            return super().forward(x)
+
+
+def test_gradients_taken_inside_the_unit_leave_its_input_to_backward():
+    def body(unit, x):
+        (force,) = torch.autograd.grad(unit.linear(x).sigmoid().sum(), x, create_graph=True)
+        return x + force
+
+    with attach(model := HandingOutOnce(body), CHOICES):
+        assert_equal(run(model, steps=1), run(Model(body), steps=1))
+
+
+def test_an_input_changed_before_a_gradient_is_taken_inside_the_unit_is_refused():
+    def body(unit, x):
+        x = unit.linear(torch.relu_(x))
+        (force,) = torch.autograd.grad(x.sigmoid().sum(), x)
+        return x + force
+
+    model = HandingOutOnce(body)
+    with attach(model, CHOICES), pytest.raises(ConflictError, match=r"units\.0 changes one of its inputs"):
+        model(torch.randn(4, 8).requires_grad_() * 1)
 
 
 def test_an_exception_in_backward_leaves_a_graph_that_can_be_used_again():
