@@ -19,14 +19,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 
-_FIRST_CALLS = 2  # buffers may be registered during the first forward
+_FIRST_CALLS = 2
 
 
 class Seen(NamedTuple):
     """A buffer as one forward met it.
 
     ``place`` is the path of the owning module inside the unit, and the buffer's name. ``tensor`` is None for a buffer
-    that the forward itself registered. ``before`` is a copy from before the forward, for those it changes in place.
+    that the forward itself made; ``registered``: there was room for it before. ``before`` is a copy from before the
+    forward, for those it changes in place.
     """
 
     owner: nn.Module
@@ -34,6 +35,25 @@ class Seen(NamedTuple):
     tensor: torch.Tensor | None
     version: int = 0
     before: torch.Tensor | None = None
+    registered: bool = True
+
+
+class _Places:
+    """Where a module has buffers, and where it has room for one (``empty``)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        found = list(_places(module))
+        self.found = [(owner, place) for owner, place in found if owner._buffers[place[1]] is not None]
+        self.empty = [(owner, place) for owner, place in found if owner._buffers[place[1]] is None]
+        self._fields = [inner._buffers for inner in module.modules()]
+        self._sizes = self._now()
+
+    def still_are(self) -> bool:
+        """Whether there are no others: how many each module has tells."""
+        return self._now() == self._sizes and all(owner._buffers.get(place[1]) is None for owner, place in self.empty)
+
+    def _now(self) -> list[int]:
+        return list(map(len, self._fields))
 
 
 class BufferWatch:
@@ -42,7 +62,7 @@ class BufferWatch:
     def __init__(self) -> None:
         self._changing: set[tuple[str, str]] = set()
         self._calls = {True: 0, False: 0}  # by the unit's `training`: dropout and statistics differ
-        self._cache_places: list[tuple[nn.Module, tuple[str, str]]] | None = None
+        self._cache_places: _Places | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_cache_places": None}
@@ -50,10 +70,10 @@ class BufferWatch:
     def before(self, module: nn.Module) -> list[Seen]:
         """Look at the buffers before a forward; copy those that change, and all of them on the first calls."""
         first = self._is_first(module)
-        if self._cache_places is None or first:
-            self._cache_places = list(_places(module))
+        if self._cache_places is None or first or not self._cache_places.still_are():
+            self._cache_places = _Places(module)
         seen = []
-        for owner, place in self._cache_places:
+        for owner, place in self._cache_places.found:
             if (tensor := owner._buffers.get(place[1])) is not None:
                 copied = tensor.detach().clone() if first or self._changes(owner, place) else None
                 seen.append(Seen(owner, place, tensor, tensor._version, copied))
@@ -77,15 +97,23 @@ class BufferWatch:
                     )
                 self._changing.add(entry.place)
             kept.append(entry if self._changes(entry.owner, entry.place) else entry._replace(before=None))
-        return kept + self._made(module, seen) if first else kept
+        return kept + self._made(module, seen)
 
     def so_far(self, module: nn.Module, seen: list[Seen]) -> list[Seen]:
         """The same in the middle of the forward, with those that it made itself."""
-        return seen + self._made(module, seen) if self._is_first(module) else seen
+        return seen + self._made(module, seen)
 
     def _made(self, module: nn.Module, seen: list[Seen]) -> list[Seen]:
-        known = {entry.place for entry in seen}
-        return [Seen(owner, place, None) for owner, place in _places(module) if place not in known]
+        """Those that the forward made."""
+        places = self._cache_places
+        if places is None or places.still_are():
+            return []
+        known, empty = {entry.place for entry in seen}, {place for _, place in places.empty}
+        return [
+            Seen(owner, place, None, registered=place in empty)
+            for owner, place in _places(module)
+            if place not in known and owner._buffers[place[1]] is not None
+        ]
 
     def _is_first(self, module: nn.Module) -> bool:
         return self._calls[module.training] < _FIRST_CALLS
@@ -97,9 +125,8 @@ class BufferWatch:
 
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
     for path, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                yield owner, (path, name)
+        for name in owner._buffers:
+            yield owner, (path, name)
 
 
 def _name(unit: str, place: tuple[str, str]) -> str:
@@ -123,9 +150,12 @@ def as_seen(unit: str, seen: list[Seen]) -> Iterator[None]:
     """
     held = [entry.owner._buffers.get(entry.place[1]) for entry in seen]
     try:
-        for owner, place, tensor, version, before in seen:
+        for owner, place, tensor, version, before, registered in seen:
             if tensor is None:
-                owner._buffers.pop(place[1], None)
+                if registered:
+                    owner._buffers[place[1]] = None
+                else:
+                    owner._buffers.pop(place[1], None)
                 continue
             if before is None and tensor._version != version:
                 raise InPlaceError(
