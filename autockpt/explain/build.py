@@ -12,7 +12,7 @@ from autockpt.explain.moment import curve, moment, peak_op, telling_op
 from autockpt.explain.subject import Question, Subject, open_subject
 from autockpt.explain.why import Answers, budget_steps, why
 from autockpt.profiling import said_of
-from autockpt.schema import Budget, Choice, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
+from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
 from autockpt.schema.explanation import Explanation, Largest
 
 
@@ -116,9 +116,10 @@ def _limits(
     if budget is None or not subject.question.limits or subject.base.source != "ghost":
         return ()
     listener.stage("trying other sizes")
-    plans: Mapping[str, Mapping[str, Choice]] = {
-        "save everything": dict(subject.fixed),
-        "leanest": {**answers.lean.choices, **subject.fixed},
+    lean = subject.profiled.predictor.graph(answers.lean.choices)
+    plans: Mapping[str, tuple[Mapping[str, Choice], Graph]] = {
+        "save everything": (dict(subject.fixed), subject.base),
+        "leanest": ({**answers.lean.choices, **subject.fixed}, lean),
     }
     return workload_limits(
         subject.question.spec,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from autockpt.errors import AutockptError
 from autockpt.schema import Choice, Graph, WorkloadSpec
@@ -14,20 +15,25 @@ MOST_RUNS = 7  # sizes tried per plan and dimension
 MOST_TIMES = 64  # as large as now is as far as anybody looks
 GRAIN = 32  # sequences are told apart to a share of 1/32, in powers of two
 
-Peaks = Callable[[int], Mapping[str, int]]
+Peak = Callable[[str, int], int]
 
 
 @dataclass
 class _Search:
-    """Brackets the largest size that fits: peaks grow with size, and between two readings about linearly."""
+    """Brackets the largest size that fits: peaks grow with size, and between two readings about linearly.
+
+    ``floor`` is about what is there at any size: from it and the first reading the second size is guessed.
+    """
 
     ceiling: int
     step: int
     most: int
+    floor: int = 0
     low: int = 0  # fits, or 0
     high: int | None = None  # does not fit, or cannot be built
     peaks: dict[int, int] = field(default_factory=dict)
     why: str = ""
+    width: int = 0  # between the two when the last guess was made
 
     def note(self, size: int, peak: int) -> None:
         self.peaks[size] = peak
@@ -58,9 +64,14 @@ class _Search:
         return self.peaks[self.low] + slope * self.step > self.ceiling
 
     def guess(self) -> int:
-        """The next size to try: where the line through the nearest readings meets the ceiling, kept within bounds."""
+        """The next size to try: where the line through two readings meets the ceiling, kept within bounds.
+
+        Between one that fits and one that does not their middle, where such lines have not halved that.
+        """
         aim = self._aim()
         high = self.high if self.high is not None else self.most + self.step
+        if self.why and self.low:  # where building ends no line tells; a model's own limits are mostly powers of two
+            aim = min(aim, 2 * self.low, (self.low + high) // 2)
         aim = max(self.low + self.step, min(aim, high - self.step))
         return max(self.step, min(self.most, aim // self.step * self.step if aim >= self.step else self.step))
 
@@ -68,53 +79,43 @@ class _Search:
         known = sorted(self.peaks)
         if len(known) < 2:
             size, peak = known[0], self.peaks[known[0]]
-            return 2 * size if peak <= self.ceiling else size // 2
-        middle = self.low if self.low in self.peaks else known[0]
-        others = [k for k in known if k != middle]
-        other = min(others, key=lambda k: (abs(k - middle), k))
-        slope = (self.peaks[other] - self.peaks[middle]) / (other - middle)
-        if slope <= 0:
-            return 2 * max(known)
-        aim = middle + int((self.ceiling - self.peaks[middle]) / slope)
-        return aim
+            return int(size * max(0, self.ceiling - self.floor) / max(1, peak - self.floor))
+        if self.low and self.high in self.peaks:
+            width = self.high - self.low
+            stalled, self.width = 2 * width > self.width > 0, width
+            if stalled:
+                return (self.low + self.high) // 2
+            slope = (self.peaks[self.high] - self.peaks[self.low]) / width
+            return self.low + int((self.ceiling - self.peaks[self.low]) / slope)
+        near, far = (known[-1], known[-2]) if self.low else (known[0], known[1])
+        slope = (self.peaks[far] - self.peaks[near]) / (far - near)
+        return near + int((self.ceiling - self.peaks[near]) / slope) if slope > 0 else 2 * near
 
 
-def largest(peaks: Peaks, now: int, ceiling: int, step: int, dimension: Dimension) -> tuple[Largest, ...]:
-    """For each plan that ``peaks`` names, the largest size whose peak is within ``ceiling`` bytes.
+def largest(
+    peak: Peak, first: Mapping[str, int], ceiling: int, step: int, dimension: Dimension, now: int, floor: int = 0
+) -> tuple[Largest, ...]:
+    """For each plan, the largest size whose peak is within ``ceiling`` bytes.
 
-    ``peaks(size)`` gives every plan's peak and raises AutockptError where the size cannot be built. Sizes are multiples
-    of ``step``, and ``now`` itself. At most ``MOST_RUNS`` sizes are tried per plan; one reading serves all plans.
+    ``first`` gives every plan's peak at the size of ``now``; ``peak(plan, size)`` gives it at others, and raises
+    AutockptError where the size cannot be built. Sizes are multiples of ``step``, and ``now`` itself. At most
+    ``MOST_RUNS`` are tried per plan. ``floor``: about how many bytes are there at any size.
     """
-    known: dict[int, Mapping[str, int] | str] = {}
-
-    def read(size: int) -> Mapping[str, int] | str:
-        if size not in known:
-            try:
-                known[size] = peaks(size)
-            except AutockptError as error:
-                known[size] = error.message.splitlines()[0]
-        return known[size]
-
-    first = read(now)
-    if isinstance(first, str):
-        return ()
-    return tuple(_one(name, read, now, ceiling, step, dimension) for name in first)  # type: ignore[arg-type]
+    return tuple(_one(peak, name, first[name], now, ceiling, step, dimension, floor) for name in first)
 
 
 def _one(
-    name: str, read: Callable[[int], Mapping[str, int] | str], now: int, ceiling: int, step: int, dimension: Dimension
+    peak: Peak, name: str, first: int, now: int, ceiling: int, step: int, dimension: Dimension, floor: int
 ) -> Largest:
-    search = _Search(ceiling, step, most=max(step, now * MOST_TIMES // step * step))
-    size, runs = now, 0
-    while runs < MOST_RUNS:
-        runs += 1
-        said = read(size)
-        if isinstance(said, str):
-            search.refuse(size, said)
-        else:
-            search.note(size, said[name])
+    search = _Search(ceiling, step, max(step, now * MOST_TIMES // step * step), floor)
+    search.note(now, first)
+    for _ in range(MOST_RUNS - 1):
         if search.done or (size := search.guess()) in search.peaks:
             break
+        try:
+            search.note(size, peak(name, size))
+        except AutockptError as error:
+            search.refuse(size, error.message.splitlines()[0])
     open_ended = search.low >= search.most or bool(search.why and search.high) or not search.done
     why = search.why or ("" if search.done and search.low < search.most else f"{search.low} was as far as was tried")
     return Largest(
@@ -130,7 +131,7 @@ def _one(
 
 def workload_limits(
     spec: WorkloadSpec,
-    plans: Mapping[str, Mapping[str, Choice]],
+    plans: Mapping[str, tuple[Mapping[str, Choice], Graph]],
     settings: Mapping[str, object],
     ceiling: int,
     open_tracer: Callable[[WorkloadSpec], Tracer],
@@ -138,27 +139,35 @@ def workload_limits(
 ) -> tuple[Largest, ...]:
     """The largest batch size and sequence length of a workload under ``ceiling`` bytes, for each of ``plans``.
 
-    ``needs`` says what a ghost run takes of the device.
-
+    Plans come with their ghost runs at the size of now; ``needs`` says what a ghost run takes of the device.
     ``settings`` are the workload's own, which say how large it is now. Dimensions that it does not have are left out.
     """
+    first = {name: needs(graph) for name, (_, graph) in plans.items()}
+    floor = min(first[name] - graph.peak_bytes + _at_any_size(graph) for name, (_, graph) in plans.items())
     out: list[Largest] = []
     fields: tuple[tuple[Dimension, str, str], ...] = (
         ("batch size", "batch_size", "batch_size"),
         ("sequence length", "seq_len", "seq_len"),
     )
-    for dimension, name, setting in fields:
+    for dimension, field_name, setting in fields:
         now = settings.get(setting)
-        if not isinstance(now, int) or (name == "seq_len" and spec.pad_to is not None):
+        if not isinstance(now, int) or (field_name == "seq_len" and spec.pad_to is not None):
             continue
 
-        def peaks(size: int, name: str = name) -> dict[str, int]:
-            with open_tracer(spec.model_copy(update={name: size})) as tracer:
-                return {plan: needs(tracer.trace(choices)) for plan, choices in plans.items()}
+        def peak(plan: str, size: int, field_name: str = field_name) -> int:
+            with open_tracer(spec.model_copy(update={field_name: size})) as tracer:
+                return needs(tracer.trace(plans[plan][0]))
 
-        step = 1 if name == "batch_size" else grain(now)
-        out += largest(peaks, now, ceiling, step, dimension)
+        step = 1 if field_name == "batch_size" else grain(now)
+        out += largest(peak, first, ceiling, step, dimension, now, floor)
     return tuple(out)
+
+
+def _at_any_size(graph: Graph) -> int:
+    """About the bytes that do not grow with the batch: those after backward, gradients included."""
+    phases = [op.phase for op in graph.ops]
+    after = phases.index("optimizer") if "optimizer" in phases else len(phases) - 1
+    return next(islice(graph.timeline(), after, None), graph.resident_bytes)
 
 
 def grain(size: int) -> int:

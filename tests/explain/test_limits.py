@@ -8,16 +8,26 @@ from hypothesis import strategies as st
 
 from autockpt.errors import WorkloadError
 from autockpt.explain.limits import MOST_RUNS, grain, largest
+from autockpt.schema.explanation import Largest
 
 PLANS = ("save everything", "leanest")
 
 
-def peaks(save: Callable[[int], int], lean: Callable[[int], int], asked: list[int]) -> Callable[[int], dict[str, int]]:
-    def read(size: int) -> dict[str, int]:
-        asked.append(size)
-        return {"save everything": save(size), "leanest": lean(size)}
+def limits(
+    save: Callable[[int], int], lean: Callable[[int], int], now: int, ceiling: int, floor: int = 0
+) -> tuple[Largest, Largest, list[tuple[str, int]]]:
+    """The largest sizes of two plans, and what was asked for them."""
+    grow = dict(zip(PLANS, (save, lean), strict=True))
+    asked: list[tuple[str, int]] = []
 
-    return read
+    def peak(plan: str, size: int) -> int:
+        asked.append((plan, size))
+        return grow[plan](size)
+
+    first = {plan: grow[plan](now) for plan in PLANS}
+    save_all, leanest = largest(peak, first, ceiling, 1, "batch size", now, floor)
+    assert (save_all.plan, leanest.plan) == PLANS
+    return save_all, leanest, asked
 
 
 @given(
@@ -26,42 +36,54 @@ def peaks(save: Callable[[int], int], lean: Callable[[int], int], asked: list[in
     bend=st.integers(0, 50),
     now=st.integers(1, 64),
     ceiling=st.integers(1, 10**8),
+    floor=st.integers(0, 10**6),
 )
-def test_the_largest_that_fits_of_any_convex_growth(base: int, slope: int, bend: int, now: int, ceiling: int) -> None:
+def test_the_largest_that_fits_of_any_convex_growth(
+    base: int, slope: int, bend: int, now: int, ceiling: int, floor: int
+) -> None:
     def grows(size: int) -> int:
         return base + slope * size + bend * size * size
 
-    asked: list[int] = []
-    (found, _) = largest(peaks(grows, grows, asked), now, ceiling, 1, "batch size")
-    assert len(asked) == len(set(asked)) <= MOST_RUNS
+    found, _, asked = limits(grows, grows, now, ceiling, min(floor, base))
+    assert len(asked) == len(set(asked)) <= 2 * (MOST_RUNS - 1) and all(size != now for _, size in asked)
     if found.value is not None:
         assert grows(found.value) == found.peak_bytes
         assert grows(found.value) <= ceiling
         if not found.open_ended:
             assert grows(found.value + 1) > ceiling
     elif not found.open_ended:
-        assert grows(1) > ceiling or len(asked) == MOST_RUNS
+        assert grows(1) > ceiling or len(asked) == 2 * (MOST_RUNS - 1)
 
 
 def test_straight_lines_take_few_ghost_runs() -> None:
-    asked: list[int] = []
-    save, lean = largest(peaks(lambda n: 100 + 50 * n, lambda n: 100 + 9 * n, asked), 4, 1000, 1, "batch size")
+    save, lean, asked = limits(lambda n: 100 + 50 * n, lambda n: 100 + 9 * n, 4, 1000, floor=90)
     assert (save.value, lean.value) == (18, 100) and not save.open_ended and not lean.open_ended
-    assert len(asked) <= 5, asked
+    assert len(asked) <= 4, asked
+
+
+def test_peaks_that_do_not_grow_evenly_are_closed_in_on() -> None:
+    def fragmented(size: int) -> int:
+        return 1000 + 50 * size + 170 * (size % 4)
+
+    save, lean, asked = limits(fragmented, lambda size: 1000 + 60 * size + size**2 // 4, 4, 10_000, floor=1200)
+    assert save.value is not None and fragmented(save.value) == save.peak_bytes <= 10_000
+    assert fragmented(save.value + 1) > 10_000 and not save.open_ended
+    assert lean.value == 104 and not lean.open_ended
+    assert len(asked) <= 10, asked
 
 
 def test_sizes_that_the_model_refuses_end_the_search() -> None:
-    def read(size: int) -> dict[str, int]:
+    def peak(plan: str, size: int) -> int:
         if size > 128:
             raise WorkloadError("the model has 128 positions")
-        return dict.fromkeys(PLANS, size)
+        return size
 
-    save, _ = largest(read, 64, 10**6, 2, "sequence length")
+    save, _ = largest(peak, dict.fromkeys(PLANS, 64), 10**6, 2, "sequence length", 64)
     assert save.value == 128 and save.open_ended and "128 positions" in save.why
 
 
 def test_nothing_fits() -> None:
-    save, _ = largest(peaks(lambda n: 10**6 + n, lambda n: 10**6 + n, []), 4, 10, 1, "batch size")
+    save, _, _ = limits(lambda n: 10**6 + n, lambda n: 10**6 + n, 4, 10)
     assert save.value is None and save.peak_bytes is None
 
 
