@@ -91,7 +91,9 @@ def ways_out(
     leanest = min(_predictions(bench, base).values(), key=lambda p: p.peak_bytes)
     standard = (leanest.step_seconds or 0.0) / _work(settings)
     found = []
-    for family in _families(spec, settings, chunked, simulated=bench.hardware is not None):
+    held = next(graph.resident for _, graph in base.values())
+    lighter = held.get("weights", 0) + held.get("optimizer states", 0) > bench.budget
+    for family in _families(spec, settings, chunked, simulated=bench.hardware is not None, lighter=lighter):
         if (way := _mildest(family, bench, standard)) is not None:
             found.append(way)
     alone = [way for way in found if SHARD not in way.options]
@@ -136,16 +138,18 @@ def describe(way: WayOut) -> str:
 
 
 def _families(
-    spec: WorkloadSpec, settings: Mapping[str, Any], chunked: bool, simulated: bool
+    spec: WorkloadSpec, settings: Mapping[str, Any], chunked: bool, simulated: bool, lighter: bool
 ) -> Iterator[Iterator[Change]]:
-    """Changes of one sort each, the mildest first."""
-    yield _smaller_batches(spec, settings)
-    if not chunked:
+    """Changes of one sort each, the mildest first; ``lighter``: only those by which weights or their states shrink."""
+    if not lighter:
+        yield _smaller_batches(spec, settings)
+    if not (chunked or lighter):
         yield iter([Change(spec, "--allow-inexact", "head and loss in chunks: gradients equal up to rounding", True)])
     if spec.lora is None:
         yield iter([_with_lora(spec)])
     yield _lean_optimizers(spec, simulated)
-    yield _shorter_sequences(spec, settings)
+    if not lighter:
+        yield _shorter_sequences(spec, settings)
     if simulated:
         yield _sharded(spec)
 
