@@ -7,12 +7,8 @@ far it is only compared which objects they are.
 
 from __future__ import annotations
 
-import copy
 import operator
-import pickle
-import random
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,6 +17,7 @@ from torch import nn
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.mutable import copied, differ, is_mutable, tensors_in, without_graphs
 
 _FIRST_CALLS = 2
 _ABSENT = object()
@@ -31,15 +28,16 @@ class Met(NamedTuple):
     """An attribute as one forward met it.
 
     ``place`` is the path of the owning module inside the unit, and the attribute's name. ``copied`` holds what was in
-    ``value`` before the forward: the elements of a container, a generator's state, the numbers of a tensor that changes
-    in place. For all else it is the value itself. ``version`` is that of a tensor.
+    ``value`` before the forward: the elements of a container, a generator's state; with ``clones`` the numbers of
+    tensors too. For all else it is the value itself. ``tensors``: those in it, with their versions.
     """
 
     owner: nn.Module
     place: tuple[str, str]
     value: Any
     copied: Any
-    version: int | None = None
+    clones: bool = False
+    tensors: Sequence[tuple[torch.Tensor, int]] = ()
 
 
 class _Others:
@@ -89,7 +87,7 @@ class AttributeWatch:
 
     def __init__(self) -> None:
         self._changing: set[tuple[str, str]] = set()
-        self._written: set[tuple[str, str]] = set()  # tensors that change in place
+        self._written: set[tuple[str, str]] = set()  # whose tensors change in place
         self._calls = {True: 0, False: 0}  # by the unit's `training`
         self._cache_places: tuple[list[tuple[nn.Module, tuple[str, str]]], _Others] | None = None
 
@@ -118,7 +116,7 @@ class AttributeWatch:
         others: list[tuple[nn.Module, tuple[str, str]]] = []
         for owner, place in _places(module):
             if place not in self._changing:
-                (closely if _has_state(vars(owner)[place[1]]) else others).append((owner, place))
+                (closely if is_mutable(vars(owner)[place[1]]) else others).append((owner, place))
         return closely, _Others(module, others)
 
     def after(self, module: nn.Module, unit: str, look: Look) -> list[Met]:
@@ -140,8 +138,8 @@ class AttributeWatch:
                 self._written.add(entry.place)
                 if not first:
                     raise ConflictError(
-                        f"{_name(unit, entry)} is a tensor that this forward changed in place and earlier ones did "
-                        "not, so this once it cannot run again",
+                        f"{_name(unit, entry)} {_is_or_holds(entry)} a tensor that this forward changed in place and "
+                        "earlier ones did not, so this once it cannot run again",
                         remedy="Run the step again: from now on a copy is kept for it.",
                     )
         return [self._kept(entry) for entry in met if entry.place in self._changing]
@@ -160,10 +158,16 @@ class AttributeWatch:
         return self._calls[module.training] < _FIRST_CALLS
 
     def _kept(self, entry: Met) -> Met:
+        """What the second run needs, without graphs: of tensors that do not change in place no clones."""
+        clones = entry.place in self._written
         if isinstance(entry.value, torch.Tensor):
-            value = _without_graph(entry.value)
-            return entry._replace(value=value, copied=entry.copied if entry.place in self._written else value)
-        return entry._replace(value=None, copied=_without_graphs(entry.copied))
+            value = without_graphs(entry.value)
+            kept = entry.copied if clones else value
+        else:
+            value, kept, clones = None, without_graphs(entry.copied), entry.clones
+        uncloned = [(t, version) for t, version in entry.tensors if t.requires_grad or not clones]
+        watched = [(without_graphs(tensor), version) for tensor, version in uncloned]
+        return entry._replace(value=value, copied=kept, clones=clones, tensors=watched)
 
 
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
@@ -180,67 +184,28 @@ def _is_sharded(owner: nn.Module) -> bool:
 
 def _met(owner: nn.Module, place: tuple[str, str], *, clones: bool) -> Met:
     value = vars(owner).get(place[1], _ABSENT)
-    if isinstance(value, torch.Tensor):
-        cloned = clones and not value.requires_grad
-        version = None if value.is_inference() else value._version
-        return Met(owner, place, value, value.detach().clone() if cloned else value, version)
-    return Met(owner, place, value, _copied(value))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    return copy.deepcopy(value) if _is_generator(value) else copy.copy(value) if _is_container(value) else value
-
-
-def _has_state(value: Any) -> bool:
-    """Whether it can change and stay the same object."""
-    return isinstance(value, (torch.Tensor, torch.Generator)) or _is_container(value) or _is_generator(value)
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, dict, set, deque))
-
-
-def _is_generator(value: Any) -> bool:
-    return type(value) is random.Random or str(type(value).__module__).startswith("numpy.random")
+    if not is_mutable(value):
+        return Met(owner, place, value, value)
+    tensors = [(tensor, tensor._version) for tensor in tensors_in(value) if not tensor.is_inference()]
+    return Met(owner, place, value, copied(value, clones=clones), clones, tensors)
 
 
 def _written(entry: Met) -> bool:
-    return entry.version is not None and entry.value._version != entry.version
+    return any(tensor._version != version for tensor, version in entry.tensors)
 
 
 def _exchanged(entry: Met) -> bool:
     """Whether there is another object now, or the same in another state."""
-    return vars(entry.owner).get(entry.place[1], _ABSENT) is not entry.value or _differs(entry)
-
-
-def _differs(entry: Met) -> bool:
-    """Whether something else is in a container now, or a generator is in another state."""
-    before, now = entry.copied, entry.value
-    if isinstance(now, torch.Generator):
-        return not torch.equal(before.get_state(), now.get_state())
-    if _is_generator(now):
-        return pickle.dumps(before) != pickle.dumps(now)
-    if not _is_container(now):
+    now = vars(entry.owner).get(entry.place[1], _ABSENT)
+    if now is not entry.value:
+        return True
+    if not is_mutable(now) or isinstance(now, torch.Tensor):
         return False
-    if isinstance(now, dict):
-        before, now = (*before, *before.values()), (*now, *now.values())
-    return len(before) != len(now) or any(a is not b for a, b in zip(before, now, strict=True))
-
-
-def _without_graphs(value: Any) -> Any:
-    if not _is_container(value) or isinstance(value, set):
-        return _without_graph(value)
-    for place, part in value.items() if isinstance(value, dict) else enumerate(value):
-        value[place] = _without_graph(part)
-    return value
-
-
-def _without_graph(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.is_leaf:
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
+    inside = [tensor for tensor in tensors_in(now) if not tensor.is_inference()]
+    others = len(inside) != len(entry.tensors) or any(
+        tensor is not met for tensor, (met, _) in zip(inside, entry.tensors, strict=True)
+    )
+    return others or differ(entry.copied, now)
 
 
 @contextmanager
@@ -260,16 +225,17 @@ def as_met(unit: str, met: list[Met]) -> Iterator[None]:
 
 
 def _again(unit: str, entry: Met) -> Any:
-    if entry.version is None:
-        return _copied(entry.copied)
-    if entry.copied is not entry.value:
-        return entry.copied.clone()
     if _written(entry):
+        where = f"{_name(unit, entry)}" if isinstance(entry.copied, torch.Tensor) else f"in {_name(unit, entry)}"
         raise InPlaceError(
-            f"the tensor {_name(unit, entry)} was changed in place between forward and backward",
+            f"the tensor {where} was changed in place between forward and backward",
             remedy=f"Change it after backward, or use `save` on {unit}.",
         )
-    return entry.value
+    return copied(entry.copied, clones=entry.clones)
+
+
+def _is_or_holds(entry: Met) -> str:
+    return "is" if isinstance(entry.copied, torch.Tensor) else "holds"
 
 
 def _name(unit: str, entry: Met) -> str:

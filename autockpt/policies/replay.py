@@ -19,6 +19,7 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.buffers import BufferWatch, Seen, as_seen
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
+from autockpt.policies.structure import Structure
 from autockpt.policies.surroundings import NumpyUse, Surroundings
 
 _current = threading.local()
@@ -47,11 +48,25 @@ class ReplayState(Attachment):
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
+        self._cache_structure: Structure | None = None
+        self._learn_anew()
+
+    def _learn_anew(self) -> None:
         self.buffers = BufferWatch()
         self.attributes = AttributeWatch()
         self.numpy_use = NumpyUse()
         self._cache_parameters: list[tuple[dict[str, nn.Parameter | None], str]] | None = None
         self._cache_views: list[tuple[dict[str, Any], str]] | None = None
+
+    def structure(self, module: nn.Module) -> Structure:
+        """The unit's modules as they are now. Where they are others, what calls taught is forgotten."""
+        known = self._cache_structure
+        if known is not None and known.still_is():
+            return known
+        if known is not None:
+            self._learn_anew()
+        self._cache_structure = Structure(module)
+        return self._cache_structure
 
     def parameters(self, module: nn.Module) -> list[torch.Tensor | None]:
         """The unit's parameters as they are now: FSDP exchanges them, so the modules are asked each time."""
@@ -83,6 +98,7 @@ class Replay:
         self.template = take_apart((args, kwargs), self.tensors, objects)
         self.first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._caches = any(type(o) is StandIn for o in objects)
+        self._structure = state.structure(module)
         try:
             self._inputs = _Versions(self.tensors)
             self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
@@ -113,6 +129,8 @@ class Replay:
         self.buffers = self.state.buffers.after(self.module, self.state.unit, self.buffers)
         self.attributes = self.state.attributes.after(self.module, self.state.unit, self._look)
         self.surroundings.finish()
+        if (structure := self.state.structure(self.module)) is not self._structure:  # this forward made modules
+            self._structure, self.parameters = structure, _Versions(self.state.parameters(self.module))
         self.tensors = []
         self._inputs = _Versions([])
         self._look = None
@@ -132,13 +150,19 @@ class Replay:
     def prepare(self) -> None:
         """The forward is about to run again: see that it would read what it read.
 
-        Raises InPlaceError where a parameter or a hidden tensor was changed since, ConflictError where the parameters
-        are in pieces on several devices and cannot be gathered, or the forward is not over and has done by now what
-        cannot be done twice.
+        Raises InPlaceError where a parameter or a hidden tensor was changed or a module exchanged since, ConflictError
+        where the parameters are in pieces on several devices and cannot be gathered, or the forward is not over and has
+        done by now what cannot be done twice.
         """
+        unit, before = self.state.unit, self.parameters.tensors
         if self._look is not None:
             self._refuse_changes()
-        unit, before = self.state.unit, self.parameters.tensors
+        elif not self._structure.still_is():
+            raise InPlaceError(
+                f"modules or parameters of {unit} were exchanged or added between forward and backward, so its forward "
+                "would run again on others",
+                remedy=f"Change modules after backward, or use `save` or `offload` on {unit}.",
+            )
         self.parameters.check(unit, "a parameter")
         self.hidden.check(unit, "a tensor among the arguments")
         if self.state.without_memory(self.module):

@@ -42,6 +42,7 @@ class Inner(nn.Module):
         self.seen: list[Tensor] = []
         self.named: dict[str, Tensor] = {}
         self.state: Tensor = torch.zeros(8)
+        self.nested: dict[str, Any] = {"means": [[]], "sums": {"x": torch.zeros(8)}, "numbers": [random.Random(2)]}
         self.torch_numbers = torch.Generator().manual_seed(1)
         self.python_numbers = random.Random(1)
         self.numpy_numbers = np.random.default_rng(1)
@@ -68,6 +69,32 @@ def adding_to_a_list(unit: Any, x: Tensor) -> Tensor:
 def adding_to_a_dict(unit: Any, x: Tensor) -> Tensor:
     unit.named["last"] = x.detach() + unit.named.get("last", 0)
     return x * unit.named["last"]
+
+
+def adding_to_a_list_in_a_dict(unit: Any, x: Tensor) -> Tensor:
+    unit.nested["means"][0].append(x.detach().mean())
+    return x * sum(unit.nested["means"][0])
+
+
+def a_graph_in_a_list_in_a_dict(unit: Any, x: Tensor) -> Tensor:
+    before = [mean.detach() for mean in unit.nested["means"][0]]
+    unit.nested["means"][0].append(x.mean())
+    return x * (1 + sum(before))
+
+
+def a_tensor_in_a_dict_changed_in_place(unit: Any, x: Tensor) -> Tensor:
+    out = (x + unit.nested["sums"]["x"]).sin()
+    unit.nested["sums"]["x"] += x.detach().mean(0)
+    return out
+
+
+def a_tensor_in_a_dict_exchanged(unit: Any, x: Tensor) -> Tensor:
+    unit.nested["sums"]["x"] = (unit.nested["sums"]["x"] + x.detach().mean(0)).tanh()
+    return x * unit.nested["sums"]["x"]
+
+
+def a_generator_in_a_list(unit: Any, x: Tensor) -> Tensor:
+    return x * unit.nested["numbers"][0].random()
 
 
 def state_handed_on(unit: Any, x: Tensor) -> Tensor:
@@ -107,6 +134,11 @@ CHANGES = [
     made_at_first_use,
     adding_to_a_list,
     adding_to_a_dict,
+    adding_to_a_list_in_a_dict,
+    a_graph_in_a_list_in_a_dict,
+    a_tensor_in_a_dict_changed_in_place,
+    a_tensor_in_a_dict_exchanged,
+    a_generator_in_a_list,
     state_handed_on,
     state_with_a_graph,
     state_changed_in_place,
@@ -137,6 +169,9 @@ def run(model: nn.Module, *, together: bool) -> dict[str, Tensor]:
         seen |= {f"{i} plain": torch.tensor([*kept, unit.numpy_numbers.random()]), f"{i} state": unit.state.clone()}
         seen[f"{i} drawn"] = torch.rand(2, generator=unit.torch_numbers)
         seen |= {f"{i} {name}": value for name, value in unit.named.items()}
+        means, (numbers,) = unit.nested["means"][0], unit.nested["numbers"]
+        seen |= {f"{i} mean {n}": mean.detach() for n, mean in enumerate(means)}
+        seen |= {f"{i} sums": unit.nested["sums"]["x"].clone(), f"{i} numbers": torch.tensor(numbers.random())}
     return seen
 
 
@@ -156,22 +191,28 @@ def not_yet(unit: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("change", [change for change in CHANGES if change is not made_before_a_gradient])
 def test_what_begins_to_change_after_many_steps(change, choice):
+    in_place = {
+        state_changed_in_place: r"inner\.state is a tensor that this forward changed in place",
+        a_tensor_in_a_dict_changed_in_place: r"inner\.nested holds a tensor that this forward changed in place",
+    }
+
     def steps(model: nn.Sequential, *, again: bool = False) -> dict[str, Tensor]:
         run(model, together=False)
         for unit in model:
             unit.inner.change = change  # type: ignore[union-attr]
         if again:
             for _ in model:  # each unit refuses once
-                with pytest.raises(ConflictError, match=r"inner\.state is a tensor that this forward changed in place"):
+                with pytest.raises(ConflictError, match=in_place[change]):
                     model(torch.randn(4, 8))
             for unit in model:
                 unit.inner.state.zero_()  # type: ignore[union-attr]
+                unit.inner.nested["sums"]["x"].zero_()  # type: ignore[union-attr]
         model.zero_grad()
         return run(model, together=True)
 
     wanted, model = steps(make(not_yet)), make(not_yet)
     with attach(model, {"0": choice, "1": choice}):
-        assert_equal(steps(model, again=change is state_changed_in_place), wanted)
+        assert_equal(steps(model, again=change in in_place), wanted)
 
 
 def test_a_copy_has_attributes_of_its_own():

@@ -1,0 +1,26 @@
+"""Which modules a unit consists of, and how many parameters each has: what was learned holds for these only."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import nn
+
+
+class Structure:
+    """A unit's modules as they are now. They can be exchanged or added at any time (adapters, layers that grow)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._places = [(inner._modules, name) for inner in modules for name in inner._modules]
+        self._inner = [children[name] for children, name in self._places]
+        self._counted = [fields for inner in modules for fields in (inner._modules, inner._parameters)]
+        self._sizes = self._count()
+
+    def still_is(self) -> bool:
+        """Whether no module was exchanged, and no module or parameter added or taken away, since."""
+        now = [children.get(name) for children, name in self._places]
+        return all(map(operator.is_, now, self._inner)) and self._count() == self._sizes
+
+    def _count(self) -> list[int]:
+        return list(map(len, self._counted))

@@ -1,0 +1,183 @@
+"""Modules that are exchanged, added or taken away while a unit is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.policies import InPlaceError
+from autockpt.policies.structure import Structure
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Segment, Selective
+from tests.policies.zoo import assert_equal
+
+CHOICES: list[Choice] = [RECOMPUTE, KeepAttention(), Selective(), Remake(), Segment(size=2)]
+
+
+class Memory(nn.Module):
+    """A layer whose forward changes a buffer and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = self.linear(x) * (1 + self.calls / 4) + self.mean
+        self.mean.add_(x.detach().mean(0))
+        return out.sigmoid()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.inner: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.inner(self.linear(x)))
+
+
+def exchange(block: Block) -> None:
+    block.inner = Memory()
+
+
+def exchange_deep(block: Block) -> None:
+    assert isinstance(block.inner, nn.Sequential)
+    block.inner[0] = Memory()
+
+
+def add(block: Block) -> None:
+    assert isinstance(block.inner, nn.Sequential)
+    block.inner.append(Memory())
+
+
+def take_away(block: Block) -> None:
+    assert isinstance(block.inner, nn.Sequential)
+    del block.inner[1]
+
+
+CHANGES: list[Callable[[Block], None]] = [exchange, exchange_deep, add, take_away]
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def run(model: nn.Module, change: Callable[[Block], None], at: int) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    seen: dict[str, Tensor] = {}
+    for step in range(7):
+        if step == at:
+            for block in model.children():
+                assert isinstance(block, Block)
+                change(block)
+        model.zero_grad()
+        model(torch.randn(4, 8)).pow(2).sum().backward()
+        seen |= {f"{step} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        seen |= {f"{step} {n}": b.clone() for n, b in model.named_buffers()}
+    return seen
+
+
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_what_comes_later_is_got_to_know_from_the_beginning(choice, change, at):
+    wanted, model = run(make(), change, at), make()
+    with attach(model, {"0": choice, "1": choice}):
+        assert_equal(run(model, change, at), wanted)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("choice", [c for c in CHOICES if c.kind != "remake"], ids=str)
+def test_between_forward_and_backward_is_an_error(choice, change):
+    model = make()
+    with attach(model, {"0": choice, "1": choice}):
+        model(torch.randn(4, 8)).sum().backward()
+        loss = model(torch.randn(4, 8)).sum()
+        change(model[1])
+        with pytest.raises(InPlaceError, match=r"of 1 were exchanged or added between forward and backward"):
+            loss.backward()
+
+
+def test_what_remake_makes_again_is_of_the_modules_that_ran():
+    def train(model: nn.Sequential) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        loss, before = model(torch.randn(4, 8)).pow(2).sum(), dict(model.named_parameters())
+        exchange(model[1])
+        loss.backward()
+        return {n: p.grad for n, p in before.items() if p.grad is not None}
+
+    wanted, model = train(make()), make()
+    with attach(model, {"0": Remake(), "1": Remake()}):
+        assert_equal(train(model), wanted)
+
+
+def test_parameters_that_came_later_are_looked_after():
+    model = make()
+    with attach(model, {"0": RECOMPUTE, "1": RECOMPUTE}):
+        model(torch.randn(4, 8)).sum().backward()
+        exchange(model[1])
+        for _ in range(3):
+            model(torch.randn(4, 8)).sum().backward()
+        loss = model(torch.randn(4, 8)).sum()
+        with torch.no_grad():
+            model[1].inner.linear.weight.mul_(2)
+        with pytest.raises(InPlaceError, match="a parameter of 1"):
+            loss.backward()
+
+
+class Growing(nn.Module):
+    """Makes a module, or a parameter, when it first needs it."""
+
+    def __init__(self, what: str, at: int) -> None:
+        super().__init__()
+        self.what, self.at, self.calls = what, at, 0
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls >= self.at and not hasattr(self, "late"):
+            late = nn.Linear(8, 8)
+            self.late = late if self.what == "module" else late.weight
+        x = self.linear(x)
+        if not hasattr(self, "late"):
+            return x
+        return (self.late(x) if isinstance(self.late, nn.Module) else x @ self.late).sigmoid()
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("what", ["module", "parameter"])
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_what_a_forward_makes_itself(choice, what, at):
+    def grown() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Growing(what, at), Growing(what, at))
+
+    def nothing(model: nn.Module) -> None:
+        del model
+
+    wanted, model = run(grown(), nothing, -1), grown()
+    with attach(model, {"0": choice, "1": choice}):
+        assert_equal(run(model, nothing, -1), wanted)
+
+
+def test_a_structure_tells_modules_by_identity():
+    block = Block()
+    structure = Structure(block)
+    assert structure.still_is()
+    block.linear = block.linear
+    assert structure.still_is()
+    inner = block.inner
+    block.inner = nn.Sequential(*inner.children())
+    assert not structure.still_is()
+    block.inner = inner
+    assert structure.still_is()
+    block.linear.register_parameter("scale", nn.Parameter(torch.ones(8)))
+    assert not structure.still_is()
