@@ -74,6 +74,7 @@ def _be_a_child() -> None:
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
+    gc.freeze()  # what the parent left behind is not looked through at every collection
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
 
 

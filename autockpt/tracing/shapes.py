@@ -87,13 +87,15 @@ def _meta(tree: Any) -> Any:
 
 
 class _quiet:
-    """Fake tensors log a traceback for every failure before they raise it."""
+    """Fake tensors log a traceback for every failure before they raise it.
+
+    Not by the logger's level: each change of one empties the caches of all loggers there are.
+    """
 
     _logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def __enter__(self) -> None:
-        self._level = self._logger.level
-        self._logger.setLevel(logging.CRITICAL)
+        self._disabled, self._logger.disabled = self._logger.disabled, True
 
     def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
+        self._logger.disabled = self._disabled
