@@ -96,7 +96,7 @@ def test_never_slower_than_the_known_plans_that_fit_under_noise() -> None:
 
 def test_no_plan_is_measured_twice() -> None:
     device = MadeUpDevice()
-    found = search(device, "50%act")
+    found = search(device, "50%act", trials=12)
     hashes = [plan_hash(c) for c in device.measured]
     assert len(hashes) == len(set(hashes))
     assert [t.number for t in found.trials] == list(range(len(found.trials)))
@@ -120,7 +120,7 @@ def test_an_impossible_budget_is_refused_before_any_step() -> None:
 def test_what_does_not_fit_the_device_is_an_out_of_memory_trial_and_the_rest_goes_on() -> None:
     full = MadeUpDevice().true_peak({})
     device = MadeUpDevice(capacity=full - 1)
-    found = search(device, "60%act")
+    found = search(device, "60%act", trials=8)
     states = {t.name: t.state for t in found.trials}
     assert states["none"] == "out_of_memory"
     assert found.best is not None and found.best.feasible
@@ -129,13 +129,13 @@ def test_what_does_not_fit_the_device_is_an_out_of_memory_trial_and_the_rest_goe
 
 def test_bytes_that_ghost_runs_miss_are_learned_from_the_baselines() -> None:
     device = MadeUpDevice(unseen=12)
-    found = search(device, "50%act")
+    found = search(device, "50%act", trials=8)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.peak_bytes <= found.budget.bytes
 
 
 def test_a_share_of_the_range_begins_at_what_can_really_be_reached() -> None:
-    found = search(MadeUpDevice(unseen=40), "1%act")
+    found = search(MadeUpDevice(unseen=40), "1%act", trials=8)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.peak_bytes <= found.budget.bytes
 
@@ -147,7 +147,7 @@ def test_a_winner_that_does_not_hold_in_a_fresh_process_is_not_named() -> None:
         refused.append(plan_hash(choices))
         return Measurement(peak_bytes=budget + (1 if len(refused) == 1 else 0), step_seconds=1.0)
 
-    found = search(MadeUpDevice(), "50%act", confirm=confirm)
+    found = search(MadeUpDevice(), "50%act", trials=8, confirm=confirm)
     assert found.best is not None
     assert found.best.plan_hash != refused[0]
     assert any("fresh process" in note for note in found.notes)
@@ -205,7 +205,7 @@ def test_a_corrupt_study_is_an_error_that_names_the_file_and_changes_nothing(tmp
 def test_trials_are_written_with_their_choices_and_the_listener_hears_of_each(tmp_path: Path) -> None:
     watcher = Watcher()
     run = run_in(tmp_path)
-    found = search(MadeUpDevice(), "50%act", run=run, listener=watcher)
+    found = search(MadeUpDevice(), "50%act", trials=8, run=run, listener=watcher)
     assert [t.number for t in watcher.trials] == [t.number for t in run.trials()]
     assert watcher.stages == ["baselines", "search", "finals"]
     assert found.best is not None and run.trials()[found.best.number].measured == found.best.measured
@@ -294,7 +294,7 @@ def test_a_simulated_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_plans_from_elsewhere_are_tried_first_and_scored_here(space: str) -> None:
     device = MadeUpDevice()
     choices = {name: RECOMPUTE if i < 5 else SAVE for i, name in enumerate(device.names)}
-    found = search(device, "60%act", space=space, seeds={"simulated plan": choices})
+    found = search(device, "60%act", space=space, trials=8, seeds={"simulated plan": choices})
     seed = next(t for t in found.trials if t.encoding == "seed")
     assert seed.choices == choices and seed.measured is not None
     assert seed.measured.step_seconds == device.true_seconds(choices)
@@ -305,7 +305,7 @@ def test_a_plan_from_elsewhere_with_choices_that_have_no_price_here_does_not_sto
     device = MadeUpDevice()
     odd = dict.fromkeys(device.names, parse_choice({"kind": "selective", "keep": ["f"]}))
     odd = {name: odd[name] if i == 0 else RECOMPUTE for i, name in enumerate(device.names)}
-    found = search(device, "60%act", seeds={"measured plan": odd})
+    found = search(device, "60%act", trials=8, seeds={"measured plan": odd})
     assert any(t.choices == odd for t in found.trials) and found.best is not None
 
 
