@@ -18,6 +18,7 @@ from torch import nn
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.mutable import copied, differ, is_mutable, tensors_in, without_graphs
+from autockpt.policies.structure import is_sharded
 
 _FIRST_CALLS = 2
 _ABSENT = object()
@@ -173,13 +174,8 @@ class AttributeWatch:
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
-            # FSDP puts views of its own in the place of parameters
-            if name not in _NOT_STATE and not (isinstance(value, torch.Tensor) and _is_sharded(owner)):
+            if name not in _NOT_STATE and not (isinstance(value, torch.Tensor) and is_sharded(owner)):
                 yield owner, (path, name)
-
-
-def _is_sharded(owner: nn.Module) -> bool:
-    return "_is_fsdp_managed_module" in vars(owner)
 
 
 def _met(owner: nn.Module, place: tuple[str, str], *, clones: bool) -> Met:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +16,8 @@ class Structure:
         modules = list(module.modules())
         self._places = [(inner._modules, name) for inner in modules for name in inner._modules]
         self._inner = [children[name] for children, name in self._places]
-        self._counted = [fields for inner in modules for fields in (inner._modules, inner._parameters)]
+        self._counted: list[Mapping[str, Any]] = [inner._modules for inner in modules]
+        self._counted += [inner._parameters for inner in modules if not is_sharded(inner)]
         self._sizes = self._count()
 
     def still_is(self) -> bool:
@@ -24,3 +27,8 @@ class Structure:
 
     def _count(self) -> list[int]:
         return list(map(len, self._counted))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP puts views of its own in the place of the module's parameters, and takes them away again."""
+    return "_is_fsdp_managed_module" in vars(module)
