@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
+# Tests run side by side: threads of theirs would only wait for each other's cores. Before torch and NumPy are loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import torch
 from hypothesis import settings
 
