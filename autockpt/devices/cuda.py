@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_NOT_INITIALIZED",  # what making a handle says where there is no room for it
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+# What a convolution says where none of cuDNN's ways could be taken: for want of memory, or for another reason.
+_NO_WAY = "unable to find an engine to execute this computation"
 
 
 class CudaDevice:
@@ -40,6 +43,7 @@ class CudaDevice:
         self.index = index
         self.torch_device = torch.device("cuda", index)
         self._others_at_start: int | None = None
+        self._failed_before = 0
 
     @staticmethod
     def count() -> int:
@@ -126,16 +130,25 @@ class CudaDevice:
         return time.perf_counter() - start
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """PyTorch's own error, or a library's that could not allocate outside of it."""
+        """PyTorch's own error, or a library's that could not allocate outside of it or hid that it could not."""
         if isinstance(error, torch.OutOfMemoryError):
             return True
         if isinstance(error, MemoryError):
             return True
-        return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        if not isinstance(error, RuntimeError):
+            return False
+        if _NO_WAY in str(error):
+            return self._failed_allocations() > self._failed_before
+        return any(text in str(error) for text in _OUT_OF_MEMORY)
+
+    def _failed_allocations(self) -> int:
+        """Requests that the allocator could not meet so far, also those whose error a library has caught."""
+        return torch.cuda.memory_stats(self.torch_device).get("num_ooms", 0) if torch.cuda.is_initialized() else 0
 
     def release(self) -> None:
         """Collect garbage, give cached memory back and reset peaks. Opens no context."""
         gc.collect()
+        self._failed_before = self._failed_allocations()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -173,7 +186,13 @@ class CudaDevice:
             self._load_libraries()
 
     def _load_libraries(self) -> None:
-        """Every step multiplies matrices: with the library for it loaded, the context is near its full size."""
+        """Every step multiplies matrices: with the library for it loaded, the context is near its full size.
+
+        At a process's first product PyTorch looks once whether cuBLAS' workspace is one that it calls deterministic;
+        strict comparisons of gradients are refused for ever if not. From Hopper on that one has the usual size.
+        """
+        if torch.cuda.get_device_capability(self.torch_device) >= (9, 0):
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         square = torch.ones(16, 16, device=self.torch_device)
         torch.mm(square, square)
         self.synchronize()

@@ -256,9 +256,10 @@ class _PinnedMemory(mmap.mmap):
 
     def __del__(self) -> None:
         if self._registered is not None:
+            address, device = self._registered
             with contextlib.suppress(Exception):
-                address, device = self._registered
                 torch.cuda.synchronize(device)
+            with contextlib.suppress(Exception):
                 _cudart().cudaHostUnregister(address)
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autockpt.errors import ConflictError
+
 Place = tuple[str, int]
 
 
@@ -19,7 +21,10 @@ class _Autocast(NamedTuple):
 
 
 class Conditions:
-    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on."""
+    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on.
+
+    Raises ConflictError while a CUDA graph is being captured.
+    """
 
     __slots__ = ("_autocast", "_cpu", "_default_device", "_devices")
 
@@ -66,7 +71,16 @@ def random_states_kept(places: Sequence[Place]) -> Iterator[None]:
 
 def _random_state(place: Place) -> torch.Tensor:
     module: Any = torch.get_device_module(place[0])
-    return module.get_rng_state(place[1])
+    try:
+        return module.get_rng_state(place[1])
+    except RuntimeError as error:
+        if "capture" not in str(error):
+            raise
+        raise ConflictError(
+            "a CUDA graph is being captured, and what runs again in backward needs the random state, which cannot be "
+            "read then",
+            remedy="Use save for units inside of captured graphs.",
+        ) from error
 
 
 def _set_random_state(place: Place, state: torch.Tensor) -> None:

@@ -21,6 +21,8 @@ _KERNELS = (
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    # in which order they are tried: sdpa_kernel(..., set_priority=True)
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),  # type: ignore[attr-defined]
 )
 
 
@@ -145,10 +147,10 @@ def numpy_words() -> bytes:
     return bytes((ctypes.c_uint32 * 625).from_address(address))
 
 
-def _allowed_kernels() -> list[bool]:
+def _allowed_kernels() -> list[Any]:
     return [enabled() for enabled, _ in _KERNELS]
 
 
-def _allow_kernels(wanted: list[bool]) -> None:
+def _allow_kernels(wanted: list[Any]) -> None:
     for (_, enable), value in zip(_KERNELS, wanted, strict=True):
         enable(value)

@@ -63,6 +63,10 @@ def main(reads: int, writes: int) -> None:
             from autockpt.profiling.machine import measure_machine
 
             device = get_device(request["device"])
+            if device.kind != "cpu":  # events and graphs belong to the current device
+                import torch
+
+                torch.accelerator.set_device_index(device.torch_device.index or 0)
             machine = measure_machine(device, quick=request["quick"], tell=lambda what: answer({"tell": what}))
             answer({"machine": machine.model_dump(mode="json")})
         except AutockptError as error:

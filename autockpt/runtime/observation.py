@@ -19,6 +19,7 @@ from autockpt.runtime.sketches import SMALL, coarsest, coarsest_type, distance, 
 from autockpt.schema.base import Data
 
 T = TypeVar("T")
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 ForwardBackward = Callable[[Callable[[], None]], Tensor]
 """One forward and backward; calls its argument between the two and returns the loss. Gradients stay in ``.grad``."""
 
@@ -136,7 +137,8 @@ def deterministically(run: Callable[[], T]) -> T:
 
     Unless it is strict, PyTorch leaves the backward of fused attention as it is, with a warning
     (``attention_backward.cu`` of torch 2.11 to 2.13). ``run`` begins anew where it has an operation without a
-    deterministic kernel.
+    deterministic kernel, or where CUBLAS_WORKSPACE_CONFIG was not set before the process's first matrix product
+    (``alertCuBLASConfigNotDeterministic`` looks once).
     """
     if torch.cuda.is_initialized():
         try:
@@ -155,10 +157,9 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
 
     Matrix products of one stream are deterministic whatever cuBLAS' workspace is; the variable only says so.
     """
-    name = "CUBLAS_WORKSPACE_CONFIG"
-    workspace = os.environ.get(name)
+    workspace = os.environ.get(WORKSPACE)
     if strict and workspace is None:
-        os.environ[name] = ":4096:8"
+        os.environ[WORKSPACE] = ":4096:8"
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=not strict)
@@ -169,7 +170,12 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
         if workspace is None:
-            os.environ.pop(name, None)
+            os.environ.pop(WORKSPACE, None)
+
+
+def may_be_stricter() -> bool:
+    """Whether there is a GPU, and nobody has asked for the workspace without which strictness may be refused."""
+    return torch.cuda.device_count() > 0 and WORKSPACE not in os.environ
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

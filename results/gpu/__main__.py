@@ -95,6 +95,8 @@ def _environment(out: Path, wheels: Path | None) -> dict[str, str]:
     environment["PYTHONUNBUFFERED"] = "1"
     environment.setdefault("AUTOCKPT_CACHE", str(out / "cache"))
     environment.setdefault("HF_HUB_OFFLINE", "1")
+    # bit-equal gradients of fused attention; it has to be there before the first product, and is the usual size on H100
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return environment
 
 

@@ -31,7 +31,7 @@ def profiled(fn: Callable[[], None], cuda: bool) -> DeviceEvents:
     found = DeviceEvents([], [], [])
     for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
         name = event.name()
-        if event.device_type().name == "CPU":
+        if event.device_type().name == "CPU" or event.is_user_annotation():
             continue
         span = event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9
         if name.startswith("Memcpy DtoH"):

@@ -124,6 +124,37 @@ def test_a_budget_below_the_context_cannot_be_met(gpu):
     assert gpu.fractions == []
 
 
+def test_convolutions_that_found_no_way_ran_out_of_memory_where_the_allocator_says_so(gpu, monkeypatch):
+    failed = {"num_ooms": 3}  # of former trials
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(failed))
+    device, error = CudaDevice(), RuntimeError("GET was unable to find an engine to execute this computation")
+    assert not device.out_of_memory(error)  # nothing has run on the GPU
+    gpu.initialised = True
+    device.release()
+    assert not device.out_of_memory(error)
+    failed["num_ooms"] = 4
+    assert device.out_of_memory(error)
+    device.release()
+    assert not device.out_of_memory(error) and not device.out_of_memory(RuntimeError("shapes differ"))
+
+
+@pytest.mark.parametrize(("capability", "wanted"), [((8, 9), None), ((9, 0), ":4096:8"), ((12, 0), ":4096:8")])
+def test_strict_determinism_is_kept_possible_where_it_costs_no_memory(monkeypatch, capability, wanted):
+    seen = []
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size))
+    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+    CudaDevice()._load_libraries()
+    assert seen == [wanted]
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's own
+    CudaDevice()._load_libraries()
+    assert seen[1] == ":16:8"
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+
+
 def test_the_peak_is_reserved_and_context_beside_allocated(gpu):
     calls: list[int] = []
     peak = CudaDevice().measure_peak(lambda: calls.append(1), resident=123)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.errors import ConflictError
 from autockpt.policies import InPlaceError, recomputing
 from autockpt.policies.attachment import place
+from autockpt.policies.conditions import Conditions
 from autockpt.policies.recompute import run_recomputed
 from autockpt.policies.replay import ReplayState
 from autockpt.runtime import attach
@@ -312,6 +313,39 @@ def test_parameters_exchanged_for_the_forward_only():
         loss = torch.func.functional_call(model, others, (x,)).sum()
         with pytest.raises(InPlaceError, match=r"parameters of units\.1 were exchanged"):
             loss.backward()
+
+
+def test_the_order_of_attention_kernels_is_that_of_the_forward():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    orders: list[list[int]] = []
+
+    def body(unit, x):
+        orders.append(torch._C._get_sdp_priority_order())
+        return unit.linear(x).sigmoid()
+
+    def call(unit, x):
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            return unit(x)
+
+    before = torch._C._get_sdp_priority_order()
+    model = Model(body, call)
+    with attach(model, CHOICES):
+        model(torch.randn(4, 8)).sum().backward()
+    assert len(orders) == 2 * len(CHOICES) and len(set(map(tuple, orders))) == 1 and orders[0] != before
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
+    class Capturing:
+        @staticmethod
+        def get_rng_state(index):
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: Capturing)
+    on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0), is_cpu=False, is_meta=False)
+    with pytest.raises(ConflictError, match="captured"):
+        Conditions([on_gpu])
 
 
 def test_the_choice_of_attention_kernels_is_that_of_the_forward():

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from autockpt.runtime import Observation, compare, deterministic_algorithms, deterministically, judge, observe
+from autockpt.runtime import (
+    GradientCheck,
+    Observation,
+    compare,
+    deterministic_algorithms,
+    deterministically,
+    judge,
+    observe,
+)
 
 
 def forward_backward(model: nn.Module, x: torch.Tensor):
@@ -103,6 +111,15 @@ def test_a_reference_that_always_varies_is_said_to():
     assert not result.repeatable
     assert result.equal
     assert "does not repeat itself" in result.describe()
+
+
+def test_on_a_gpu_it_is_said_how_it_may_be_repeatable(monkeypatch):
+    result = GradientCheck(equal=True, repeatable=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in result.describe()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert "CUBLAS" not in result.describe()
 
 
 def test_a_plan_that_deviates_more_than_the_reference_from_itself():
