@@ -17,7 +17,6 @@ import torch
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError
 from autockpt.profiling import Needs, Predictor, Uniform, promised_bytes, tracer_for
 from autockpt.schema import (
-    SAVE,
     Choice,
     Graph,
     Hardware,
@@ -98,7 +97,7 @@ def ways_out(
             found.append(way)
     alone = [way for way in found if SHARD not in way.options]
     together = _together(spec, settings, simulated=bench.hardware is not None and not found)
-    if not alone and (way := _mildest(together, bench, standard)) is not None:
+    if not alone and (way := _mildest(together, bench, standard, hopeful=True)) is not None:
         found.append(way)
     return tuple(sorted(found, key=lambda way: (SHARD in way.options, way.relative_cost))[:MOST])
 
@@ -219,12 +218,14 @@ def _together(spec: WorkloadSpec, settings: Mapping[str, Any], simulated: bool) 
         yield from _sharded(start.spec, start.options, start.effect)
 
 
-def _mildest(changes: Iterator[Change], bench: Bench, standard: float) -> WayOut | None:
+def _mildest(changes: Iterator[Change], bench: Bench, standard: float, hopeful: bool = False) -> WayOut | None:
     """The first change that fits, where all behind one that fits do; None where none does, or this sort of change is
-    not possible for this model."""
+    not possible for this model. ``hopeful``: the very first is likely to, and tried before all others."""
     with ExitStack() as stack:
         series = [_Variant(change, bench, stack) for change in changes]
         try:
+            if hopeful and series and series[0].fits:
+                return series[0].way(standard)
             if not series or not series[-1].fits:
                 return None
             return series[bisect_left(series, True, key=lambda variant: variant.fits)].way(standard)
@@ -254,13 +255,14 @@ class _Variant:
             return False
         if _ignored(self._change.spec, self._tracer.settings):
             return False
-        plain = self._fixed(self._tracer).trace()
-        if plain.resident_bytes > self._bench.budget:
-            return False
-        if SAVE.kind in self._bench.kinds:
-            self._uniform[SAVE.kind] = (self._choices(SAVE.kind), plain)
         lean = [kind for kind in LEAN_KINDS if kind in self._bench.kinds] or list(self._bench.kinds)
-        return any(self._run(kind) and _fitting(self._bench, {kind: self._uniform[kind]}) for kind in lean)
+        for kind in filter(self._run, lean):
+            choices, graph = self._uniform[kind]
+            if graph.resident_bytes > self._bench.budget:  # whatever the layers do
+                return False
+            if _fitting(self._bench, {kind: (choices, graph)}):
+                return True
+        return False
 
     def way(self, standard: float) -> WayOut | None:
         """The change with the fastest uniform plan that fits, all micro-steps; ``standard``: seconds per token."""
