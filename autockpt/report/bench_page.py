@@ -33,8 +33,15 @@ def bench_page(report: BenchReport) -> str:
 
 
 def _duels(report: BenchReport) -> str:
+    several = len({result.peer for result in report.budgets}) > 1
     rows = [
-        (result.budget.asked, duel.rival, say.ratio(duel.ratio), str(duel.ratio.rounds), duel.verdict)
+        (
+            f"{result.budget.asked}, {result.peer}" if several else result.budget.asked,
+            duel.rival,
+            say.ratio(duel.ratio),
+            str(duel.ratio.rounds),
+            duel.verdict,
+        )
         for result in report.budgets
         for duel in result.duels
     ]

@@ -85,6 +85,15 @@ def test_the_page_has_machine_versions_command_and_every_row() -> None:
     assert "+4.0 % … +6.0 %" in page
 
 
+def test_two_of_ours_at_one_budget_are_told_apart() -> None:
+    report = sample()
+    page = bench_page(report)
+    assert "\n| 60% | first-k 2 | 0.940" in page
+    other = report.budgets[0].model_copy(update={"peer": "autockpt compiled model"})
+    page = bench_page(report.model_copy(update={"budgets": (*report.budgets, other)}))
+    assert "\n| 60%, autockpt | first-k 2 |" in page and "\n| 60%, autockpt compiled model | first-k 2 |" in page
+
+
 def test_the_picture_is_one_line_per_method_with_budget_lines() -> None:
     root = ET.fromstring(bench_picture(sample()))
     titles = [t.text or "" for t in root.iter(f"{SVG}title")]
