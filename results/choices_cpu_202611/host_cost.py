@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python results/choices_cpu_202611/host_cost.py [DEVICE]
 
 A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
-each after one step that is not timed; medians over the rounds, and the 95 % interval of the ratio to checkpointing by
+each after steps that are not timed (a choice gets to know its layer in the first two);
+medians over the rounds, and the 95 % interval of the ratio to checkpointing by
 hand. Time is that of the processor in this process, so that other work on the machine counts little. On a GPU its work
 is waited for after every step, outside of what is timed.
 """
@@ -26,7 +27,7 @@ from autockpt.runtime import attach
 from autockpt.schema import choice_kinds
 from autockpt.schema.choices import from_label, label
 
-LAYERS, ROUNDS, BY_HAND = 24, 40, "torch.utils.checkpoint by hand"
+LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 3, "torch.utils.checkpoint by hand"
 CHOICES = [
     *choice_kinds("block"),
     '{"kind": "selective", "keep": ["mlp.up_proj"]}',
@@ -90,7 +91,8 @@ def measure(device: str = "cpu", rounds: int = ROUNDS) -> dict[str, dict[str, fl
             choice = candidates[name]
             choices = {} if choice is None else dict.fromkeys(names, choice)
             with by_hand(model) if name == BY_HAND else attach(model, choices):
-                once()
+                for _ in range(WARMUP):
+                    once()
                 times[name].append(once())
     hand = [sum(pair) for pair in times[BY_HAND]]
     found: dict[str, dict[str, float | str]] = {}
