@@ -3,10 +3,9 @@
     OMP_NUM_THREADS=1 python results/choices_cpu_202611/host_cost.py [DEVICE]
 
 A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
-each after steps that are not timed (a choice gets to know its layer in the first two);
-medians over the rounds, and the 95 % interval of the ratio to checkpointing by
-hand. Time is that of the processor in this process, so that other work on the machine counts little. On a GPU its work
-is waited for after every step, outside of what is timed.
+each after steps that are not timed (a choice gets to know its layer in the first two); medians over the rounds, and
+the 95 % interval of the ratio to checkpointing by hand. Time is that of the processor in this process, so that other
+work on the machine counts little. On a GPU its work is waited for after every step, outside of what is timed.
 """
 
 from __future__ import annotations
