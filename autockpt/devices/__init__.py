@@ -2,7 +2,7 @@
 
 from autockpt.devices.base import Device, Parcel, Peak, Transport
 from autockpt.devices.hostpool import HostUse
-from autockpt.devices.registry import DEVICES, get_device, process_environment
+from autockpt.devices.registry import DEVICES, get_device, make_current, process_environment
 from autockpt.devices.transport import Transports, Ways, host_bytes_of, transport_for
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Ways",
     "get_device",
     "host_bytes_of",
+    "make_current",
     "process_environment",
     "transport_for",
 ]

@@ -16,6 +16,8 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.schema.device import DeviceInfo
 from autockpt.schema.sizes import format_bytes
 
+# The variable that cuBLAS' workspace is chosen by, and a value that PyTorch calls deterministic.
+WORKSPACE, DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 _OUT_OF_MEMORY = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -192,7 +194,7 @@ class CudaDevice:
         strict comparisons of gradients are refused for ever if not. From Hopper on that one has the usual size.
         """
         if torch.cuda.get_device_capability(self.torch_device) >= (9, 0):
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ.setdefault(WORKSPACE, DETERMINISTIC)
         square = torch.ones(16, 16, device=self.torch_device)
         torch.mm(square, square)
         self.synchronize()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
+
 from autockpt.devices.base import Device
 from autockpt.devices.cpu import CpuDevice
 from autockpt.devices.cuda import CudaDevice
@@ -42,6 +44,12 @@ DEVICES: dict[str, DeviceKind] = {
 def process_environment(name: str | None) -> Mapping[str, str]:
     """The variables that a process measuring on the device of that name should start with; errors as ``get_device``."""
     return DEVICES[get_device(name).kind].process_environment()
+
+
+def make_current(device: Device) -> None:
+    """Events, graphs and seeds of this process are that accelerator's from now on. Opens its context."""
+    if device.kind != "cpu":
+        torch.accelerator.set_device_index(device.torch_device.index or 0)
 
 
 def get_device(name: str | None = None) -> Device:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -67,21 +67,21 @@ class LocalMeasurer:
     ) -> Measurement:
         """See ``Measurer.measure``. Errors of the user's own step arrive unchanged."""
         budget = self._budget if budget_bytes is None else budget_bytes
-        with self._device_current():
-            return self._open().measure(choices, steps=steps, warmup=warmup, budget_bytes=budget)
+        with self._opened() as runner:
+            return runner.measure(choices, steps=steps, warmup=warmup, budget_bytes=budget)
 
     def compare(
         self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
     ) -> dict[str, list[float]]:
         """See ``Measurer.compare``."""
         budget = self._budget if budget_bytes is None else budget_bytes
-        with self._device_current():
-            return self._open().compare(plans, rounds=rounds, budget_bytes=budget, warmup=warmup)
+        with self._opened() as runner:
+            return runner.compare(plans, rounds=rounds, budget_bytes=budget, warmup=warmup)
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
         """See ``Measurer.call``."""
-        with self._device_current():
-            return self._open().call(ref, payload)
+        with self._opened() as runner:
+            return runner.call(ref, payload)
 
     def close(self) -> None:
         """Restore the user's state. The second call does nothing."""
@@ -103,15 +103,14 @@ class LocalMeasurer:
         if getattr(self, "_snapshot", None) is not None:
             self.close()
 
-    def _device_current(self) -> AbstractContextManager[object]:
-        """Seeds and events are the current GPU's, and the user's model may lie on another."""
-        device = self._device.torch_device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-    def _open(self) -> StepRunner:
+    @contextmanager
+    def _opened(self) -> Iterator[StepRunner]:
+        """The runner, with its GPU as the current one: seeds and events are that one's."""
         if self._snapshot is None:
             raise MeasurementError("this measurer is closed", remedy="Make a new one.")
-        return self._runner
+        device = self._device.torch_device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield self._runner
 
 
 def refuse_many_processes() -> None:

@@ -49,7 +49,7 @@ class Worker:
         """Build the workload; the facts about it and the environment."""
         import torch
 
-        from autockpt.devices import get_device
+        from autockpt.devices import get_device, make_current
         from autockpt.measuring.compiled import Compiler
         from autockpt.measuring.environment import environment_of
         from autockpt.measuring.runner import StepRunner
@@ -61,8 +61,7 @@ class Worker:
         self._beat("imported")
         # First of all: what others hold on the device can only be told apart before this process opens its context.
         environment = environment_of(device)
-        if device.kind != "cpu":
-            torch.accelerator.set_device_index(device.torch_device.index or 0)
+        make_current(device)
         with letting_go(device, "building the model"):
             workload = build(WorkloadSpec.model_validate(request["spec"]), device.torch_device)
         self._beat("built")

@@ -182,8 +182,12 @@ def _met(owner: nn.Module, place: tuple[str, str], *, clones: bool) -> Met:
     value = vars(owner).get(place[1], _ABSENT)
     if not is_mutable(value):
         return Met(owner, place, value, value)
-    tensors = [(tensor, tensor._version) for tensor in tensors_in(value) if not tensor.is_inference()]
+    tensors = [(tensor, tensor._version) for tensor in _with_versions(value)]
     return Met(owner, place, value, copied(value, clones=clones), clones, tensors)
+
+
+def _with_versions(value: Any) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in tensors_in(value) if not tensor.is_inference())
 
 
 def _written(entry: Met) -> bool:
@@ -197,10 +201,7 @@ def _exchanged(entry: Met) -> bool:
         return True
     if not is_mutable(now) or isinstance(now, torch.Tensor):
         return False
-    inside = [tensor for tensor in tensors_in(now) if not tensor.is_inference()]
-    others = len(inside) != len(entry.tensors) or any(
-        tensor is not met for tensor, (met, _) in zip(inside, entry.tensors, strict=True)
-    )
+    others = list(map(id, _with_versions(now))) != [id(tensor) for tensor, _ in entry.tensors]
     return others or differ(entry.copied, now)
 
 
@@ -222,7 +223,7 @@ def as_met(unit: str, met: list[Met]) -> Iterator[None]:
 
 def _again(unit: str, entry: Met) -> Any:
     if _written(entry):
-        where = f"{_name(unit, entry)}" if isinstance(entry.copied, torch.Tensor) else f"in {_name(unit, entry)}"
+        where = _name(unit, entry) if isinstance(entry.copied, torch.Tensor) else f"in {_name(unit, entry)}"
         raise InPlaceError(
             f"the tensor {where} was changed in place between forward and backward",
             remedy=f"Change it after backward, or use `save` on {unit}.",

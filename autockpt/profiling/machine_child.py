@@ -59,14 +59,11 @@ def main(reads: int, writes: int) -> None:
 
         request = json.loads(requests.readline())
         try:
-            from autockpt.devices import get_device
+            from autockpt.devices import get_device, make_current
             from autockpt.profiling.machine import measure_machine
 
             device = get_device(request["device"])
-            if device.kind != "cpu":  # events and graphs belong to the current device
-                import torch
-
-                torch.accelerator.set_device_index(device.torch_device.index or 0)
+            make_current(device)
             machine = measure_machine(device, quick=request["quick"], tell=lambda what: answer({"tell": what}))
             answer({"machine": machine.model_dump(mode="json")})
         except AutockptError as error:

@@ -8,14 +8,7 @@ from contextlib import AbstractContextManager
 from pydantic import Field
 from torch import nn
 
-from autockpt.runtime.observation import (
-    WORKSPACE,
-    ForwardBackward,
-    Observation,
-    deterministically,
-    may_be_stricter,
-    observe,
-)
+from autockpt.runtime.observation import ForwardBackward, Observation, deterministically, observe, stricter_with
 from autockpt.runtime.sketches import TOLERANCE
 from autockpt.schema.base import Data
 
@@ -54,7 +47,8 @@ class GradientCheck(Data):
                 f"{', '.join(self.differences[:_SHOWN])}{more}; gradient norms by up to {self.deviation:.1e}"
             )
         if not self.repeatable:
-            hint = f" (on a GPU it may, with {WORKSPACE}=:4096:8 set before Python starts)" if may_be_stricter() else ""
+            setting = stricter_with()
+            hint = f" (on a GPU it may, with {setting} set before Python starts)" if setting else ""
             return f"{reference} does not repeat itself bit by bit{hint}, and the plan deviates from it no more{how}"
         if self.tolerance is not None:
             return (

@@ -15,11 +15,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.runtime.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 from autockpt.schema.base import Data
 
 T = TypeVar("T")
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 ForwardBackward = Callable[[Callable[[], None]], Tensor]
 """One forward and backward; calls its argument between the two and returns the loss. Gradients stay in ``.grad``."""
 
@@ -159,7 +159,7 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
     """
     workspace = os.environ.get(WORKSPACE)
     if strict and workspace is None:
-        os.environ[WORKSPACE] = ":4096:8"
+        os.environ[WORKSPACE] = DETERMINISTIC
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=not strict)
@@ -173,9 +173,9 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
             os.environ.pop(WORKSPACE, None)
 
 
-def may_be_stricter() -> bool:
-    """Whether there is a GPU, and nobody has asked for the workspace without which strictness may be refused."""
-    return torch.cuda.device_count() > 0 and WORKSPACE not in os.environ
+def stricter_with() -> str:
+    """The setting without which strictness may be refused, where there is a GPU and nobody has made it; else empty."""
+    return f"{WORKSPACE}={DETERMINISTIC}" if torch.cuda.device_count() > 0 and WORKSPACE not in os.environ else ""
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

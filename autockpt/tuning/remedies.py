@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError
-from autockpt.profiling import Needs, Predictor, Uniform, promised_bytes, tracer_for
+from autockpt.profiling import Needs, Predictor, Uniform, promised_bytes, tracer_for, uniform_graphs
 from autockpt.schema import (
     Choice,
     Graph,
@@ -24,7 +24,6 @@ from autockpt.schema import (
     SearchRequest,
     WorkloadSpec,
     format_bytes,
-    parse_choice,
     plan_hash,
 )
 from autockpt.schema.choices import CHUNKED_LOSS
@@ -33,6 +32,7 @@ from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer
 from autockpt.tuning.head import FixedTracer, Times
 from autockpt.tuning.job import Clock
+from autockpt.tuning.stages import blocks_of
 
 MOST = 3
 SHARD, MOST_RANKS = "--shard", 64
@@ -241,7 +241,7 @@ class _Variant:
 
     def __init__(self, change: Change, bench: Bench, stack: ExitStack) -> None:
         self._change, self._bench, self._stack = change, bench, stack
-        self._uniform: dict[str, tuple[dict[str, Choice], Graph]] = {}
+        self._uniform: dict[str, tuple[dict[str, Choice], Graph]] = {}  # as ``uniform_graphs`` gives them
         self._short = change.spec.model_copy(update={"accumulate": min(change.spec.accumulate, MICRO_STEPS)})
 
     @cached_property
@@ -274,7 +274,7 @@ class _Variant:
             tracer = self._stack.enter_context(self._bench.tracer(self._change.spec))
         for kind in sorted(fitting, key=lambda kind: fitting[kind].step_seconds or 0.0):
             if tracer is not self._tracer:
-                choices = self._choices(kind)
+                choices, _ = self._uniform[kind]
                 whole = _fitting(self._bench, {kind: (choices, self._fixed(tracer).trace(choices))})
                 if kind not in whole:
                     continue
@@ -295,15 +295,11 @@ class _Variant:
     def _fixed(self, tracer: Tracer) -> FixedTracer:
         return FixedTracer(tracer, {tracer.head.name: CHUNKED_LOSS} if self._change.chunked and tracer.head else {})
 
-    def _choices(self, kind: str) -> dict[str, Choice]:
-        return dict.fromkeys((unit.name for unit in self._tracer.units if unit.role == "block"), parse_choice(kind))
-
     def _run(self, kind: str) -> bool:
         """Ghost-run a choice on every layer, once; whether it can be attached."""
         if kind not in self._uniform:
-            choices = self._choices(kind)
             try:
-                self._uniform[kind] = (choices, self._fixed(self._tracer).trace(choices))
+                self._uniform |= uniform_graphs(self._fixed(self._tracer), blocks_of(self._tracer), (kind,))
             except ConflictError:
                 return False
         return True

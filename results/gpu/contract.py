@@ -24,8 +24,6 @@ def contract(context: Context) -> dict[str, Any]:
     """Every policy, architecture, precision and dropout: gradients bit-equal with plain training."""
     shapes = context.shapes
     environment = dict(os.environ) | {"AUTOCKPT_TEST_DEVICE": shapes.device, "OMP_NUM_THREADS": "1"}
-    if shapes.device == "cuda":
-        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     names = _collected(shapes.tests, environment)
     folder = context.out / "contract"
     folder.mkdir(parents=True, exist_ok=True)

@@ -156,6 +156,13 @@ def test_a_process_of_its_own() -> None:
         process.close()
 
 
+def run_in_another_process(program: str) -> tuple[int, str]:
+    """Exit code and output."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True, check=False)
+    return done.returncode, done.stdout
+
+
 def test_what_one_tracer_imported_further_ones_find() -> None:
     program = (
         "import sys\n"
@@ -165,9 +172,9 @@ def test_what_one_tracer_imported_further_ones_find() -> None:
         "    with Tracer.from_spec(WorkloadSpec(model='llama-tiny', batch_size=2), fallback=False) as tracer:\n"
         "        print('transformers.models.llama.modeling_llama' in sys.modules, len(tracer.trace().ops))\n"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
-    (first, ops), (second, same) = (line.split() for line in done.stdout.splitlines())
+    code, output = run_in_another_process(program)
+    assert code == 0
+    (first, ops), (second, same) = (line.split() for line in output.splitlines())
     assert (first, second) == ("False", "True") and ops == same
 
 
@@ -310,9 +317,8 @@ def test_the_child_ends_with_its_parent() -> None:
         "print(tracer._backend._pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
-    child = int(done.stdout)
+    _, output = run_in_another_process(program)
+    child = int(output)
     deadline = time.monotonic() + 10
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         if "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
