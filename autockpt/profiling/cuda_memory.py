@@ -9,7 +9,10 @@ bitsandbytes' block-wise 8-bit states, DDP's buckets, FSDP2's all-gathers (``tor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+import torch
 
 from autockpt.profiling.sharding import changed, sharded
 from autockpt.schema import DevicePeak, Graph, Hardware, Storage, StorageKind, WorkloadSpec
@@ -17,10 +20,17 @@ from autockpt.simulator import bytes_timeline
 from autockpt.simulator.allocator import MIB, Event, replay
 from autockpt.simulator.estimate import element_bytes
 
-# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8, and 32 MiB from Hopper on.
+# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8, and 32 MiB from Hopper on; with ROCm
+# 32 MiB, and 128 MiB on gfx942, gfx950 and gfx1250.
 _WORKSPACE, _LARGE_WORKSPACE = 2 * 4 * MIB + 8 * (16 << 10), 32 * MIB
-_ROCM_WORKSPACE = 32 * MIB
+_ROCM_WORKSPACE, _LARGE_ROCM_WORKSPACE = 32 * MIB, 128 * MIB
+_LARGE_ON_ROCM = ((9, 4), (9, 5), (12, 5))
 _HANDLES = 2  # one in the thread of forward, one in autograd's
+_CACHE_WORKSPACES = "TORCH_CUBLAS_WORKSPACE_CACHE"
+_PRODUCTS = frozenset(
+    f"aten.{name}"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm", "_addmm_activation")
+)
 _BUCKET = 25 * MIB  # DistributedDataParallel's bucket_cap_mb
 # bitsandbytes: blocks of 256 values share a scale; states of small tensors stay fp32.
 _BLOCK, _SMALLEST_8BIT = 256, 4096
@@ -38,13 +48,27 @@ def capability_of(hardware: Hardware) -> tuple[int, int] | None:
 
 
 def workspace_bytes(hardware: Hardware) -> int:
-    """What the matrix libraries keep of the allocator's memory once they have been used."""
+    """What a matrix library takes of the allocator's memory for each of its handles; 0 where there is none.
+
+    An AMD GPU whose description does not tell its architecture counts as one that takes more.
+    """
     if hardware.kind == "rocm":
-        return _HANDLES * _ROCM_WORKSPACE
+        large = hardware.capability is None or hardware.capability in _LARGE_ON_ROCM
+        return _LARGE_ROCM_WORKSPACE if large else _ROCM_WORKSPACE
     capability = capability_of(hardware)
     if capability is None:
         return 0
-    return _HANDLES * (_LARGE_WORKSPACE if capability >= (9, 0) else _WORKSPACE)
+    return _LARGE_WORKSPACE if capability >= (9, 0) else _WORKSPACE
+
+
+def workspaces_stay(hardware: Hardware) -> bool:
+    """Whether handles keep their workspaces once they have been used.
+
+    On CUDA they do up to torch 2.14; from 2.15 on every product takes one and gives it back, unless
+    TORCH_CUBLAS_WORKSPACE_CACHE=1 (https://github.com/pytorch/pytorch/pull/194311, which leaves ROCm as it was).
+    """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return hardware.kind == "rocm" or version < (2, 15) or os.environ.get(_CACHE_WORKSPACES) == "1"
 
 
 def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
@@ -64,12 +88,29 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
         graph = with_resident(graph, "gradient buckets", _buckets(sum(_gradients(graph).values())), "other")
     if spec.keep_gradients or spec.ddp == "views":
         graph = _with_kept_gradients(graph)
-    workspace = workspace_bytes(hardware)
-    if workspace:
-        each = [workspace // _HANDLES] * _HANDLES
-        graph = with_resident(graph, "matrix workspaces", each, "other")
+    if workspace := workspace_bytes(hardware):
+        stay = workspaces_stay(hardware)
+        graph = (
+            with_resident(graph, "matrix workspaces", [workspace] * _HANDLES, "other")
+            if stay
+            else _with_workspaces(graph, workspace)
+        )
     notes = tuple(_unknown(hardware, graph))
     return changed(graph, notes=(*graph.notes, *notes)) if notes else graph
+
+
+def _with_workspaces(graph: Graph, nbytes: int) -> Graph:
+    """The graph with a workspace that is there while each matrix product runs.
+
+    Those that a bias and an activation are fused into may take less, by another library; they count as the others.
+    """
+    first = max((s.id for s in graph.storages), default=-1) + 1
+    products = [op for op in graph.ops if op.target.rpartition(".")[0] in _PRODUCTS]
+    added = (
+        Storage(id=first + i, bytes=nbytes, birth=op.index, death=op.index, kind="other", unit=op.unit)
+        for i, op in enumerate(products)
+    )
+    return changed(graph, storages=(*graph.storages, *added))
 
 
 def _unknown(hardware: Hardware, graph: Graph) -> Iterator[str]:

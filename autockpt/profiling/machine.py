@@ -138,7 +138,7 @@ def _measure(device: Device, sizes: Sizes, tell: Tell, started: float, environme
     return Machine.model_validate(
         {
             "kind": _kind(device),
-            "capability": torch.cuda.get_device_capability(device.torch_device) if _kind(device) == "cuda" else None,
+            "capability": torch.cuda.get_device_capability(device.torch_device) if device.kind == "cuda" else None,
             "environment": described,
             "products": products,
             "attention_flops": forward,

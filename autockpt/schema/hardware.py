@@ -82,7 +82,8 @@ class Hardware(Data):
     description: str = ""
     kind: HardwareKind
     capability: tuple[int, int] | None = Field(
-        default=None, description="compute capability of an NVIDIA GPU, [8, 9]: which kernels it takes"
+        default=None,
+        description="compute capability of an NVIDIA GPU, [8, 9]; of an AMD GPU what PyTorch tells: [9, 4] for gfx942",
     )
     memory_bytes: Bytes = Field(description="what the device has")
     context_bytes: Bytes = Field(description="what driver, context and loaded kernels hold of it, per process")
@@ -124,8 +125,8 @@ class Hardware(Data):
     def _possible_capability(cls, value: tuple[int, int] | None, info: ValidationInfo) -> tuple[int, int] | None:
         if value is None:
             return None
-        if info.data.get("kind") != "cuda":
-            raise ValueError("only NVIDIA GPUs (kind cuda) have a compute capability; leave it out")
+        if info.data.get("kind") not in ("cuda", "rocm"):
+            raise ValueError("only GPUs of kind cuda or rocm have a compute capability; leave it out")
         if not (3 <= value[0] <= 30 and 0 <= value[1] <= 9):
             raise ValueError(f"no GPU has compute capability {value[0]}.{value[1]}; write 8.9 as [8, 9]")
         return value

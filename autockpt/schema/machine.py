@@ -60,7 +60,7 @@ class Machine(Data):
     """All measurements of one machine. ``kind`` as in Hardware; bytes, seconds, FLOP/s."""
 
     kind: str
-    capability: tuple[int, int] | None = Field(default=None, description="compute capability of an NVIDIA GPU")
+    capability: tuple[int, int] | None = Field(default=None, description="compute capability of a GPU")
     environment: Environment
     products: tuple[ProductTime, ...] = Field(min_length=1)
     attention_flops: float = Field(description="of fused attention, forward")

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,13 +105,28 @@ def seen(graph: Graph, device: Hardware | None = None, **spec: Any) -> Graph:
 
 
 def test_matrix_workspaces_by_architecture() -> None:
-    assert workspace_bytes(hardware("a100", capability=(8, 0))) == 2 * (8 * MIB + 128 * 1024)
+    assert workspace_bytes(hardware("a100", capability=(8, 0))) == 8 * MIB + 128 * 1024
     hopper, blackwell = (hardware("my card", capability=c) for c in ((9, 0), (12, 0)))
-    assert workspace_bytes(hopper) == workspace_bytes(blackwell) == 2 * 32 * MIB
-    assert workspace_bytes(hardware("mi300x", "rocm")) == 2 * 32 * MIB
+    assert workspace_bytes(hopper) == workspace_bytes(blackwell) == 32 * MIB
+    assert workspace_bytes(load_hardware("mi300x")) == workspace_bytes(hardware("unknown", "rocm")) == 128 * MIB
+    assert workspace_bytes(hardware("mi250x", "rocm", capability=(9, 0))) == 32 * MIB
     assert workspace_bytes(hardware("laptop", "cpu")) == 0
-    graph = seen(step())
-    assert graph.resident_bytes - step().resident_bytes == workspace_bytes(hardware())
+
+
+def test_matrix_workspaces_stay_or_come_and_go_with_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace, plain = workspace_bytes(hardware()), step()
+    monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
+    kept = seen(plain)
+    assert kept.resident_bytes - plain.resident_bytes == kept.resident["matrix workspaces"] == 2 * workspace
+    monkeypatch.setattr(torch, "__version__", "2.15.0.dev20260901+cu130")
+    scoped = seen(plain)
+    assert scoped.resident == plain.resident
+    # all six ops of this step are products: a workspace is there with each, and never two at once
+    assert list(scoped.timeline()) == [nbytes + workspace for nbytes in plain.timeline()]
+    assert "matrix workspaces" in seen(plain, hardware("my card", "rocm")).resident
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert seen(plain).resident == kept.resident
 
 
 def test_capabilities() -> None:
