@@ -1,6 +1,9 @@
 """Memory of NVIDIA GPUs as the driver's management library tells it, without opening a CUDA context. Bytes.
 
-Every function answers None where the library, the device or the number cannot be had; none raises.
+Every function answers None where the library, the device or the number cannot be had; none raises. That includes what
+would be another GPU's or not this process's: the library counts GPUs by their place on the bus, CUDA the fastest first
+(unless CUDA_DEVICE_ORDER=PCI_BUS_ID) with unlike ones, so that the two only agree by UUID; and of a GPU that is divided
+(MIG) it tells the whole one's memory.
 """
 
 from __future__ import annotations
@@ -8,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _MAX_PROCESSES = 256
+_MAX_NAME = 96
 # What the library writes where a process's memory is not known (for instance under Windows' own driver model).
 _NOT_AVAILABLE = (1 << 64) - 1
 
@@ -39,6 +44,46 @@ class _Process(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True)
+class _Card:
+    """A GPU as the library tells it."""
+
+    library: Any
+    handle: ctypes.c_void_p
+
+    def memory(self) -> tuple[int, int] | None:
+        """All of it and what is used, both without the driver's own part where the library tells that apart."""
+        with contextlib.suppress(AttributeError):
+            apart = _Memory2(version=ctypes.sizeof(_Memory2) | 2 << 24)
+            if self.library.nvmlDeviceGetMemoryInfo_v2(self.handle, ctypes.byref(apart)) == 0:
+                return int(apart.total - apart.reserved), int(apart.used)
+        memory = _Memory()
+        if self.library.nvmlDeviceGetMemoryInfo(self.handle, ctypes.byref(memory)) != 0:
+            return None
+        return int(memory.total), int(memory.used)
+
+    def capability(self) -> tuple[int, int] | None:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        with contextlib.suppress(AttributeError):
+            ask = self.library.nvmlDeviceGetCudaComputeCapability
+            if ask(self.handle, ctypes.byref(major), ctypes.byref(minor)) == 0:
+                return major.value, minor.value
+        return None
+
+    def name(self) -> bytes:
+        name = ctypes.create_string_buffer(_MAX_NAME)
+        self.library.nvmlDeviceGetName(self.handle, name, ctypes.c_uint(_MAX_NAME))
+        return name.value
+
+    def divided(self) -> bool:
+        """Whether processes get parts of it (MIG). Older libraries, and GPUs that cannot be divided, do not say."""
+        now, pending = ctypes.c_uint(), ctypes.c_uint()
+        with contextlib.suppress(AttributeError):
+            if self.library.nvmlDeviceGetMigMode(self.handle, ctypes.byref(now), ctypes.byref(pending)) == 0:
+                return bool(now.value)
+        return False
+
+
 def total_bytes(index: int) -> int | None:
     """All memory of the GPU that CUDA numbers ``index`` in this process, less what the driver keeps for itself."""
     memory = _memory(index)
@@ -53,13 +98,12 @@ def used_bytes(index: int) -> int | None:
 
 def own_bytes(index: int) -> int | None:
     """What this process holds on it, its context included. None in containers that renumber processes."""
-    opened = _open(index)
-    if opened is None:
+    card = _card(index)
+    if card is None or card.divided():
         return None
-    library, handle = opened
     count, found = ctypes.c_uint(_MAX_PROCESSES), (_Process * _MAX_PROCESSES)()
     try:
-        if library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found) != 0:
+        if card.library.nvmlDeviceGetComputeRunningProcesses_v3(card.handle, ctypes.byref(count), found) != 0:
             return None
     except AttributeError:
         return None
@@ -71,45 +115,54 @@ def own_bytes(index: int) -> int | None:
 
 def capability(index: int) -> tuple[int, int] | None:
     """Its compute capability: (9, 0) for Hopper."""
-    opened = _open(index)
-    if opened is None:
-        return None
-    library, handle = opened
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    try:
-        if library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) != 0:
-            return None
-    except AttributeError:
-        return None
-    return major.value, minor.value
+    card = _card(index)
+    return None if card is None else card.capability()
 
 
 def _memory(index: int) -> tuple[int, int] | None:
-    """All of it and what is used, both without the driver's own part where the library tells that apart."""
-    opened = _open(index)
-    if opened is None:
-        return None
-    library, handle = opened
-    with contextlib.suppress(AttributeError):
-        apart = _Memory2(version=ctypes.sizeof(_Memory2) | 2 << 24)
-        if library.nvmlDeviceGetMemoryInfo_v2(handle, ctypes.byref(apart)) == 0:
-            return int(apart.total - apart.reserved), int(apart.used)
-    memory = _Memory()
-    if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
-        return None
-    return int(memory.total), int(memory.used)
+    card = _card(index)
+    return None if card is None or card.divided() else card.memory()
 
 
-def _open(index: int) -> tuple[Any, ctypes.c_void_p] | None:
-    """The library and its handle of a GPU. CUDA_VISIBLE_DEVICES renumbers for CUDA, not for this library."""
+def _card(index: int) -> _Card | None:
+    """The GPU that CUDA numbers ``index``: by its UUID once CUDA has started, before by number where that is safe."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         if library.nvmlInit_v2() != 0:
             return None
-        handle = ctypes.c_void_p()
-        number = torch.cuda._get_nvml_device_index(index)
-        if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(number), ctypes.byref(handle)) != 0:
-            return None
-        return library, handle
+        if torch.cuda.is_initialized():
+            return _by_uuid(library, str(torch.cuda.get_device_properties(index).uuid))
+        number = torch.cuda._get_nvml_device_index(index)  # through CUDA_VISIBLE_DEVICES, which renumbers for CUDA
+        return _by_number(library, number) if _same_order(library) else None
     except (OSError, AttributeError, RuntimeError, AssertionError, IndexError):
         return None
+
+
+def _by_uuid(library: Any, uuid: str) -> _Card | None:
+    handle = ctypes.c_void_p()
+    if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) != 0:
+        return None
+    return _Card(library, handle)
+
+
+def _by_number(library: Any, number: int) -> _Card | None:
+    handle = ctypes.c_void_p()
+    if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(number), ctypes.byref(handle)) != 0:
+        return None
+    return _Card(library, handle)
+
+
+def _same_order(library: Any) -> bool:
+    """Whether the library's numbers are CUDA's, CUDA_VISIBLE_DEVICES aside."""
+    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return True
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("GPU-"):  # names them, whatever their order
+        return True
+    count = ctypes.c_uint()
+    if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+        return False
+    cards = [_by_number(library, number) for number in range(count.value)]
+    if any(card is None for card in cards):  # one that may not be used from here
+        return False
+    alike = {(card.name(), card.capability(), (card.memory() or (0, 0))[0]) for card in cards if card is not None}
+    return len(alike) <= 1

@@ -177,7 +177,7 @@ class GhostRun(Run):
         self._mode.on_cpu = device.type == "cpu"
         self._mode.on_cuda = device.type == "cuda"
         if self._mode.on_cuda:
-            self._mode.capability = capability or capability_of(device)
+            self._mode.capability = capability or capability_of(device) or AMPERE
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
         return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu, tier=tier)
@@ -230,11 +230,11 @@ def _traced(spec: WorkloadSpec) -> WorkloadSpec:
     return spec.model_copy(update={**plain, "optimizer": optimizer})
 
 
-def capability_of(device: torch.device) -> Capability:
-    """Of the GPU at hand, without opening a context on it; else of the one that most kernels are made for."""
+def capability_of(device: torch.device) -> Capability | None:
+    """Of the GPU at hand, without opening a context on it; None where that cannot be told."""
     if torch.cuda.is_initialized():
         return torch.cuda.get_device_capability(device)
-    return nvml.capability(device.index or 0) or AMPERE
+    return nvml.capability(device.index or 0)
 
 
 def _check_fits(spec: WorkloadSpec) -> None:

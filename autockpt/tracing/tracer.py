@@ -20,6 +20,7 @@ from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
 from autockpt.workload import Workload
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
+_ASSUMED_CAPABILITY = "Which kernels this GPU takes could not be asked without starting CUDA; those of compute capability 8.0 are assumed."
 
 
 class _Backend(Protocol):
@@ -77,9 +78,12 @@ class Tracer:
         ghost-run and there is no fallback.
         """
         target = torch.device(device)
+        notes: tuple[str, ...] = ()
         if capability is None and target.type == "cuda":
             capability = capability_of(target)  # here: the child sees no GPU
-        return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback, view)
+            if capability is None and torch.cuda.device_count():
+                notes = (_ASSUMED_CAPABILITY,)
+        return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback, view, notes)
 
     @classmethod
     def from_workload(cls, workload: Workload, *, fallback: bool = True) -> Tracer:
@@ -148,10 +152,13 @@ def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability:
 
 
 def _ghost_or_recorded(
-    start: Callable[[Source], GhostProcess], fallback: bool, view: Callable[[Graph], Graph] | None = None
+    start: Callable[[Source], GhostProcess],
+    fallback: bool,
+    view: Callable[[Graph], Graph] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Tracer:
     try:
-        return Tracer(start("ghost"), view=view)
+        return Tracer(start("ghost"), notes, view)
     except GhostError as error:
         if not fallback:
             raise

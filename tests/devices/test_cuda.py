@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,40 +187,55 @@ def test_out_of_memory_is_told_from_other_errors(error, full):
 
 
 class Library:
-    """In the place of the driver's management library: GPU 3 with two processes on it."""
+    """In the place of the driver's management library, whose numbers follow the bus: GPU 3 has two processes on it.
 
-    def __init__(self, *, pids: dict[int, int]) -> None:
-        self.pids = pids
+    ``cards``: name, bytes and capability by number; CUDA counts the fastest first.
+    """
+
+    def __init__(self, *, pids: dict[int, int] | None = None, divided: bool = False) -> None:
+        self.pids = pids or {}
+        self.divided = divided
+        self.cards = [(b"H100", 800, (9, 0))] * 4
 
     def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = len(self.cards)
         return 0
 
     def nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, handle: Any) -> int:
         handle._obj.value = 1000 + index.value
         return 0
 
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        if uuid != b"GPU-3":
+            return 6
+        handle._obj.value = 1003
+        return 0
+
+    def nvmlDeviceGetName(self, handle: ctypes.c_void_p, name: Any, length: ctypes.c_uint) -> int:
+        name.value = self._card(handle)[0]
+        return 0
+
+    def nvmlDeviceGetMigMode(self, handle: ctypes.c_void_p, now: Any, pending: Any) -> int:
+        now._obj.value = self.divided
+        return 0
+
     def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> int:
-        assert handle.value == 1003
-        memory._obj.total, memory._obj.free, memory._obj.used = 800, 300, 500
+        total = self._card(handle)[1]
+        memory._obj.total, memory._obj.free, memory._obj.used = total, total - 500, 500
         return 0
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: ctypes.c_void_p, count: Any, found: Any) -> int:
-        assert count._obj.value >= len(self.pids)
+        assert count._obj.value >= len(self.pids) and handle.value == 1003
         count._obj.value = len(self.pids)
         for entry, (pid, used) in zip(found, self.pids.items(), strict=False):
             entry.pid, entry.used = pid, used
         return 0
 
-
-def test_the_drivers_library_is_read_by_its_own_numbering(monkeypatch):
-    library = Library(pids={1: 70, os.getpid(): 90})
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda index: index + 2)
-    assert (nvml.total_bytes(1), nvml.used_bytes(1), nvml.own_bytes(1)) == (800, 500, 90)
-    library.pids = {1: 70}
-    assert nvml.own_bytes(1) is None
-    library.pids = {os.getpid(): (1 << 64) - 1}
-    assert nvml.own_bytes(1) is None
+    def _card(self, handle: ctypes.c_void_p) -> tuple[bytes, int, tuple[int, int]]:
+        return self.cards[(handle.value or 0) - 1000]
 
 
 class NewerLibrary(Library):
@@ -227,24 +243,64 @@ class NewerLibrary(Library):
 
     def nvmlDeviceGetMemoryInfo_v2(self, handle: ctypes.c_void_p, memory: Any) -> int:
         assert memory._obj.version == 40 | 2 << 24
-        memory._obj.total, memory._obj.reserved, memory._obj.free, memory._obj.used = 800, 60, 300, 440
+        total = self._card(handle)[1]
+        memory._obj.total, memory._obj.reserved, memory._obj.free, memory._obj.used = total, 60, 300, 440
         return 0
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: ctypes.c_void_p, major: Any, minor: Any) -> int:
-        major._obj.value, minor._obj.value = 9, 0
+        major._obj.value, minor._obj.value = self._card(handle)[2]
         return 0
 
 
-def test_what_the_driver_keeps_for_itself_is_nobodys_memory(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: NewerLibrary(pids={}))
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> NewerLibrary:
+    """CUDA has not started; its GPU 1 is the library's GPU 3."""
+    made = NewerLibrary()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
     monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda index: index + 2)
-    assert (nvml.total_bytes(1), nvml.used_bytes(1), nvml.capability(1)) == (740, 440, (9, 0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    return made
 
 
-def test_an_older_library_knows_no_capability(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(pids={}))
-    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda index: index + 2)
-    assert nvml.capability(1) is None
+def known(index: int) -> tuple[Any, ...]:
+    return nvml.total_bytes(index), nvml.used_bytes(index), nvml.own_bytes(index), nvml.capability(index)
+
+
+def test_the_drivers_library_is_read_by_its_own_numbering(library, monkeypatch):
+    older = Library(pids={1: 70, os.getpid(): 90})
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: older)
+    assert known(1) == (800, 500, 90, None)  # capabilities are told by newer ones
+    older.pids = {1: 70}
+    assert nvml.own_bytes(1) is None
+    older.pids = {os.getpid(): (1 << 64) - 1}
+    assert nvml.own_bytes(1) is None
+
+
+def test_what_the_driver_keeps_for_itself_is_nobodys_memory(library):
+    assert known(1) == (740, 440, None, (9, 0))
+
+
+def test_where_cards_differ_their_numbers_are_not_trusted_until_cuda_has_started(library, monkeypatch):
+    """CUDA's first GPU is the fastest; the library's is that of the first slot, a T4 here."""
+    library.cards = [(b"T4", 160, (7, 5)), *library.cards[1:]]
+    library.pids = {os.getpid(): 90}
+    assert known(1) == (None,) * 4
+    for name, value in (("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-3")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert known(1) == (740, 440, 90, (9, 0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")  # numbers in CUDA's own order
+    assert known(1) == (None,) * 4
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"{index + 2}"))
+    assert known(1) == (740, 440, 90, (9, 0))
+    assert known(0) == (None,) * 4  # the library knows no such GPU
+
+
+def test_the_memory_of_a_divided_gpu_is_not_this_processs(library):
+    library.divided = True
+    assert known(1) == (None, None, None, (9, 0))
 
 
 def test_context_is_told_by_one_source_from_beginning_to_end(gpu, monkeypatch):

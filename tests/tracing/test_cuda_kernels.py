@@ -181,5 +181,13 @@ def test_the_gpu_at_hand_is_asked_before_the_child_is_made(monkeypatch):
     assert run.capability_of(torch.device("cuda", 2)) == (9, 0)
     assert asked == [2]
     monkeypatch.setattr(run.nvml, "capability", lambda index: None)
-    assert run.capability_of(torch.device("cuda")) == AMPERE
+    assert run.capability_of(torch.device("cuda")) is None
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize(("known", "count", "said"), [(None, 2, True), ((9, 0), 2, False), (None, 0, False)])
+def test_a_capability_that_could_not_be_asked_is_said_on_the_graph(monkeypatch, known, count, said):
+    monkeypatch.setattr(run.nvml, "capability", lambda index: known)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with Tracer.from_spec(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8), device="cuda") as tracer:
+        assert any("capability 8.0 are assumed" in note for note in tracer.trace().notes) is said
