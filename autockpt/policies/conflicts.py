@@ -42,6 +42,18 @@ def refuse_transforms(error: RuntimeError, unit: str) -> None:
         ) from error
 
 
+def refuse_capture(device: torch.device, unit: str) -> None:
+    """Raise ConflictError while a graph of the device's work (a CUDA graph) is being captured: its replay would copy to
+    and from host memory that has other uses by then."""
+    capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    if capturing is not None and capturing():
+        raise ConflictError(
+            f"a CUDA graph is being captured, and {unit} offloads what it saves: replays would copy through host "
+            "memory that is handed out anew in each step",
+            remedy="Use save for units inside of captured graphs.",
+        )
+
+
 def refuse_inference(error: RuntimeError, unit: str) -> None:
     """Raise ConflictError where ``error`` says that a tensor has no version counter, as those of inference mode."""
     if "do not track version counter" in str(error):

@@ -19,7 +19,7 @@ from autockpt.devices.transport import Transports, Ways
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_late_writes, refuse_native, refuse_transforms
+from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native, refuse_transforms
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer, unpack
 from autockpt.schema.choices import Choice, Offload, RecomputeOffload
@@ -106,8 +106,10 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
     """The unit's forward; where gradients are enabled, what it saves goes off the device.
 
     Parameters, buffers, small tensors and tensors from outside stay, the first floating-point argument (the hidden
-    state) does not. Raises ConflictError for a filled KV cache, MeasurementError where the other side is full, and in
-    backward InPlaceError where a saved tensor was changed in place.
+    state) does not. Tensors of subclasses (DTensor, FP8 of torchao or Transformer Engine) stay, too, with a warning:
+    what they hold beside one plain memory is theirs. Raises ConflictError for a filled KV cache and while a CUDA graph
+    is captured, MeasurementError where the other side is full, and in backward InPlaceError where a saved tensor was
+    changed in place.
     """
     return offloaded(module, state, args, kwargs)
 
@@ -121,12 +123,13 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     hidden = next((t for t in tensors if t.is_floating_point()), None)
     device = device_of(module) if hidden is None else hidden.device
+    refuse_capture(device, state.unit)
     buffers = state.buffers(module)
     outside = [t for t in tensors if t is not hidden] + buffers
     transport = state.pipeline.transport(device, state.tier)
     group = state.pipeline.open(state.unit, transport)
     try:
-        with saved_tensors_hooks(Packer(group, transport, device, outside).pack, unpack):
+        with saved_tensors_hooks(Packer(group, transport, device, outside, module.parameters()).pack, unpack):
             output = call_inner(module, state, args, kwargs)
     except RuntimeError as error:
         refuse_transforms(error, state.unit)

@@ -8,6 +8,8 @@ that was saved.
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -39,10 +41,16 @@ _WEIGHT_STEPS = frozenset(
         "UnsqueezeBackward0",
         "SqueezeBackward0",
         "SqueezeBackward1",
+        "SqueezeBackward2",
         "SelectBackward0",
         "SliceBackward0",
         "SplitBackward0",
+        "SplitWithSizesBackward0",
+        "UnsafeSplitBackward0",
+        "UnsafeSplitWithSizesBackward0",
         "ChunkBackward0",
+        "UnbindBackward0",
+        "AsStridedBackward0",
     }
 )
 
@@ -240,13 +248,21 @@ def unpack(packed: Moved | Kept) -> torch.Tensor:
 class Packer:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
-    ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers.
+    ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. ``parameters`` are its own.
+    Tensors of subclasses stay, whatever they hold; a warning names each kind once.
     """
 
     def __init__(
-        self, group: Group, transport: Transport, device: torch.device, outside: Iterable[torch.Tensor]
+        self,
+        group: Group,
+        transport: Transport,
+        device: torch.device,
+        outside: Iterable[torch.Tensor],
+        parameters: Iterable[nn.Parameter],
     ) -> None:
         self._group, self._transport, self._device = group, transport, device
+        self._parameters = parameters
+        self._frozen: set[torch.Size] | None = None
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._outside = {address for t in outside if (address := _address(t)) is not None}
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
@@ -257,15 +273,31 @@ class Packer:
         return Moved(tensor, self._storage_of(tensor))
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor:
+            if not isinstance(tensor, nn.Parameter) and tensor.numel() * tensor.element_size() >= SMALL_BYTES:
+                _warn_of(type(tensor))
+            return False
         return (
-            type(tensor) is torch.Tensor
-            and tensor.layout is torch.strided
+            tensor.layout is torch.strided
             and tensor.device == self._device
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
             and tensor.untyped_storage().nbytes() >= SMALL_BYTES
             and tensor.untyped_storage()._cdata not in self._outside
             and not _is_weight(tensor)
+            and not self._is_frozen_cast(tensor)
         )
+
+    def _is_frozen_cast(self, tensor: torch.Tensor) -> bool:
+        """Whether this looks like autocast's copy of a frozen weight, which no graph leads back to: parameters stay.
+
+        Anything else of that shape without a graph stays with it, which costs its memory and nothing else.
+        """
+        origin = tensor if tensor._base is None else tensor._base
+        if origin.grad_fn is not None or origin.requires_grad or origin.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        if self._frozen is None:
+            self._frozen = {p.size() for p in self._parameters if p.dtype is torch.float32 and not p.requires_grad}
+        return origin.size() in self._frozen
 
     def _storage_of(self, tensor: torch.Tensor) -> SavedStorage:
         """The storage's parcel, sent now where this forward has not sent these very bytes yet."""
@@ -279,6 +311,15 @@ class Packer:
         return storage
 
 
+@functools.cache
+def _warn_of(kind: type) -> None:
+    warnings.warn(
+        f"offload moves plain tensors only: saved ones of the kind {kind.__name__} stay on the device. Use recompute "
+        "for units that save mostly those.",
+        stacklevel=2,
+    )
+
+
 def _address(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.untyped_storage()._cdata
@@ -287,7 +328,10 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """A parameter, a view of one, or autocast's copy of one, which lives as long as the autocast block anyway."""
+    """A parameter, a view of one, or autocast's copy of one, which lives as long as the autocast block anyway.
+
+    Of copies those that a graph leads back from: frozen parameters have none.
+    """
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autockpt.devices import disk
 from autockpt.devices.hostpool import AREA_BYTES
 from autockpt.devices.transport import CpuTransport
-from autockpt.errors import HostBudgetExceeded, MeasurementError
+from autockpt.errors import ConflictError, HostBudgetExceeded, MeasurementError
 from autockpt.policies import InPlaceError
 from autockpt.policies.saved import SMALL_BYTES, Group, SavedStorage
 from autockpt.runtime import attach
@@ -137,15 +137,60 @@ def test_buffers_stay():
     assert transport.queues.sent == 4 * N
 
 
-def test_autocast_copies_of_weights_stay():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autocast_copies_of_weights_stay(frozen):
     model, transport = (
         nn.Sequential(nn.Sequential(nn.Linear(128, 128), nn.Sigmoid()), nn.Identity()),
         DeferredTransport(),
     )
+    model.requires_grad_(not frozen)
     with attach(model, {"0": OFFLOAD}, transport=transport), torch.autocast("cpu", dtype=torch.bfloat16):
-        model(torch.rand(256, 128))
-    assert transport.queues.sent == 2 * (256 * 128 * 2)  # the input in 16 bits and the sigmoid
+        model(torch.rand(256, 128).requires_grad_())
+    moved = 1 if frozen else 2  # the sigmoid; the input in 16 bits is only saved for the weight's gradient
+    assert transport.queues.sent == moved * (256 * 128 * 2)
     assert SMALL_BYTES <= 128 * 128 * 2
+
+
+def test_parts_of_autocast_copies_of_weights_stay():
+    """As queries, keys and values that are cut from one weight."""
+
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(2, 8 * N))
+
+        def forward(self, x: Tensor) -> Tensor:
+            copy = self.weight.to(torch.bfloat16)
+            first, second = copy.split_with_sizes([1, 1])
+            return x * first * second * copy.unbind()[0] * copy.as_strided((1, 8 * N), (0, 2))
+
+    model, transport = nn.Sequential(Cut(), nn.Identity()), DeferredTransport()
+    with attach(model, {"0": OFFLOAD}, transport=transport):
+        model(torch.rand(1, 8 * N, dtype=torch.bfloat16).requires_grad_())
+    assert transport.queues.sent == 4 * 8 * N * 2  # the hidden state and three products
+
+
+def test_tensors_of_subclasses_stay_and_their_kind_is_said():
+    class Sharded(Tensor):
+        pass
+
+    def body(unit, x):
+        return (x.as_subclass(Sharded) * unit.weight).sin().as_subclass(Tensor)
+
+    wanted, model = run(Model(body)), Model(body)
+    transport = DeferredTransport()
+    with attach(model, model.offloaded(), transport=transport), pytest.warns(UserWarning, match="Sharded stay"):
+        assert_equal(run(model), wanted)
+    assert transport.queues.sent == 0
+
+
+def test_while_a_graph_is_captured_it_is_refused(monkeypatch):
+    model = Model(lambda unit, x: (x * unit.weight).sin(), n=1)
+    with attach(model, model.offloaded(), transport=DeferredTransport()):
+        model(torch.rand(N).requires_grad_())  # as a capture is warmed up
+        monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
+        with pytest.raises(ConflictError, match=r"captured, and units\.0 offloads"):
+            model(torch.rand(N).requires_grad_())
 
 
 def test_frozen_weights_stay_too():
