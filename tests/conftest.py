@@ -12,6 +12,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import torch
 from hypothesis import settings
 
+from tests.accelerator import accelerator  # noqa: F401  a fixture
 from tests.device import ON_CUDA
 
 if ON_CUDA:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from autockpt.devices import nvml
-from autockpt.devices.base import Peak
+from autockpt.devices.accelerator import AcceleratorDevice
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.schema.device import DeviceInfo
 from autockpt.schema.sizes import format_bytes
 
 # The variable that cuBLAS' workspace is chosen by, and a value that PyTorch calls deterministic.
@@ -28,22 +25,19 @@ _OUT_OF_MEMORY = (
 _NO_WAY = "unable to find an engine to execute this computation"
 
 
-class CudaDevice:
-    """One GPU. Nothing touches CUDA before a method that has to; those that do are for worker processes.
+class CudaDevice(AcceleratorDevice):
+    """One GPU: an accelerator that also tells what its context takes, and asks the driver without opening one.
 
-    ``capacity``, ``used_by_others`` and ``count`` ask the driver's management library and open no context, unless that
-    library is missing. A budget covers reserved memory plus the *context*: what this process holds on the GPU outside
-    of PyTorch's allocator (CUDA itself, loaded kernels, libraries). It grows while kernels are loaded, so it is
-    measured anew each time. With ``expandable_segments:True`` the allocator reserves less for the same tensors, and the
-    limit holds likewise: plan with the same allocator settings as you train with.
+    Nothing touches CUDA before a method that has to; those that do are for worker processes. ``capacity``,
+    ``used_by_others`` and ``count`` ask the driver's management library and open no context, unless that library is
+    missing. A budget covers reserved memory plus the *context*: what this process holds on the GPU outside of PyTorch's
+    allocator (CUDA itself, loaded kernels, libraries). It grows while kernels are loaded, so it is measured anew each
+    time. With ``expandable_segments:True`` the allocator reserves less for the same tensors, and the limit holds
+    likewise: plan with the same allocator settings as you train with.
     """
 
-    kind = "cuda"
-    keeps_memory = True
-
     def __init__(self, index: int = 0) -> None:
-        self.index = index
-        self.torch_device = torch.device("cuda", index)
+        super().__init__("cuda", index)
         self._others_at_start: int | None = None
         self._failed_before = 0
 
@@ -63,18 +57,6 @@ class CudaDevice:
         if torch.version.cuda is None and torch.version.hip is None:
             return f"this PyTorch ({torch.__version__}) is built without CUDA"
         return "PyTorch sees no NVIDIA GPU (no driver, or CUDA_VISIBLE_DEVICES hides it)"
-
-    def describe(self) -> DeviceInfo:
-        """Name, memory and context. Opens a context."""
-        self._open()
-        return DeviceInfo(
-            kind=self.kind,
-            name=torch.cuda.get_device_name(self.torch_device),
-            capacity_bytes=self.capacity(),
-            overhead_bytes=self.context_bytes(),
-            copy_queues=True,
-            enforces_limit=True,
-        )
 
     def capacity(self) -> int:
         """All memory of the GPU in bytes. Opens a context only where the driver's library cannot be asked."""
@@ -105,32 +87,6 @@ class CudaDevice:
         self._open()
         return max(0, self._held() - torch.cuda.memory_reserved(self.torch_device))
 
-    def synchronize(self) -> None:
-        """Wait for all streams of the GPU."""
-        torch.cuda.synchronize(self.torch_device)
-
-    def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
-        """Run ``fn`` once: most reserved bytes plus the context, and most allocated bytes. ``resident`` is in both.
-
-        Memory that the allocator cached since the last ``release`` counts as reserved, as it would while training.
-        """
-        self._open()
-        self.synchronize()
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        fn()
-        self.synchronize()
-        reserved = torch.cuda.max_memory_reserved(self.torch_device)
-        allocated = torch.cuda.max_memory_allocated(self.torch_device)
-        return Peak(reserved + self.context_bytes(), allocated)
-
-    def time(self, fn: Callable[[], None]) -> float:
-        """Wall seconds of ``fn`` until the GPU has done all of it."""
-        self.synchronize()
-        start = time.perf_counter()
-        fn()
-        self.synchronize()
-        return time.perf_counter() - start
-
     def out_of_memory(self, error: BaseException) -> bool:
         """PyTorch's own error, or a library's that could not allocate outside of it or hid that it could not."""
         if isinstance(error, torch.OutOfMemoryError):
@@ -149,11 +105,8 @@ class CudaDevice:
 
     def release(self) -> None:
         """Collect garbage, give cached memory back and reset peaks. Opens no context."""
-        gc.collect()
         self._failed_before = self._failed_allocations()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.torch_device)
+        super().release()
 
     @contextmanager
     def limit(self, budget_bytes: int | None) -> Iterator[None]:

@@ -7,10 +7,12 @@ from typing import Protocol
 
 import torch
 
+from autockpt.devices.accelerator import AcceleratorKind
 from autockpt.devices.base import Device
 from autockpt.devices.cpu import CpuDevice
 from autockpt.devices.cuda import CudaDevice
 from autockpt.errors import UsageError
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.suggest import closest
 
 
@@ -34,7 +36,7 @@ class DeviceKind(Protocol):
         ...
 
 
-# The best first. A new kind is one file and one line here.
+# Kinds with a file of their own, the best first. All others that PyTorch has a module for are AcceleratorDevices.
 DEVICES: dict[str, DeviceKind] = {
     "cuda": CudaDevice,
     "cpu": CpuDevice,
@@ -43,7 +45,8 @@ DEVICES: dict[str, DeviceKind] = {
 
 def process_environment(name: str | None) -> Mapping[str, str]:
     """The variables that a process measuring on the device of that name should start with; errors as ``get_device``."""
-    return DEVICES[get_device(name).kind].process_environment()
+    kind = _kind(get_device(name).kind)
+    return {} if kind is None else kind.process_environment()
 
 
 def make_current(device: Device) -> None:
@@ -53,21 +56,25 @@ def make_current(device: Device) -> None:
 
 
 def get_device(name: str | None = None) -> Device:
-    """The device of that name ("cpu", "cuda", "cuda:1"); without a name the best there is. Initialises nothing.
+    """The device of that name ("cpu", "cuda:1", "xpu", "npu"); without a name the best there is. Initialises nothing.
 
-    Raises UsageError for a name that is not known, or a device that is not there.
+    The kind is one of ``DEVICES``, or any other that PyTorch has a module for, registered backends included: those are
+    served by PyTorch's generic accelerator API. Raises UsageError for a name that is not known, or a device that is not
+    there.
     """
     if name is None:
-        return next(kind() for kind in DEVICES.values() if kind.count())
+        return next(kind() for kind in map(_kind, _known()) if kind is not None and kind.count())
     kind_name, colon, number = name.partition(":")
-    if kind_name not in DEVICES or (colon and not number.isdecimal()):
-        near = closest(kind_name, DEVICES)
+    kind = _kind(kind_name)
+    if kind is None or (colon and not number.isdecimal()):
+        known = _known()
+        near = closest(kind_name, known)
         meant = f" Did you mean {near}?" if near and near != kind_name else ""
         raise UsageError(
             f"unknown device {name!r}",
-            remedy=f"Known devices: {', '.join(DEVICES)}; one of several is written cuda:1.{meant}",
+            remedy=f"Known devices: {', '.join(known)}; one of several is written cuda:1.{meant}",
         )
-    kind, index = DEVICES[kind_name], int(number or 0)
+    index = int(number or 0)
     there = kind.count()
     if not there:
         raise UsageError(
@@ -78,3 +85,22 @@ def get_device(name: str | None = None) -> Device:
         last = f"{kind_name}:{there - 1}" if there > 1 else kind_name
         raise UsageError(f"there is no device {name}: the last one here is {last}", remedy=f"Use {last}.")
     return kind(index)
+
+
+def _known() -> list[str]:
+    """The table, after an accelerator of another kind that PyTorch has, if it has streams."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type in (*DEVICES, *WITHOUT_STREAMS):
+        return list(DEVICES)
+    return [accelerator.type, *DEVICES]
+
+
+def _kind(name: str) -> DeviceKind | None:
+    """The kind of that name; None where neither the table nor PyTorch knows one that steps could run on."""
+    if name in DEVICES:
+        return DEVICES[name]
+    try:
+        module = torch.get_device_module(name)
+    except (RuntimeError, AttributeError):
+        return None
+    return AcceleratorKind(name) if hasattr(module, "device_count") else None

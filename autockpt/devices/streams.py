@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 
-from autockpt.devices.hostpool import HostUse, Pool, pinned_area, whole_pages
+from autockpt.devices.hostpool import HostUse, Pool, pinned_area
 from autockpt.errors import MeasurementError
 
 Direction = Literal["out", "in"]
@@ -141,49 +139,54 @@ class StreamParcel:
             self._pool.give(self._piece)
 
 
-class CudaQueues:
-    """Two streams of one CUDA device, besides whatever stream computes at the moment."""
+class AcceleratorQueues:
+    """Two streams of one accelerator, besides whatever stream computes at the moment, by PyTorch's generic API."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        self._streams = {"out": torch.cuda.Stream(self.device), "in": torch.cuda.Stream(self.device)}
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._streams = {"out": torch.Stream(self.device), "in": torch.Stream(self.device)}
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        size = whole_pages(nbytes)
-        if _kept is None:
-            return _PinnedMemory(-1, size).pin(self.device)
-        place = next((n for n, kept in enumerate(_kept) if kept.idle and len(kept.memory) == size), None)
-        if place is None:
-            _kept[:] = [kept for kept in _kept if not kept.idle]
-            memory = _PinnedMemory(-1, size)
-            tensor = memory.pin(self.device)
-        else:
-            torch.cuda.synchronize(self.device)  # copies of whoever had it before
-            memory = _kept.pop(place).memory
-            tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        _kept.append(_Kept(memory, weakref.ref(tensor.untyped_storage())))
-        return tensor
+        """From the backend's own pinned allocator, which may round up what it takes."""
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            raise MeasurementError(
+                f"the host would not pin {nbytes / 2**20:.0f} MiB for offloading: {str(error).splitlines()[0]}",
+                remedy="Free host memory, set --host-budget, or offload fewer units.",
+            ) from None
+        # Not every backend's allocator waits for the copies that are still on their way when memory is given back.
+        end = weakref.finalize(memory.untyped_storage(), torch.accelerator.synchronize, self.device)
+        end.atexit = False
+        return memory
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def mark(self) -> _Mark:
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.accelerator.current_stream(self.device)
         return _Mark(stream.record_event(), stream)
 
     def copy(self, direction: Direction, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> Any:
         stream = self._streams[direction]
         for event in after:
             stream.wait_event(event.event if isinstance(event, _Mark) else event)
-        with torch.cuda.stream(stream):
+        # not `with stream`: it remembers in itself what to go back to, and two threads may come here at once
+        device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(stream)
+        try:
             target.copy_(source, non_blocking=True)
+        finally:
+            torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(device)
         return stream.record_event()
 
     def wait(self, event: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+        torch.accelerator.current_stream(self.device).wait_event(event)
 
     def hold_up(self, mark: Any, event: Any) -> None:
-        if mark.stream != torch.cuda.current_stream(self.device):
+        if mark.stream != torch.accelerator.current_stream(self.device):
             mark.stream.wait_event(event)
 
     def finish(self, event: Any) -> None:
@@ -193,7 +196,7 @@ class CudaQueues:
         buffer.record_stream(self._streams[direction])
 
     def use(self, buffer: torch.Tensor) -> None:
-        buffer.record_stream(torch.cuda.current_stream(self.device))
+        buffer.record_stream(torch.accelerator.current_stream(self.device))
 
 
 class _Mark:
@@ -203,71 +206,3 @@ class _Mark:
 
     def __init__(self, event: Any, stream: Any) -> None:
         self.event, self.stream = event, stream
-
-
-@contextmanager
-def pinned_memory_kept() -> Iterator[None]:
-    """While the block runs, pinned memory that is no longer used stays pinned for whoever needs as much next.
-
-    For plans that take turns: pinning takes some tenths of a second per GiB. What does not fit the next plan is given
-    back before it allocates, so no more is held than by the plan that needs the most.
-    """
-    global _kept
-    before, _kept = _kept, []
-    try:
-        yield
-    finally:
-        _kept = before
-
-
-class _Kept(NamedTuple):
-    """Pinned memory, and the storage over it: its Python object lives as long as any tensor that looks into it."""
-
-    memory: _PinnedMemory
-    storage: weakref.ref[torch.UntypedStorage]
-
-    @property
-    def idle(self) -> bool:
-        return self.storage() is None
-
-
-_kept: list[_Kept] | None = None
-
-
-class _PinnedMemory(mmap.mmap):
-    """Anonymous memory registered with CUDA. torch's own pinned allocator rounds sizes up to powers of two."""
-
-    _registered: tuple[int, torch.device] | None = None
-
-    def pin(self, device: torch.device) -> torch.Tensor:
-        """The memory as a pinned 1-D uint8 tensor. Raises MeasurementError where the host refuses."""
-        tensor = torch.frombuffer(self, dtype=torch.uint8)
-        with torch.cuda.device(device):
-            code = int(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
-        if code:
-            _forget_error(device)
-            raise MeasurementError(
-                f"the host would not pin {tensor.numel() / 2**20:.0f} MiB for offloading (CUDA error {code})",
-                remedy="Raise the limit on locked memory (ulimit -l), free host memory, set --host-budget, or offload "
-                "fewer units.",
-            )
-        self._registered = tensor.data_ptr(), device
-        return tensor
-
-    def __del__(self) -> None:
-        if self._registered is not None:
-            address, device = self._registered
-            with contextlib.suppress(Exception):
-                torch.cuda.synchronize(device)
-            with contextlib.suppress(Exception):
-                _cudart().cudaHostUnregister(address)
-
-
-def _forget_error(device: torch.device) -> None:
-    """CUDA remembers a call that failed, and the next kernel of anybody is told of it: let that be one of ours."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()

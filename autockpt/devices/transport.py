@@ -1,5 +1,5 @@
-"""Offload's ways off a device, by device and tier: pinned host memory or a file for CUDA, a memory-mapped file where
-the device is the CPU itself."""
+"""Offload's ways off a device, by device and tier: pinned host memory or a file for accelerators with streams, a
+memory-mapped file where the device is the CPU itself or has none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from autockpt.devices.base import Transport
+from autockpt.devices.cuda_pinned import CudaQueues
 from autockpt.devices.disk import DiskTransport, staging_bytes
 from autockpt.devices.hostpool import AreaBytes, HostUse, HostUseOnPaper, Piece, Pool, file_area, pinned_area
 from autockpt.devices.scratch import scratch_folder, unnamed_file
-from autockpt.devices.streams import CudaQueues, StreamTransport
+from autockpt.devices.streams import AcceleratorQueues, Queues, StreamTransport
 from autockpt.errors import MeasurementError
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Copy, Tier
 
 Transports = Callable[[torch.device, Tier], Transport]
@@ -24,18 +26,32 @@ Transports = Callable[[torch.device, Tier], Transport]
 def transport_for(device: torch.device | str, tier: Tier = "cpu", use: HostUse | None = None) -> Transport:
     """A new transport for one device; ``use`` is told of, and bounds, what it claims on the host.
 
-    On the CPU both tiers are a memory-mapped file. Raises MeasurementError for a kind of device that has no way.
+    On the CPU, and on devices without streams, both tiers are a memory-mapped file. Raises MeasurementError for a kind
+    of device that has no way.
     """
     device = torch.device(device)
-    if device.type == "cpu":
+    if device.type in WITHOUT_STREAMS:
         return CpuTransport(use=use)
+    queues = _queues(device)
+    return DiskTransport(queues, use=use) if tier == "disk" else StreamTransport(queues, use)
+
+
+def _queues(device: torch.device) -> Queues:
     if device.type == "cuda":
-        queues = CudaQueues(device)
-        return DiskTransport(queues, use=use) if tier == "disk" else StreamTransport(queues, use)
-    raise MeasurementError(
-        f"nothing is known about moving activations off a {device.type} device",
-        remedy="Use plans without offload there.",
-    )
+        return CudaQueues(device)
+    there = torch.accelerator.current_accelerator()
+    if there is None or there.type != device.type:
+        raise MeasurementError(
+            f"nothing is known about moving activations off a {device.type} device",
+            remedy="Use plans without offload there.",
+        )
+    try:
+        return AcceleratorQueues(device)
+    except (RuntimeError, NotImplementedError) as error:
+        raise MeasurementError(
+            f"PyTorch's {device.type} backend gives no streams to move activations by: {str(error).splitlines()[0]}",
+            remedy="Use plans without offload there.",
+        ) from None
 
 
 class Ways:
@@ -49,8 +65,8 @@ class Ways:
         self._file: Transport | None = None
 
     def __call__(self, device: torch.device, tier: Tier) -> Transport:
-        """A new transport; on the CPU, where both tiers are one file, always the same."""
-        if device.type != "cpu":
+        """A new transport; where both tiers are one file, always the same."""
+        if device.type not in WITHOUT_STREAMS:
             return transport_for(device, tier, self.use)
         self._file = self._file or transport_for(device, tier, self.use)
         return self._file
@@ -66,11 +82,11 @@ def host_bytes_of(copies: Iterable[Copy], device_kind: str, limit: int | None = 
     """Host memory that offloading claims for a step with these copies, its pools' rounding included.
 
     What the real pools would do is done on paper, for two steps. With a ``limit`` areas are made no larger than it
-    allows; an answer above it means that the pools would refuse. On the CPU the mapped file is what counts: its pages
-    lie in host memory until the system writes them out.
+    allows; an answer above it means that the pools would refuse. Without streams the mapped file is what counts: its
+    pages lie in host memory until the system writes them out.
     """
     use = HostUseOnPaper(limit)
-    file = device_kind == "cpu"
+    file = device_kind in WITHOUT_STREAMS
     copies = [copy for copy in copies if copy.direction == "out"]
     if not file and any(copy.tier == "disk" for copy in copies):
         use.claim(staging_bytes(limit))
@@ -97,7 +113,8 @@ def host_bytes_of(copies: Iterable[Copy], device_kind: str, limit: int | None = 
 
 
 class CpuTransport:
-    """Activations in a file, mapped into memory: the kernel writes it out when memory runs short.
+    """Activations in a file, mapped into memory: the kernel writes it out when memory runs short. Copies take place at
+    once, so it serves every device without streams.
 
     ``directory`` defaults to ``scratch.scratch_folder``. The file has no name from the start, so nothing is left behind
     however the process ends. Mapped bytes are not counted by the CPU allocator's meter; ``use`` is told of them.
@@ -113,7 +130,7 @@ class CpuTransport:
         """Copy ``source`` (1-D uint8) to the file. Raises MeasurementError where the disk is full, or the file would
         be over the host budget."""
         piece = self.pool.take(source.numel())
-        piece.memory.copy_(source)
+        piece.memory.copy_(source.cpu())  # by way of ordinary memory: no device's copies need know mapped files
         return CpuParcel(self.pool, piece, source)
 
     def _map(self, nbytes: int) -> torch.Tensor:
@@ -128,6 +145,7 @@ class CpuParcel:
         self.nbytes = source.numel()
         self._pool, self._piece = pool, piece
         self._source: torch.Tensor | None = source
+        self._device = source.device
         self._back: torch.Tensor | None = None
 
     def settle(self) -> None:
@@ -140,8 +158,8 @@ class CpuParcel:
         if self._source is not None:
             return self._source
         if self._back is None:
-            self._back = torch.empty(self.nbytes, dtype=torch.uint8)
-            self._back.copy_(self._piece.memory)
+            back = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+            self._back = back.copy_(self._piece.memory).to(self._device)
         return self._back
 
     def release(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.devices import Device, Peak
-from autockpt.devices.streams import pinned_memory_kept
+from autockpt.devices.cuda_pinned import pinned_memory_kept
 from autockpt.errors import MeasurementError
 from autockpt.history.statistics import noise
 from autockpt.measuring import conditions

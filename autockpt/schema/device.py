@@ -6,11 +6,14 @@ from pydantic import Field
 
 from autockpt.schema.base import Data
 
+WITHOUT_STREAMS = ("cpu", "mps")
+"""Kinds of device whose copies wait their turn: PyTorch has a single stream there, or none."""
+
 
 class DeviceInfo(Data):
     """What identifies a device. ``capacity_bytes`` is all its memory, ``overhead_bytes`` what its context takes."""
 
-    kind: str = Field(description="cpu, cuda")
+    kind: str = Field(description="cpu, cuda, or what PyTorch calls it: xpu, npu")
     name: str
     capacity_bytes: int
     overhead_bytes: int = 0

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.devices.cuda_pinned import CudaQueues
 from autockpt.devices.hostpool import HostUse
-from autockpt.devices.streams import CudaQueues, StreamTransport
+from autockpt.devices.streams import StreamTransport
 from autockpt.devices.transport import Ways, host_bytes_of
 from autockpt.errors import HostBudgetExceeded
 from autockpt.measuring import StepRunner
@@ -36,7 +37,7 @@ class LateQueues(CudaQueues):
         self._draw = draw
 
     def copy(self, direction: Any, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> Any:
-        with torch.cuda.stream(self._streams[direction]):
+        with self._streams[direction]:
             torch.cuda._sleep(self._draw.randrange(MOST_DELAY_CYCLES))
         return super().copy(direction, target, source, after)
 

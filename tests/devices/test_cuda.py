@@ -53,15 +53,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     for name, answer in {
         "is_initialized": lambda: made.initialised,
         "init": made.init,
+        "mem_get_info": lambda device: (made.total - made.used, made.total),
+        "memory_reserved": lambda device: made.reserved,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    for name, answer in {
         "synchronize": lambda device: None,
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device: None,
-        "mem_get_info": lambda device: (made.total - made.used, made.total),
-        "memory_reserved": lambda device: made.reserved,
         "max_memory_reserved": lambda device: made.reserved + GIB,
         "max_memory_allocated": lambda device: made.reserved - GIB,
     }.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(torch.accelerator, name, answer)
     monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda device: made.fraction)
     monkeypatch.setattr(torch.cuda.memory, "set_per_process_memory_fraction", made.set_fraction)
     monkeypatch.setattr(CudaDevice, "_load_libraries", lambda self: None)
@@ -144,7 +147,7 @@ def test_strict_determinism_is_kept_possible_where_it_costs_no_memory(monkeypatc
     seen = []
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size))
     monkeypatch.setattr(torch, "mm", lambda a, b: seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
@@ -165,7 +168,7 @@ def test_the_peak_is_reserved_and_context_beside_allocated(gpu):
 
 def test_time_waits_for_the_gpu_at_both_ends(gpu, monkeypatch):
     order: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: order.append("wait"))
     assert CudaDevice().time(lambda: order.append("run")) >= 0
     assert order == ["wait", "run", "wait"]
 

@@ -1,92 +1,82 @@
-"""What CUDA streams do needs a GPU; what happens where the host refuses memory does not."""
+"""The generic API's streams, answered by notes: what they do for real needs an accelerator."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 
 import pytest
 import torch
 
-from autockpt.devices import streams
+from autockpt.devices.streams import AcceleratorQueues, StreamTransport
+from autockpt.devices.transport import transport_for
 from autockpt.errors import MeasurementError
+from tests.accelerator import KIND
+
+DEVICE = torch.device(KIND, 1)
 
 
-class Refusing:
-    """CUDA's runtime on a host that will not pin memory."""
+class Bytes:
+    """A copy's target that notes on which stream it was written."""
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        assert address and nbytes == 4096
-        return 2
+    def __init__(self, streams: dict[int, object], error: Exception | None = None) -> None:
+        self.streams, self.error, self.written_on = streams, error, None
 
-    def cudaHostUnregister(self, address: int) -> int:
-        raise AssertionError("nothing was registered")
-
-
-def test_a_refusal_to_pin_is_said_and_not_left_for_the_next_kernel(monkeypatch):
-    forgotten: list[torch.device] = []
-    monkeypatch.setattr(streams, "_cudart", Refusing)
-    monkeypatch.setattr(streams, "_forget_error", forgotten.append)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    device = torch.device("cuda", 0)
-    with pytest.raises(MeasurementError, match="would not pin"):
-        streams._PinnedMemory(-1, 4096).pin(device)
-    assert forgotten == [device]
+    def copy_(self, source: object, non_blocking: bool) -> None:
+        assert non_blocking
+        self.written_on = self.streams[1]
+        if self.error is not None:
+            raise self.error
 
 
-class Pinning:
-    """CUDA's runtime on a host that pins; notes what is pinned now."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-        self.times = 0
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.pinned[address] = nbytes
-        self.times += 1
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
-
-
-@pytest.fixture
-def runtime(monkeypatch) -> Pinning:
-    made = Pinning()
-    monkeypatch.setattr(streams, "_cudart", lambda: made)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    return made
+def test_copies_have_streams_of_their_own_and_leave_the_current_ones_alone(accelerator):
+    queues = AcceleratorQueues(DEVICE)
+    out, back = accelerator.made
+    compute, accelerator.current_index = accelerator.streams[1], 0
+    mark = queues.mark()
+    target = Bytes(accelerator.streams)
+    event = queues.copy("out", target, None, [mark])
+    assert target.written_on is out and event.stream is out and out.waited == [mark.event]
+    assert accelerator.streams[1] is compute and accelerator.current_index == 0
+    failing = Bytes(accelerator.streams, KeyError())
+    with pytest.raises(KeyError):
+        queues.copy("in", failing, None, [])
+    assert failing.written_on is back
+    assert accelerator.streams[1] is compute and accelerator.current_index == 0
 
 
-def test_pinned_memory_goes_with_the_last_tensor_that_looks_into_it(runtime):
-    queues = streams.CudaQueues(torch.device("cuda", 0))
-    part = queues.host_memory(8192)[100:200]
+def test_waits_are_those_of_the_stream_that_is_current_then(accelerator):
+    queues = AcceleratorQueues(torch.device(KIND))
+    first = accelerator.streams[0]
+    mark, event = queues.mark(), accelerator.made[0].record_event()
+    queues.wait(event)
+    queues.hold_up(mark, event)  # the same stream: it has waited
+    assert first.waited == [event]
+    accelerator.streams[0] = second = type(first)("side")
+    queues.wait(event)
+    queues.hold_up(mark, event)
+    assert second.waited == [event] and first.waited == [event, event]
+
+
+def test_pinned_memory_is_given_back_when_no_copy_reads_it_any_more(accelerator):
+    memory = AcceleratorQueues(DEVICE).host_memory(4096)
+    part = memory[:10]
+    del memory
     gc.collect()
-    assert list(runtime.pinned.values()) == [8192]
-    part.fill_(1)
+    assert accelerator.calls == []
     del part
     gc.collect()
-    assert not runtime.pinned
+    assert accelerator.calls == ["wait"]
 
 
-def test_plans_that_take_turns_use_pinned_memory_again(runtime):
-    device = torch.device("cuda", 0)
-    with streams.pinned_memory_kept():
-        for _ in range(3):  # each turn has queues of its own
-            queues = streams.CudaQueues(device)
-            first, second = queues.host_memory(8192), queues.host_memory(8192)
-            assert first.data_ptr() != second.data_ptr()
-            part = first[10:20]
-            del first, second
-            assert part.numel() == 10
-            del part
-        assert runtime.times == 2
-        held = streams.CudaQueues(device).host_memory(4096)  # another plan, which needs less
-        gc.collect()
-        assert sorted(runtime.pinned.values()) == [4096]
-        del held
-    gc.collect()
-    assert not runtime.pinned
+def test_transports_of_other_kinds(accelerator, monkeypatch):
+    assert isinstance(transport_for(torch.device(KIND, 0)), StreamTransport)
+    assert not transport_for("mps").copy_queues
+
+    def none(device: torch.device) -> None:
+        raise RuntimeError("Backend doesn't support create a new Stream.")
+
+    monkeypatch.setattr(torch, "Stream", none)
+    with pytest.raises(MeasurementError, match="gives no streams"):
+        transport_for(torch.device(KIND, 0), "disk")
+    with pytest.raises(MeasurementError, match="mtia device"):
+        transport_for("mtia")

@@ -1,0 +1,195 @@
+"""Accelerators by PyTorch's generic API: what any backend with streams and a caching allocator answers (XPU, NPU, …).
+
+``torch.accelerator`` speaks of the one kind of accelerator that a process has. It is always asked by ``torch.device``,
+never by number, so that it refuses where that is another kind.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autockpt.devices.base import Peak
+from autockpt.errors import MeasurementError
+from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo
+
+# Kinds that PyTorch has a module for; one that a package registers (PrivateUse1) has the name it was given.
+_KINDS = ("cuda", "xpu", "mtia", "hpu", "npu", "mps")
+
+
+def kinds_in_use() -> list[str]:
+    """The kinds of accelerator that this process has opened. Opens none.
+
+    A backend that does not tell whether it was opened counts from the moment that there is a device of it.
+    """
+    names = dict.fromkeys((*_KINDS, torch._C._get_privateuse1_backend_name()))
+    return [name for name in names if is_open(name)]
+
+
+def is_open(kind: str) -> bool:
+    """Whether this process uses accelerators of that kind already."""
+    module = getattr(torch, kind, None)
+    if module is None:
+        return False
+    opened = getattr(module, "is_initialized", None) or getattr(module, "device_count", int)
+    return bool(opened())
+
+
+class AcceleratorDevice:
+    """One device of the kind of accelerator that PyTorch has in this process.
+
+    A budget covers what the allocator reserves; what a backend holds besides is not known here. It is a real limit
+    where the backend lets a process set its share of the memory (``set_per_process_memory_fraction``); elsewhere
+    whoever holds a budget compares it with the measured peak. Most methods open the device.
+    """
+
+    keeps_memory = True
+
+    def __init__(self, kind: str, index: int = 0) -> None:
+        self.kind = kind
+        self.index = index
+        self.torch_device = torch.device(kind, index)
+
+    def describe(self) -> DeviceInfo:
+        """Name and memory. Raises MeasurementError where the backend's allocator tells no peak."""
+        self._open()
+        return DeviceInfo(
+            kind=self.kind,
+            name=self._name(),
+            capacity_bytes=self.capacity(),
+            overhead_bytes=self.context_bytes(),
+            copy_queues=self.kind not in WITHOUT_STREAMS,
+            enforces_limit=hasattr(self._module, "set_per_process_memory_fraction"),
+        )
+
+    def capacity(self) -> int:
+        """All memory of the device in bytes."""
+        return self._free_and_total()[1]
+
+    def used_by_others(self) -> int:
+        """Bytes that this process's allocator does not hold; what its context takes counts here, as nothing tells."""
+        free, total = self._free_and_total()
+        return max(0, total - free - torch.accelerator.memory_reserved(self.torch_device))
+
+    def context_bytes(self) -> int:
+        """What this process holds on the device outside of PyTorch's allocator, where that can be known."""
+        return 0
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the device."""
+        torch.accelerator.synchronize(self.torch_device)
+
+    def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
+        """Run ``fn`` once: most reserved bytes plus the context, and most allocated bytes. ``resident`` is in both.
+
+        Memory that the allocator cached since the last ``release`` counts as reserved, as it would while training.
+        """
+        self._open()
+        self.synchronize()
+        torch.accelerator.reset_peak_memory_stats(self.torch_device)
+        fn()
+        self.synchronize()
+        reserved = torch.accelerator.max_memory_reserved(self.torch_device)
+        allocated = torch.accelerator.max_memory_allocated(self.torch_device)
+        return Peak(reserved + self.context_bytes(), allocated)
+
+    def time(self, fn: Callable[[], None]) -> float:
+        """Wall seconds of ``fn`` until the device has done all of it."""
+        self.synchronize()
+        start = time.perf_counter()
+        fn()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """PyTorch's own error, or a backend's that says so in words."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+
+    def release(self) -> None:
+        """Collect garbage, give cached memory back and reset peaks. Opens no device."""
+        gc.collect()
+        if is_open(self.kind):
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats(self.torch_device)
+
+    @contextmanager
+    def limit(self, budget_bytes: int | None) -> Iterator[None]:
+        """Let the allocator reserve no more than the budget, where the backend can; the former limit is put back."""
+        set_share = getattr(self._module, "set_per_process_memory_fraction", None)
+        if budget_bytes is None or set_share is None:
+            yield
+            return
+        share_now = getattr(self._module, "get_per_process_memory_fraction", None)
+        before = 1.0 if share_now is None else share_now(self.torch_device)
+        set_share(min(before, budget_bytes / self.capacity()), self.torch_device)
+        try:
+            yield
+        finally:
+            set_share(before, self.torch_device)
+
+    @property
+    def _module(self) -> Any:
+        """PyTorch's module of this kind: ``torch.xpu``."""
+        return torch.get_device_module(self.torch_device)
+
+    def _open(self) -> None:
+        """Open the device. Raises MeasurementError where its allocator does not answer what measuring takes."""
+        torch.empty(1, device=self.torch_device)
+        try:
+            told = "reserved_bytes.all.peak" in torch.accelerator.memory_stats(self.torch_device)
+            torch.accelerator.get_memory_info(self.torch_device)
+        except RuntimeError:
+            told = False
+        if not told:
+            raise MeasurementError(
+                f"PyTorch's allocator for {self.kind} devices does not tell how much memory there is and the peak of "
+                "what it held, so no plan can be measured there",
+                remedy="Search on another device, or for a described one (autockpt search --hardware).",
+            )
+
+    def _name(self) -> str:
+        name = getattr(self._module, "get_device_name", None)
+        return str(name(self.torch_device)) if name is not None else self.kind
+
+    def _free_and_total(self) -> tuple[int, int]:
+        self._open()
+        return torch.accelerator.get_memory_info(self.torch_device)
+
+
+@dataclass(frozen=True)
+class AcceleratorKind:
+    """A kind of accelerator that has no file of its own, as ``registry`` wants kinds."""
+
+    name: str
+
+    def __call__(self, index: int = 0) -> AcceleratorDevice:
+        """The n-th device of this kind. Initialises nothing."""
+        return AcceleratorDevice(self.name, index)
+
+    def count(self) -> int:
+        """How many there are here, as the backend counts them."""
+        return torch.accelerator.device_count() if self._is_the_accelerator() else 0
+
+    def absence(self) -> str:
+        """Why there is none, for people."""
+        if self._is_the_accelerator():
+            return f"PyTorch's {self.name} backend sees none"
+        there = torch.accelerator.current_accelerator()
+        has = "has no accelerator" if there is None else f"has {there.type} as its accelerator"
+        return f"this PyTorch ({torch.__version__}) {has}"
+
+    def process_environment(self) -> Mapping[str, str]:
+        """Nothing: allocator settings are the user's."""
+        return {}
+
+    def _is_the_accelerator(self) -> bool:
+        there = torch.accelerator.current_accelerator()
+        return there is not None and there.type == self.name

@@ -1,0 +1,91 @@
+"""Random states of all devices in use: the one place that reads them, puts them back and seeds them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autockpt.devices.accelerator import kinds_in_use
+
+
+def random_state(kind: str, index: int) -> torch.Tensor:
+    """The state of one accelerator's generator, which lies on the host. Errors are the backend's own."""
+    module: Any = torch.get_device_module(kind)
+    return module.get_rng_state(index)
+
+
+def set_random_state(kind: str, index: int, state: torch.Tensor) -> None:
+    """Put back what ``random_state`` gave."""
+    module: Any = torch.get_device_module(kind)
+    module.set_rng_state(state, index)
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Seed PyTorch's generator of the CPU and, if that is an accelerator, of the device, which must be current."""
+    torch.default_generator.manual_seed(number)
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        # of a registered backend PyTorch asks for the second only
+        (getattr(module, "manual_seed", None) or module.manual_seed_all)(number)
+
+
+class TorchStates:
+    """The states of PyTorch's generators as they are now: the CPU's, and those of every accelerator in use."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._places = {place: random_state(*place) for place in _places_in_use()}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The states, on the host, the CPU's first."""
+        return [self._cpu, *self._places.values()]
+
+    def put_back(self) -> None:
+        """Make them the states that are drawn from."""
+        torch.set_rng_state(self._cpu)
+        for place, state in self._places.items():
+            set_random_state(*place, state)
+
+
+class RandomStates:
+    """The states of Python's, NumPy's (where loaded) and PyTorch's generators, on every device in use."""
+
+    def __init__(self) -> None:
+        numpy = sys.modules.get("numpy")
+        self._python = random.getstate()
+        self._numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
+        self._torch = TorchStates()
+
+    def put_back(self) -> None:
+        """Make them the states that are drawn from."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            generator, state = self._numpy
+            generator.set_state(state)
+        self._torch.put_back()
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """All random states are afterwards as before."""
+    before = RandomStates()
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+def _places_in_use() -> list[tuple[str, int]]:
+    modules = {kind: torch.get_device_module(kind) for kind in kinds_in_use()}
+    return [
+        (kind, index)
+        for kind, module in modules.items()
+        if hasattr(module, "get_rng_state")
+        for index in range(module.device_count())
+    ]

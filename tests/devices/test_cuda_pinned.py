@@ -1,0 +1,92 @@
+"""What CUDA streams do needs a GPU; what happens where the host refuses memory does not."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+
+from autockpt.devices import cuda_pinned
+from autockpt.errors import MeasurementError
+
+
+class Refusing:
+    """CUDA's runtime on a host that will not pin memory."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert address and nbytes == 4096
+        return 2
+
+    def cudaHostUnregister(self, address: int) -> int:
+        raise AssertionError("nothing was registered")
+
+
+def test_a_refusal_to_pin_is_said_and_not_left_for_the_next_kernel(monkeypatch):
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr(cuda_pinned, "_cudart", Refusing)
+    monkeypatch.setattr(cuda_pinned, "_forget_error", forgotten.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    device = torch.device("cuda", 0)
+    with pytest.raises(MeasurementError, match="would not pin"):
+        cuda_pinned._PinnedMemory(-1, 4096).pin(device)
+    assert forgotten == [device]
+
+
+class Pinning:
+    """CUDA's runtime on a host that pins; notes what is pinned now."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.times = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned[address] = nbytes
+        self.times += 1
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch) -> Pinning:
+    made = Pinning()
+    monkeypatch.setattr(cuda_pinned, "_cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    return made
+
+
+def test_pinned_memory_goes_with_the_last_tensor_that_looks_into_it(runtime):
+    queues = cuda_pinned.CudaQueues(torch.device("cuda", 0))
+    part = queues.host_memory(8192)[100:200]
+    gc.collect()
+    assert list(runtime.pinned.values()) == [8192]
+    part.fill_(1)
+    del part
+    gc.collect()
+    assert not runtime.pinned
+
+
+def test_plans_that_take_turns_use_pinned_memory_again(runtime):
+    device = torch.device("cuda", 0)
+    with cuda_pinned.pinned_memory_kept():
+        for _ in range(3):  # each turn has queues of its own
+            queues = cuda_pinned.CudaQueues(device)
+            first, second = queues.host_memory(8192), queues.host_memory(8192)
+            assert first.data_ptr() != second.data_ptr()
+            part = first[10:20]
+            del first, second
+            assert part.numel() == 10
+            del part
+        assert runtime.times == 2
+        held = cuda_pinned.CudaQueues(device).host_memory(4096)  # another plan, which needs less
+        gc.collect()
+        assert sorted(runtime.pinned.values()) == [4096]
+        del held
+    gc.collect()
+    assert not runtime.pinned

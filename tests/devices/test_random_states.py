@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+
+from autockpt.devices.random_states import RandomStates, TorchStates, random_states_kept, seed
+from tests.accelerator import KIND
+
+
+def drawn() -> tuple[object, ...]:
+    return random.random(), numpy.random.rand(), torch.rand(3).tolist()
+
+
+def test_what_is_drawn_repeats_itself():
+    before = RandomStates()
+    first = drawn()
+    before.put_back()
+    assert drawn() == first
+    before.put_back()
+    with random_states_kept():
+        drawn()
+    assert drawn() == first
+
+
+def test_every_device_of_a_kind_in_use_is_put_back(accelerator):
+    assert len(TorchStates().tensors) == 1  # nothing but the CPU is in use
+    accelerator.opened = True
+    with random_states_kept():
+        seed(torch.device(KIND, 0), 7)
+        assert [int(state[0]) for state in accelerator.states] == [7, 7]
+    assert [int(state[0]) for state in accelerator.states] == [0, 1]
+    assert len(TorchStates().tensors) == 3
+
+
+def test_seeding_a_device_seeds_the_cpu_too(accelerator):
+    seed(torch.device(KIND), 3)
+    first = torch.rand(2)
+    seed(torch.device("cpu"), 3)
+    assert torch.equal(torch.rand(2), first)
