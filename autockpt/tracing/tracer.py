@@ -20,7 +20,10 @@ from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
 from autockpt.workload import Workload
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
-_ASSUMED_CAPABILITY = "Which kernels this GPU takes could not be asked without starting CUDA; those of compute capability 8.0 are assumed."
+_ASSUMED_CAPABILITY = (
+    "Which kernels this GPU takes could not be asked without starting CUDA: those of compute capability 8.0 are "
+    "assumed. Where GPUs differ, CUDA_DEVICE_ORDER=PCI_BUS_ID tells them apart."
+)
 
 
 class _Backend(Protocol):
