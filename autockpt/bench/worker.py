@@ -14,6 +14,7 @@ from autockpt.bench.peers import PEERS, Context, Detach
 from autockpt.bench.peers.compiled import compile_seconds
 from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
 from autockpt.measuring import StepRunner
+from autockpt.measuring.failures import device_lost
 from autockpt.runtime import without_kv_cache
 from autockpt.runtime.gradients import judge
 from autockpt.runtime.observation import Observation, deterministically, observe
@@ -199,7 +200,7 @@ def _observe(
 
 def _reason(error: Exception) -> str:
     """Why something failed, in one line. A device that is lost is no row's failure: that error is passed on."""
-    if "CUDA error" in str(error):
+    if device_lost(error):
         raise error
     return _one_line(error)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from autockpt.devices import nvml
 from autockpt.devices.accelerator import AcceleratorDevice
+from autockpt.devices.base import Peak
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.schema.sizes import format_bytes
 
@@ -21,6 +22,8 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_NOT_INITIALIZED",  # what making a handle says where there is no room for it
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+# More than what kernels and libraries that are loaded while steps run take beside the context at its start.
+_MOST_LOADED = 1 << 30
 # What a convolution says where none of cuDNN's ways could be taken: for want of memory, or for another reason.
 _NO_WAY = "unable to find an engine to execute this computation"
 
@@ -32,13 +35,19 @@ class CudaDevice(AcceleratorDevice):
     ``used_by_others`` and ``count`` ask the driver's management library and open no context, unless that library is
     missing. A budget covers reserved memory plus the *context*: what this process holds on the GPU outside of PyTorch's
     allocator (CUDA itself, loaded kernels, libraries). It grows while kernels are loaded, so it is measured anew each
-    time. With ``expandable_segments:True`` the allocator reserves less for the same tensors, and the limit holds
-    likewise: plan with the same allocator settings as you train with.
+    time, and once more between a plan's warm-up and what is measured, where the limit follows it. With
+    ``expandable_segments:True`` the allocator reserves less for the same tensors, and the limit holds likewise: plan
+    with the same allocator settings as you train with.
     """
 
     def __init__(self, index: int = 0) -> None:
         super().__init__("cuda", index)
         self._others_at_start: int | None = None
+        self._context_at_start = 0
+        self._number = os.getpid()  # this process, as the driver's library numbers it
+        self._budget: int | None = None
+        self._fraction = 1.0  # the allocator's share of the memory before there was a budget
+        self._settled = False  # whether the limit is that of the context as it is after the warm-up
         self._failed_before = 0
 
     @staticmethod
@@ -81,17 +90,19 @@ class CudaDevice(AcceleratorDevice):
     def context_bytes(self) -> int:
         """What this process holds on the GPU outside of PyTorch's allocator. Opens a context.
 
-        Where neither the driver tells what this process holds nor what others held before it began, everything that
-        PyTorch did not reserve counts as context, which errs on the safe side.
+        Where the driver does not tell what this process holds, it is what there is more than before it began; growth
+        beyond what libraries can take is another process's. Where that is not known either, everything that PyTorch did
+        not reserve counts as context, which errs on the safe side.
         """
         self._open()
         return max(0, self._held() - torch.cuda.memory_reserved(self.torch_device))
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """PyTorch's own error, or a library's that could not allocate outside of it or hid that it could not."""
+        """PyTorch's own error, or a library's that could not allocate outside of it or hid that it could not.
+
+        A MemoryError is the host's.
+        """
         if isinstance(error, torch.OutOfMemoryError):
-            return True
-        if isinstance(error, MemoryError):
             return True
         if not isinstance(error, RuntimeError):
             return False
@@ -106,7 +117,18 @@ class CudaDevice(AcceleratorDevice):
     def release(self) -> None:
         """Collect garbage, give cached memory back and reset peaks. Opens no context."""
         self._failed_before = self._failed_allocations()
+        self._settled = False
         super().release()
+
+    def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
+        """As for any accelerator, within the limit as it is after the warm-up."""
+        self._settle()
+        return super().measure_peak(fn, resident)
+
+    def time(self, fn: Callable[[], None]) -> float:
+        """As for any accelerator, within the limit as it is after the warm-up."""
+        self._settle()
+        return super().time(fn)
 
     @contextmanager
     def limit(self, budget_bytes: int | None) -> Iterator[None]:
@@ -125,20 +147,40 @@ class CudaDevice(AcceleratorDevice):
                 remedy="Raise the budget.",
                 needed=context,
             )
-        before = torch.cuda.memory.get_per_process_memory_fraction(self.torch_device)
-        share = (budget_bytes - context) / self._free_and_total()[1]
-        torch.cuda.memory.set_per_process_memory_fraction(min(before, share), self.torch_device)
+        outside = self._budget, self._fraction
+        self._budget, self._settled = budget_bytes, False
+        self._fraction = before = torch.cuda.memory.get_per_process_memory_fraction(self.torch_device)
+        self._keep_within(budget_bytes - context)
         try:
             yield
         finally:
+            self._budget, self._fraction = outside
             torch.cuda.memory.set_per_process_memory_fraction(before, self.torch_device)
+
+    def _settle(self) -> None:
+        """Where a budget holds, the allocator gets what the context leaves of it now that kernels have been loaded."""
+        if self._budget is not None and not self._settled:
+            self._settled = True
+            room = max(0, self._budget - self.context_bytes())
+            self._keep_within(room)
+            if torch.cuda.memory_reserved(self.torch_device) > room:
+                torch.cuda.empty_cache()  # what it keeps is more than it may have by now
+
+    def _keep_within(self, nbytes: int) -> None:
+        share = nbytes / self._free_and_total()[1]
+        torch.cuda.memory.set_per_process_memory_fraction(min(self._fraction, share), self.torch_device)
 
     def _open(self) -> None:
         """Open the context, noting first what others hold: afterwards the two cannot be told apart."""
         if not torch.cuda.is_initialized():
-            self._others_at_start = nvml.used_bytes(self.index)
+            self._others_at_start, before = nvml.used_bytes(self.index), nvml.processes(self.index)
             torch.cuda.init()
             self._load_libraries()
+            came = set(nvml.processes(self.index) or ()) - set(before or ())
+            if before is not None and len(came) == 1:  # in a container it may have the host's number
+                self._number = came.pop()
+            if self._others_at_start is not None:
+                self._context_at_start = max(0, self._beside_others() - torch.cuda.memory_reserved(self.torch_device))
 
     def _load_libraries(self) -> None:
         """Every step multiplies matrices: with the library for it loaded, the context is near its full size.
@@ -154,16 +196,25 @@ class CudaDevice(AcceleratorDevice):
 
     def _held(self) -> int:
         """Bytes that this process holds on the GPU, as well as that can be known."""
-        own = nvml.own_bytes(self.index)
+        own = (nvml.processes(self.index) or {}).get(self._number)
         if own is not None:
             return own
-        free, total = self._free_and_total()
         if self._others_at_start is None:
+            free, total = self._free_and_total()
             return total - free
+        reserved, least = torch.cuda.memory_reserved(self.torch_device), self._context_at_start
+        return reserved + min(max(self._beside_others() - reserved, least), least + _MOST_LOADED)
+
+    def _beside_others(self) -> int:
+        """What is used now beyond what others held when this process began."""
+        assert self._others_at_start is not None
         # both ends by the same source: what the driver's library calls used has the driver's own part in it, what CUDA
         # calls used has not, and the difference of the two can be as large as a context
         now = nvml.used_bytes(self.index)
-        return max(0, (total - free if now is None else now) - self._others_at_start)
+        if now is None:
+            free, total = self._free_and_total()
+            now = total - free
+        return now - self._others_at_start
 
     def _free_and_total(self) -> tuple[int, int]:
         self._open()

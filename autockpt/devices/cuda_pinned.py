@@ -1,9 +1,14 @@
-"""Pinned host memory of exact sizes for CUDA: registered with its runtime, and kept for plans that take turns."""
+"""Pinned host memory of exact sizes for CUDA: registered with its runtime, and kept for plans that take turns.
+
+Under WSL2, which pins part of the memory at most and may not register any, PyTorch's own pinned allocator is asked
+where that fails.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import platform
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +25,29 @@ class CudaQueues(AcceleratorQueues):
     """As for any accelerator, through memory that is registered here."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        size = whole_pages(nbytes)
+        try:
+            return self._registered(whole_pages(nbytes))
+        except MeasurementError as error:
+            if not _in_wsl():
+                raise
+            refused = error.message
+        try:
+            return super().host_memory(nbytes)
+        except MeasurementError:
+            raise MeasurementError(
+                f"{refused}, and PyTorch's own pinned allocator cannot either: this is WSL2, which pins only part of "
+                "the memory it was given",
+                remedy="Offload fewer units, set --host-budget, give WSL more memory (memory= in .wslconfig), or run "
+                "on Linux itself.",
+            ) from None
+
+    def _registered(self, size: int) -> torch.Tensor:
         if _kept is None:
-            return _PinnedMemory(-1, size).pin(self.device)
+            return _pinned(size, self.device)[1]
         place = next((n for n, kept in enumerate(_kept) if kept.idle and len(kept.memory) == size), None)
         if place is None:
             _kept[:] = [kept for kept in _kept if not kept.idle]
-            memory = _PinnedMemory(-1, size)
-            tensor = memory.pin(self.device)
+            memory, tensor = _pinned(size, self.device)
         else:
             torch.cuda.synchronize(self.device)  # copies of whoever had it before
             memory = _kept.pop(place).memory
@@ -65,6 +85,22 @@ class _Kept(NamedTuple):
 _kept: list[_Kept] | None = None
 
 
+def _pinned(size: int, device: torch.device) -> tuple[_PinnedMemory, torch.Tensor]:
+    """New memory, and all of it as a tensor. Raises MeasurementError where the host has no more, or refuses."""
+    try:
+        memory = _PinnedMemory(-1, size)
+    except (OSError, MemoryError) as error:
+        raise MeasurementError(
+            f"the host has no {size / 2**20:.0f} MiB more for offloading ({error})",
+            remedy="Free host memory, set --host-budget, or offload fewer units.",
+        ) from None
+    return memory, memory.pin(device)
+
+
+def _in_wsl() -> bool:
+    return "microsoft" in platform.uname().release.lower()
+
+
 class _PinnedMemory(mmap.mmap):
     """Anonymous memory registered with CUDA. torch's own pinned allocator rounds sizes up to powers of two."""
 
@@ -78,7 +114,7 @@ class _PinnedMemory(mmap.mmap):
         if code:
             _forget_error(device)
             raise MeasurementError(
-                f"the host would not pin {tensor.numel() / 2**20:.0f} MiB for offloading (CUDA error {code})",
+                f"the host would not pin {tensor.numel() / 2**20:.0f} MiB for offloading (its runtime says {code})",
                 remedy="Raise the limit on locked memory (ulimit -l), free host memory, set --host-budget, or offload "
                 "fewer units.",
             )
@@ -91,7 +127,8 @@ class _PinnedMemory(mmap.mmap):
             with contextlib.suppress(Exception):
                 torch.cuda.synchronize(device)
             with contextlib.suppress(Exception):
-                _cudart().cudaHostUnregister(address)
+                if int(_cudart().cudaHostUnregister(address)):
+                    _forget_error(device)
 
 
 def _forget_error(device: torch.device) -> None:

@@ -96,8 +96,9 @@ def used_bytes(index: int) -> int | None:
     return None if memory is None else memory[1]
 
 
-def own_bytes(index: int) -> int | None:
-    """What this process holds on it, its context included. None in containers that renumber processes."""
+def processes(index: int) -> dict[int, int] | None:
+    """Bytes that each process holds on it, contexts included, by process number. Containers may see those of the host,
+    or none."""
     card = _card(index)
     if card is None or card.divided():
         return None
@@ -107,10 +108,7 @@ def own_bytes(index: int) -> int | None:
             return None
     except AttributeError:
         return None
-    for process in found[: count.value]:
-        if process.pid == os.getpid() and process.used != _NOT_AVAILABLE:
-            return int(process.used)
-    return None
+    return {p.pid: int(p.used) for p in found[: count.value] if p.used != _NOT_AVAILABLE}
 
 
 def capability(index: int) -> tuple[int, int] | None:

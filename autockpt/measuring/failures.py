@@ -31,6 +31,15 @@ def letting_go(device: Device, what: str) -> Iterator[None]:
     raise translated from None
 
 
+def device_lost(error: BaseException) -> bool:
+    """Whether a device has failed for good: CUDA and HIP report an error of one kernel on every call from then on."""
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, AutockptError)
+        and any(text in str(error) for text in ("CUDA error", "HIP error"))
+    )
+
+
 def needed_bytes(error: BaseException) -> int | None:
     """The size of the allocation that failed, as PyTorch's messages give it; None where they do not."""
     match = _TRIED.search(str(error))

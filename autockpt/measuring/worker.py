@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autockpt.errors import AutockptError, MeasurementError
-from autockpt.measuring.failures import letting_go, to_wire
+from autockpt.measuring.failures import device_lost, letting_go, to_wire
 from autockpt.schema.choices import parse_choice
 from autockpt.schema.workload import WorkloadSpec
 
@@ -41,7 +41,7 @@ class Worker:
             answer, lost = {"error": to_wire(error)}, False
         except BaseException as error:  # whatever a user's code raises, SystemExit included
             traceback.print_exc()  # into the log
-            answer, lost = {"error": to_wire(_explained(error, request))}, _device_lost(error)
+            answer, lost = {"error": to_wire(_explained(error, request))}, device_lost(error)
         self._answer({"id": request["id"], **answer})
         return not lost
 
@@ -156,16 +156,11 @@ def _choices(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: parse_choice(choice) for name, choice in data.items()}
 
 
-def _device_lost(error: BaseException) -> bool:
-    """CUDA reports an error of one kernel on every call from then on."""
-    return isinstance(error, RuntimeError) and "CUDA error" in str(error)
-
-
 def _explained(error: BaseException, request: Mapping[str, Any]) -> AutockptError:
     """What an exception means, for people: the user's fault, the device's, or ours."""
     from autockpt.workload import explain
 
-    if _device_lost(error):
+    if device_lost(error):
         return MeasurementError(
             f"the device failed: {str(error).splitlines()[0]}",
             remedy="The next request starts a fresh process. If it repeats, run the step with CUDA_LAUNCH_BLOCKING=1.",

@@ -70,7 +70,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(CudaDevice, "_load_libraries", lambda self: None)
     monkeypatch.setattr(nvml, "total_bytes", lambda index: made.total)
     monkeypatch.setattr(nvml, "used_bytes", lambda index: made.used)
-    monkeypatch.setattr(nvml, "own_bytes", lambda index: None)
+    monkeypatch.setattr(nvml, "processes", lambda index: None)
     return made
 
 
@@ -94,8 +94,24 @@ def test_context_is_what_this_process_holds_beside_the_allocator(gpu):
 
 
 def test_context_as_the_driver_tells_it_per_process(gpu, monkeypatch):
-    monkeypatch.setattr(nvml, "own_bytes", lambda index: 6 * GIB)
+    monkeypatch.setattr(nvml, "processes", lambda index: {7: GIB, os.getpid(): 6 * GIB})
+    gpu.initialised = True  # by the user's own code
     assert CudaDevice().context_bytes() == 2 * GIB
+
+
+def test_in_a_container_this_process_is_the_one_that_came_when_the_context_opened(gpu, monkeypatch):
+    monkeypatch.setattr(nvml, "processes", lambda index: {7: GIB} | ({4711: 6 * GIB} if gpu.initialised else {}))
+    assert CudaDevice().context_bytes() == 2 * GIB
+
+
+def test_what_other_processes_take_later_is_not_this_ones(gpu):
+    device = CudaDevice()
+    assert device.context_bytes() == GIB
+    gpu.others += 20 * GIB
+    assert device.context_bytes() == 2 * GIB  # no more than libraries can have taken
+    assert device.used_by_others() == 29 * GIB
+    gpu.others -= 30 * GIB
+    assert device.context_bytes() == GIB
 
 
 def test_what_others_hold_counts_as_context_where_nothing_tells_it_apart(gpu, monkeypatch):
@@ -114,6 +130,31 @@ def test_a_budget_limits_the_allocator_to_what_the_context_leaves(gpu):
         assert gpu.fraction == 0.1
         raise KeyError
     assert gpu.fraction == 0.1
+
+
+def test_the_limit_follows_the_context_once_a_plan_has_warmed_up(gpu, monkeypatch):
+    """FlashAttention and cuDNN are loaded by the first step that needs them."""
+    emptied: list[float] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(gpu.fraction))
+    device = CudaDevice()
+    with device.limit(6 * GIB):
+        for grown in (GIB // 2, GIB):
+            device.release()
+            gpu.context = GIB + grown  # its first cycle
+            before = len(gpu.fractions)
+            device.time(lambda: None)
+            assert gpu.fraction == pytest.approx((5 * GIB - grown) / (80 * GIB))
+            device.measure_peak(lambda: None, resident=0)
+            assert len(gpu.fractions) == before + 1
+        assert not emptied
+        gpu.reserved = 4 * GIB + 1  # more than is left by now
+        device.release()
+        device.measure_peak(lambda: None, resident=0)
+        assert emptied[-1] == gpu.fraction
+    assert gpu.fraction == 1.0
+    device.release()
+    device.time(lambda: None)
+    assert gpu.fraction == 1.0
 
 
 def test_a_budget_above_all_memory_is_all_memory(gpu):
@@ -179,7 +220,7 @@ def test_time_waits_for_the_gpu_at_both_ends(gpu, monkeypatch):
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (MemoryError(), True),
+        (MemoryError(), False),  # the host's
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (ValueError("out of memory"), False),
         (KeyboardInterrupt(), False),
@@ -267,37 +308,35 @@ def library(monkeypatch: pytest.MonkeyPatch) -> NewerLibrary:
 
 
 def known(index: int) -> tuple[Any, ...]:
-    return nvml.total_bytes(index), nvml.used_bytes(index), nvml.own_bytes(index), nvml.capability(index)
+    return nvml.total_bytes(index), nvml.used_bytes(index), nvml.processes(index), nvml.capability(index)
 
 
 def test_the_drivers_library_is_read_by_its_own_numbering(library, monkeypatch):
-    older = Library(pids={1: 70, os.getpid(): 90})
+    older = Library(pids={1: 70, 5: 90})
     monkeypatch.setattr(ctypes, "CDLL", lambda name: older)
-    assert known(1) == (800, 500, 90, None)  # capabilities are told by newer ones
-    older.pids = {1: 70}
-    assert nvml.own_bytes(1) is None
-    older.pids = {os.getpid(): (1 << 64) - 1}
-    assert nvml.own_bytes(1) is None
+    assert known(1) == (800, 500, {1: 70, 5: 90}, None)  # capabilities are told by newer ones
+    older.pids[5] = (1 << 64) - 1
+    assert nvml.processes(1) == {1: 70}
 
 
 def test_what_the_driver_keeps_for_itself_is_nobodys_memory(library):
-    assert known(1) == (740, 440, None, (9, 0))
+    assert known(1) == (740, 440, {}, (9, 0))
 
 
 def test_where_cards_differ_their_numbers_are_not_trusted_until_cuda_has_started(library, monkeypatch):
     """CUDA's first GPU is the fastest; the library's is that of the first slot, a T4 here."""
     library.cards = [(b"T4", 160, (7, 5)), *library.cards[1:]]
-    library.pids = {os.getpid(): 90}
+    library.pids = {5: 90}
     assert known(1) == (None,) * 4
     for name, value in (("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-3")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
-            assert known(1) == (740, 440, 90, (9, 0))
+            assert known(1) == (740, 440, {5: 90}, (9, 0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")  # numbers in CUDA's own order
     assert known(1) == (None,) * 4
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"{index + 2}"))
-    assert known(1) == (740, 440, 90, (9, 0))
+    assert known(1) == (740, 440, {5: 90}, (9, 0))
     assert known(0) == (None,) * 4  # the library knows no such GPU
 
 
@@ -323,7 +362,7 @@ def test_without_the_drivers_library_nothing_is_known(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert (nvml.total_bytes(0), nvml.used_bytes(0), nvml.own_bytes(0), nvml.capability(0)) == (None,) * 4
+    assert (nvml.total_bytes(0), nvml.used_bytes(0), nvml.processes(0), nvml.capability(0)) == (None,) * 4
 
 
 @pytest.fixture

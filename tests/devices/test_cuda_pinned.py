@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from autockpt.devices import cuda_pinned
+from autockpt.devices.cuda import CudaDevice
 from autockpt.errors import MeasurementError
 
 
@@ -32,6 +36,52 @@ def test_a_refusal_to_pin_is_said_and_not_left_for_the_next_kernel(monkeypatch):
     with pytest.raises(MeasurementError, match="would not pin"):
         cuda_pinned._PinnedMemory(-1, 4096).pin(device)
     assert forgotten == [device]
+
+
+def test_where_wsl_will_not_register_pytorchs_own_pinned_memory_is_taken(monkeypatch, runtime):
+    device, asked = torch.device("cuda", 0), []
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda address, nbytes, flags: 801)
+    monkeypatch.setattr(cuda_pinned, "_forget_error", lambda device: None)
+    empty = torch.empty
+
+    def from_torch(size, *, dtype, device, pin_memory):
+        asked.append(size)
+        if size > 4096:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(size, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", from_torch)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    with pytest.raises(MeasurementError, match="would not pin"):
+        cuda_pinned.CudaQueues(device).host_memory(4096)
+    assert not asked  # on Linux itself that is an error
+    release = "6.6.87.2-microsoft-standard-WSL2"
+    monkeypatch.setattr(platform, "uname", lambda: SimpleNamespace(release=release))
+    with cuda_pinned.pinned_memory_kept():
+        assert cuda_pinned.CudaQueues(device).host_memory(4096).numel() == 4096
+    with pytest.raises(MeasurementError, match="WSL2") as caught:
+        cuda_pinned.CudaQueues(device).host_memory(8192)
+    assert ".wslconfig" in (caught.value.remedy or "") and not CudaDevice().out_of_memory(caught.value)
+
+
+def test_a_host_without_memory_is_not_a_full_device(monkeypatch, runtime):
+    def full(number: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(cuda_pinned, "_PinnedMemory", full)
+    with pytest.raises(MeasurementError, match="the host has no") as caught:
+        cuda_pinned.CudaQueues(torch.device("cuda", 0)).host_memory(4096)
+    assert not CudaDevice().out_of_memory(caught.value)
+
+
+def test_a_failure_to_unregister_is_not_left_for_the_next_kernel(monkeypatch, runtime):
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr(cuda_pinned, "_forget_error", forgotten.append)
+    monkeypatch.setattr(runtime, "cudaHostUnregister", lambda address: 713)
+    memory = cuda_pinned.CudaQueues(torch.device("cuda", 0)).host_memory(4096)
+    del memory
+    gc.collect()
+    assert forgotten == [torch.device("cuda", 0)]
 
 
 class Pinning:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import autockpt.errors as errors
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, InfeasibleError, MeasurementError
-from autockpt.measuring.failures import forget_frames, from_wire, letting_go, needed_bytes, to_wire
+from autockpt.measuring.failures import device_lost, forget_frames, from_wire, letting_go, needed_bytes, to_wire
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutockptError)]
 
@@ -101,3 +101,16 @@ def test_only_the_devices_own_error_is_translated():
         with pytest.raises(type(error)) as passed, letting_go(get_device("cpu"), "plan x"):
             raise error
         assert passed.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("HIP error: an illegal memory access was encountered"), True),
+        (RuntimeError("shapes differ"), False),
+        (MeasurementError("the host would not pin (CUDA error 2)"), False),
+    ],
+)
+def test_a_device_that_failed_for_good_is_known_by_what_its_runtime_says(error, lost):
+    assert device_lost(error) is lost
