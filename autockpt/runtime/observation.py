@@ -155,13 +155,16 @@ def deterministically(run: Callable[[], T]) -> T:
 def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
     """PyTorch's deterministic kernels where it has them; operations without one run as they are, or fail (``strict``).
 
-    Matrix products of one stream are deterministic whatever cuBLAS' workspace is; the variable only says so.
+    Matrix products of one stream are deterministic whatever cuBLAS' workspace is; the variable only says so. New memory
+    is not filled with NaN, as PyTorch would: that costs a kernel for every tensor.
     """
     workspace = os.environ.get(WORKSPACE)
     if strict and workspace is None:
         os.environ[WORKSPACE] = DETERMINISTIC
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     try:
@@ -169,6 +172,7 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+        torch.utils.deterministic.fill_uninitialized_memory = filled
         if workspace is None:
             os.environ.pop(WORKSPACE, None)
 

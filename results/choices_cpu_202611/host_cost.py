@@ -21,7 +21,7 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.history.statistics import ratio_interval
+from autockpt.history.statistics import noise, ratio_interval
 from autockpt.runtime import attach
 from autockpt.schema import choice_kinds
 from autockpt.schema.choices import from_label, label
@@ -65,7 +65,8 @@ def by_hand(model: torch.nn.Module) -> Iterator[None]:
 
 
 def measure(device: str = "cpu", rounds: int = ROUNDS) -> dict[str, dict[str, float | str]]:
-    """Medians by candidate: µs a layer of forward and backward, and the ratio to checkpointing by hand in words."""
+    """Medians by candidate: µs a layer of forward and backward, their sum's noise, and the ratio to checkpointing by
+    hand in words."""
     torch.set_num_threads(1)
     model, batch = model_and_batch(device)
     names = [f"model.layers.{i}" for i in range(LAYERS)]
@@ -98,7 +99,8 @@ def measure(device: str = "cpu", rounds: int = ROUNDS) -> dict[str, dict[str, fl
     for name, pairs in times.items():
         forward, backward = (statistics.median(p[i] for p in pairs) / LAYERS * 1e6 for i in (0, 1))
         ratio = str(ratio_interval([sum(p) for p in pairs], hand, robust=True)) if name != BY_HAND else ""
-        found[name] = {"forward": forward, "backward": backward, "by hand": ratio}
+        both = noise([sum(p) for p in pairs])
+        found[name] = {"forward": forward, "backward": backward, "noise": both, "by hand": ratio}
     return found
 
 

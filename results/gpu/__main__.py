@@ -10,17 +10,17 @@ out of time or memory, or failed, is said so on the page and is tried again by t
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from results.gpu import pages
-from results.gpu.items import PARTS, Item, items_of, path_of, read, write
+from results.gpu import archive, packages, pages
+from results.gpu.items import PARTS, Item, items_of, path_of, read, write, write_start
 from results.gpu.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,24 +29,32 @@ SPARE_SECONDS = 10
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what is asked for and write the pages. 0: all asked-for items are done; 1: some are not; 2: wrong usage."""
+    began = time.monotonic()
     given = _options().parse_args(arguments)
     out: Path = given.out.resolve()
     parts = _parts(given.parts)
     if parts is None:
         print(f"--parts {given.parts}: write numbers from 1 to {max(PARTS)}, as in 1,2,5", file=sys.stderr)
         return 2
-    if given.earlier is not None:
-        _take_over(given.earlier.resolve(), out)
-    environment = _environment(out, given.wheels)
-    if (trouble := _trouble(given.shapes, environment)) and not given.pages:
-        print(trouble, file=sys.stderr)
+    if given.earlier is not None and not archive.take_over(given.earlier.resolve(), out):
+        print(f"--earlier {given.earlier}: there is no such folder, and no archive of this script's", file=sys.stderr)
         return 2
     shapes = SHAPES[given.shapes]
     chosen = [i for i in items_of(shapes) if i.part in parts and (given.only is None or given.only in i.slug)]
+
+    def keep() -> None:
+        pages.write(out, shapes, given.shapes)
+        archive.pack(out)
+
     if not given.pages:
-        _run_all(chosen, given.shapes, out, environment, given.minutes, given.fresh)
-    pages.write(out, shapes, given.shapes)
+        environment, trouble = _prepared(out, given.wheels, given.shapes, any(i.name == "contract" for i in chosen))
+        if trouble:
+            print(trouble, file=sys.stderr)
+            return 2
+        _run_all(chosen, given.shapes, out, environment, began + 60 * given.minutes, given.fresh, keep)
+    keep()
     print((out / "summary.md").read_text())
+    print(f"All of it in one file: {out / archive.NAME}")
     return 0 if all(read(out, item).get("state") == "done" for item in chosen) else 1
 
 
@@ -56,11 +64,11 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--only", help="items with this in their name")
     parser.add_argument("--shapes", choices=tuple(SHAPES), default="card", help="tiny: on the CPU, for the script only")
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu/measured", help="folder for JSON and pages")
-    parser.add_argument("--earlier", type=Path, help="folder of an earlier call, to be continued in --out")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing that would take longer, in all")
+    parser.add_argument("--earlier", type=Path, help="folder or archive of an earlier call, to be continued in --out")
+    parser.add_argument("--minutes", type=float, default=9.0, help="in all, installing and imports included")
     parser.add_argument("--fresh", action="store_true", help="run again what is done")
     parser.add_argument("--pages", action="store_true", help="run nothing, write the pages from what there is")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels: what is not installed is taken from there")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels: what is missing here is taken from there")
     return parser
 
 
@@ -71,26 +79,38 @@ def _parts(text: str) -> set[int] | None:
     return {int(piece) for piece in pieces}
 
 
-def _take_over(earlier: Path, out: Path) -> None:
-    """Copy what an earlier call left behind, unless it is here already."""
-    if not earlier.is_dir() or earlier == out:
-        return
+def _prepared(out: Path, wheels: Path | None, shapes: str, tests: bool) -> tuple[dict[str, str], str]:
+    """Variables for all processes, and why nothing can run here (empty where it can): all that is missing, by name."""
     out.mkdir(parents=True, exist_ok=True)
-    for entry in earlier.iterdir():
-        target = out / entry.name
-        if target.exists():
-            continue
-        if entry.is_dir():
-            shutil.copytree(entry, target)
-        else:
-            shutil.copy(entry, target)
+    if wheels is not None and not wheels.is_dir():
+        return {}, f"--wheels {wheels}: there is no such folder"
+    began = time.monotonic()
+    try:
+        found = packages.wanted(packages.requirements(tests), wheels)
+    except ImportError as error:
+        return {}, f"{error}: transformers brings it, which has to be installed, and so has torch"
+    if found.words:
+        return {}, found.words
+    environment = _environment(out, packages.unpack(found.wheels, out))
+    unpacked = time.monotonic() - began
+    warm = packages.warmed(environment, tests)
+    taken = ", ".join(path.name.rpartition("-py")[0] or path.name for path in found.wheels.values()) or "nothing"
+    print(f"from wheels: {taken}, in {unpacked:.1f} s. Importing everything once: {warm['seconds']:.1f} s", flush=True)
+    write_start(out, {"from wheels": taken, "unpacking": round(unpacked, 1), "first imports": warm["seconds"]})
+    if warm["missing"]:
+        return {}, f"cannot be imported: {'; '.join(warm['missing'])}"
+    if shapes == "card" and not warm["devices"]:
+        return (
+            {},
+            "there is no GPU here. --shapes tiny exercises the script on the CPU, which proves nothing about GPUs",
+        )
+    return environment, ""
 
 
-def _environment(out: Path, wheels: Path | None) -> dict[str, str]:
+def _environment(out: Path, unpacked: Path) -> dict[str, str]:
     """Variables for all processes: this checkout first, nothing from a network, caches beside the results."""
     environment = dict(os.environ)
-    packages = _installed(out, wheels) if wheels is not None else None
-    paths = [str(ROOT), environment.get("PYTHONPATH", ""), str(packages or "")]
+    paths = [str(ROOT), str(unpacked), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     environment["PYTHONUNBUFFERED"] = "1"
     environment.setdefault("AUTOCKPT_CACHE", str(out / "cache"))
@@ -100,45 +120,16 @@ def _environment(out: Path, wheels: Path | None) -> dict[str, str]:
     return environment
 
 
-def _installed(out: Path, wheels: Path) -> Path:
-    """A folder with the packages of ``wheels`` that are not installed. Nothing that is installed is replaced."""
-    target = out / "packages"
-    wanted = []
-    for wheel in sorted(wheels.glob("*.whl")):
-        try:
-            importlib.metadata.version(wheel.name.split("-")[0])
-        except importlib.metadata.PackageNotFoundError:
-            wanted.append(str(wheel))
-    if wanted and not target.exists():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target)]
-        subprocess.run([*command, *wanted], check=True)
-    return target
-
-
-def _trouble(shapes: str, environment: dict[str, str]) -> str:
-    """Why nothing can run here; empty where it can. Asked in another process, which sees the packages."""
-    needs = ["torch", "transformers", "pydantic", "optuna", "scipy", "typer", "rich", "yaml", "jinja2"]
-    code = (
-        "import importlib.util, sys; print(','.join(n for n in sys.argv[1:] if not importlib.util.find_spec(n)));"
-        "import torch; print(torch.cuda.device_count())"
-    )
-    asked = subprocess.run(
-        [sys.executable, "-c", code, *needs], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
-    lines = asked.stdout.splitlines()
-    if asked.returncode or len(lines) < 2:
-        return f"PyTorch cannot be imported: {asked.stderr.strip().splitlines()[-1:]}"
-    if lines[0]:
-        return f"not installed: {lines[0]}. Give a folder of wheels that has them: --wheels DIR"
-    if shapes == "card" and lines[1] == "0":
-        return "there is no GPU here. --shapes tiny exercises the script on the CPU, which proves nothing about GPUs"
-    return ""
-
-
 def _run_all(
-    chosen: list[Item], shapes: str, out: Path, environment: dict[str, str], minutes: float, fresh: bool
+    chosen: list[Item],
+    shapes: str,
+    out: Path,
+    environment: dict[str, str],
+    end: float,
+    fresh: bool,
+    keep: Callable[[], Any],
 ) -> None:
-    end = time.monotonic() + 60 * minutes
+    """Item by item until ``end`` by the monotonic clock; ``keep`` is called after each, as a call may be cut off."""
     for item in chosen:
         left = end - time.monotonic() - SPARE_SECONDS
         if not fresh and read(out, item).get("state") == "done":
@@ -147,6 +138,7 @@ def _run_all(
             print(f"{item.slug}: not begun, {left:.0f} s are left", flush=True)
         else:
             _run(item, shapes, out, environment, min(item.limit, left))
+            keep()
 
 
 def _run(item: Item, shapes: str, out: Path, environment: dict[str, str], limit: float) -> None:
@@ -184,5 +176,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _stop(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)  # so that the item in progress ends as well
     sys.exit(main())

@@ -33,7 +33,7 @@ def contract(context: Context) -> dict[str, Any]:
         if share:
             (folder / f"{number}.txt").write_text("\n".join(share))
             runs.append((number, len(share), _started(folder, number, environment)))
-    found = {"tests": len(names), "passed": 0, "failed": 0, "skipped": 0, "lost": 0, "failures": []}
+    found = {"tests": len(names), "passed": 0, "failed": 0, "skipped": 0, "lost": 0, "by": {}, "failures": []}
     for number, count, process in runs:
         process.wait()
         _add(found, folder / f"{number}.xml", count)
@@ -88,9 +88,11 @@ def _add(found: dict[str, Any], report: Path, count: int) -> None:
         cases = []
     found["lost"] += count - len(cases)
     for case in cases:
+        group = found["by"].setdefault(_group(case), {"passed": 0, "failed": 0})
         bad = next((child for child in case if child.tag in ("failure", "error")), None)
         if bad is not None:
             found["failed"] += 1
+            group["failed"] += 1
             if len(found["failures"]) < SHOWN:
                 words = " ".join((bad.get("message") or "").split())[:200]
                 found["failures"].append(f"{case.get('name')}: {words}")
@@ -98,3 +100,12 @@ def _add(found: dict[str, Any], report: Path, count: int) -> None:
             found["skipped"] += 1
         else:
             found["passed"] += 1
+            group["passed"] += 1
+
+
+def _group(case: ElementTree.Element) -> str:
+    """What a test's gradients are compared under."""
+    name = f"{case.get('classname')} {case.get('name')}"
+    if "test_architectures" in name:
+        return "dropout"  # each with and without
+    return "autocast" if "bf16" in name or "autocast" in name else "fp32"

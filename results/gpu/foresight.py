@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.history.statistics import ratio_interval
+from autockpt.history.statistics import median_interval, ratio_interval
 from autockpt.measuring import WorkerMeasurer
 from autockpt.profiling import as_seen_by, build_profile, device_peak, measure_op_times, uniform_graphs
 from autockpt.schema import Choice, Hardware, WorkloadSpec, searched_kinds
@@ -61,7 +60,8 @@ def _time(
     """Step times in turns, and their ratios to saving everything."""
     seconds = worker.compare(fitting, rounds=rounds)
     for plan, times in seconds.items():
-        rows[plan]["step"] = statistics.median(times)
+        step = median_interval(times)
+        rows[plan] |= {"step": step.value, "step between": [step.low, step.high]}
         if "save everything" in seconds:
             ratio = ratio_interval(times, seconds["save everything"], robust=True)
             rows[plan]["over saving"] = [ratio.low - 1, ratio.value - 1, ratio.high - 1]

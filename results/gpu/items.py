@@ -53,11 +53,26 @@ class Context:
         write(self.out, self.item, {"state": state, "data": data, **more})
 
 
+# What is worth most where there are ten minutes once; then the rest, by these parts.
+_FIRST = (
+    *("1-attention", "1-bits", "2-stress", "5-llama-1b-default-shape", "2-overlap", "4-llama-1b", "1-host-cost"),
+    *("1-released", "1-contract"),
+)
+_PARTS = (1, 2, 5, 4, 3, 6)
+
+
 def items_of(shapes: Any) -> list[Item]:
     """All items, in the order in which they are worth having."""
+    found = _all_of(shapes)
+    first = {slug: place for place, slug in enumerate(_FIRST)}
+    return sorted(found, key=lambda item: (first.get(item.slug, len(first)), _PARTS.index(item.part)))
+
+
+def _all_of(shapes: Any) -> list[Item]:
     here = "results.gpu"
     found = [
         Item(1, "attention", f"{here}.runtime:attention", 120),
+        Item(1, "bits", f"{here}.runtime:bits", 150),
         Item(1, "released", f"{here}.runtime:released", 150),
         Item(1, "host cost", f"{here}.runtime:host_cost", 90),
         Item(1, "contract", f"{here}.contract:contract", 480, 120),
@@ -71,6 +86,8 @@ def items_of(shapes: Any) -> list[Item]:
     for name, task in shapes.tasks.items():
         limit = min(540, 150 + len(task.budgets) * (task.seconds + 90) + 150 * len(task.compiled))
         found.append(Item(task.part, name, f"{here}.jobs:job", limit, min(150, limit), subject=name))
+    for name, (_, budgets) in shapes.searches.items():
+        found.append(Item(5, f"searches {name}", f"{here}.jobs:searches", 60 + 75 * len(budgets), 90, subject=name))
     return found
 
 
@@ -88,9 +105,18 @@ def read(out: Path, item: Item) -> dict[str, Any]:
 
 
 def write(out: Path, item: Item, found: dict[str, Any]) -> None:
+    """What is known of an item."""
+    _write(path_of(out, item), {"part": item.part, "item": item.name} | found)
+
+
+def write_start(out: Path, found: dict[str, Any]) -> None:
+    """What the latest call took before its first item."""
+    _write(out / "start.json", found)
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
     """Whole or not at all: the process may be ended at any moment."""
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"part": item.part, "item": item.name} | found, indent=1, default=str)
-    with tempfile.NamedTemporaryFile("w", dir=out, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path_of(out, item))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(json.dumps(data, indent=1, default=str))
+    os.replace(file.name, path)

@@ -17,6 +17,7 @@ from autockpt.bench.peers import PEERS, PLAIN
 from autockpt.errors import AutockptError, DeviceOutOfMemory
 from autockpt.history.statistics import noise, ratio_interval
 from autockpt.measuring import StepRunner
+from autockpt.measuring.failures import device_lost
 from autockpt.runtime import attach
 from autockpt.schema import WorkloadSpec, dump_choice, parse_choice
 from autockpt.schema.choices import CHUNKED_LOSS
@@ -50,6 +51,24 @@ def job(context: Context) -> dict[str, Any]:
             found["rows"] = _table(runner, rows | ours, alone, size, task.rounds)
             context.keep(data)
     return data
+
+
+def searches(context: Context) -> dict[str, Any]:
+    """More searches, on smaller models: does each plan, measured anew under its budget as a real limit, keep to it?"""
+    given, budgets = context.shapes.searches[context.item.subject]
+    task = Task(given, budgets, trials=6, seconds=25)
+    found = {budget: _searched(context, task, budget) for budget in budgets}
+    rows: dict[str, Any] = {}
+    with running(WorkloadSpec.model_validate(given), context.device) as (runner, _):
+        for budget, search in found.items():
+            rows[budget] = {"message": search.get("message", ""), "binding": search.get("binding")}
+            if search.get("choices"):
+                size = search["budget bytes"]
+                rows[budget] |= {"budget": size} | _tried(runner, _ours(search["choices"]), size)
+                if "peak" in rows[budget]:
+                    rows[budget]["fill"] = rows[budget]["peak"] / size
+            context.keep({"rows": rows})
+    return {"rows": rows}
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -148,7 +167,7 @@ def _tried(runner: StepRunner, how: Attach, limit: int | None) -> dict[str, Any]
     except AutockptError as error:
         return {"state": "failed", "message": error.message[:200]}
     except Exception as error:  # other projects' code, run as it is
-        if "CUDA error" in str(error):
+        if device_lost(error):
             raise
         return {"state": "failed", "message": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
     return {"state": "fits", "peak": measured.peak_bytes, "allocated": measured.allocated_bytes}

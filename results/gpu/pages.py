@@ -79,7 +79,7 @@ def _section(item: Item, found: Mapping[str, Any]) -> Iterator[str]:
         if found.get("data_from"):
             yield f"The numbers are from {found['data_from']}."
             yield ""
-        draw = _TABLES.get(item.slug, _TABLES.get(str(item.part), _plain))
+        draw = _plain if "searches" in item.slug else _TABLES.get(str(item.part), _plain)
         yield from draw(data)
         yield ""
 

@@ -1,16 +1,22 @@
-"""Part 1: attention that is kept does not run again, memory is really released, and what a choice costs the host."""
+"""Part 1: attention that is kept does not run again, bits are those of plain training, memory is really released, and
+what a choice costs the host."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
-from autockpt.schema import WorkloadSpec, dump_choice
+from autockpt.errors import AutockptError
+from autockpt.measuring import StepRunner
+from autockpt.runtime import deterministic_algorithms
+from autockpt.schema import WorkloadSpec, choice_kinds, dump_choice, parse_choice
 from autockpt.verification.beside import count_runs
 from results.choices_cpu_202611 import host_cost as cost
 from results.gpu.items import Context
-from results.gpu.kernels import profiled
-from results.gpu.measuring import alive_before, allocated, first_of, ghosts, plans, running
+from results.gpu.kernels import merged, profiled, total
+from results.gpu.measuring import alive_before, allocated, first_of, ghosts, gradients_of, plans, running, wrong
 
 ATTENTION_KERNELS = re.compile(r"flash|fmha|sdpa|cudnn.*attention|attention.*cudnn|efficient_attention", re.I)
 BACKWARD_KERNELS = re.compile(r"bwd|bprop|backward|dot_do_o|convert_dq", re.I)
@@ -33,6 +39,7 @@ def attention(context: Context) -> dict[str, Any]:
             runs = count_runs(runner, {"choices": wired})["units"].values()
             kernels = [n for n, _ in events.kernels if ATTENTION_KERNELS.search(n) and not BACKWARD_KERNELS.search(n)]
             rows[name] = {
+                "device seconds": total(merged(span for _, span in events.kernels)) if cuda else None,
                 "heavy ops once more": sum(unit["again"] for unit in runs),
                 "attentions kept": sum(unit["named"] for unit in runs),
                 "of these once more": sum(unit["named_again"] for unit in runs),
@@ -40,6 +47,34 @@ def attention(context: Context) -> dict[str, Any]:
                 "kernel_names": sorted(set(kernels))[:4],
             }
     return {"layers": len(units), "rows": rows}
+
+
+def bits(context: Context) -> dict[str, Any]:
+    """Gradients under every choice on every layer beside plain training's, with weights as the specs have them.
+
+    What the contract suite does by small models; here are the sizes, kernels and 16-bit weights of a real job.
+    """
+    rows: dict[str, Any] = {}
+    for what, given in context.shapes.bits.items():
+        spec = WorkloadSpec.model_validate(given)
+        strict = deterministic_algorithms(strict=True) if context.device != "cpu" else nullcontext()
+        with strict, running(spec, context.device) as (runner, units):
+            with runner.attached({}):
+                wanted = gradients_of(runner)
+                repeats = not wrong(gradients_of(runner), wanted)
+            for kind in choice_kinds("block"):
+                rows[f"{what}: {kind}"] = {"repeats": repeats, **_bits_of(runner, units, kind, wanted)}
+                context.keep({"rows": rows})
+    return {"rows": rows}
+
+
+def _bits_of(runner: StepRunner, units: list[str], kind: str, wanted: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        with runner.attached(dict.fromkeys(units, parse_choice(kind))):
+            unequal = {name: None for _ in range(2) for name in wrong(gradients_of(runner), wanted)}
+    except AutockptError as error:
+        return {"values": 0, "unequal": 0, "message": error.message[:200]}
+    return {"values": len(wanted), "unequal": len(unequal), "first": next(iter(unequal), "")}
 
 
 def released(context: Context) -> dict[str, Any]:

@@ -28,6 +28,8 @@ class Shapes:
     tests: tuple[str, ...]  # of the contract suite, as pytest's -k takes it; empty: all
     processes: int
     attention: dict[str, str | int | bool]
+    bits: dict[str, dict[str, str | int | bool]]
+    searches: dict[str, tuple[dict[str, str | int | bool], tuple[str, ...]]]  # specs and budgets, by name
     host_rounds: int
     overlap: dict[str, str | int | bool]
     stress: dict[str, str | int | bool]
@@ -45,6 +47,21 @@ CARD = Shapes(
     tests=(),
     processes=8,
     attention=_LLAMA | {"batch_size": 1, "seq_len": 2048},
+    bits={
+        "bf16 weights": {"model": "llama-small", "dtype": "bf16", "batch_size": 4, "seq_len": 512, "packed": True},
+        "bf16 weights, dropout": {"model": "gpt2", "dtype": "bf16", "batch_size": 2, "seq_len": 512, "packed": True},
+        "autocast, dropout": {"model": "gpt2", "autocast": "bf16", "batch_size": 2, "seq_len": 512, "packed": True},
+        "fp32": {"model": "llama-small", "batch_size": 2, "seq_len": 256, "packed": True},
+    },
+    searches={
+        "gpt2": (
+            {"model": "gpt2", "dtype": "bf16", "batch_size": 8, "seq_len": 1024, "packed": True},
+            ("80%act", "60%act", "45%act"),
+        ),
+        "bert-base": ({"model": "bert-base", "dtype": "bf16", "batch_size": 32, "seq_len": 512}, ("70%act", "40%act")),
+        "vit-base": ({"model": "vit-base", "dtype": "bf16", "batch_size": 128}, ("70%act", "40%act")),
+        "llama-1b": (_LLAMA | {"batch_size": 4, "seq_len": 1536}, ("28GB", "32GB")),
+    },
     host_rounds=40,
     overlap=_LLAMA | {"batch_size": 8, "seq_len": 2048},
     stress={"model": "llama-small", "dtype": "bf16", "batch_size": 8, "seq_len": 512, "packed": True},
@@ -120,6 +137,8 @@ TINY = Shapes(
     tests=("hooks_on_units and sequential", "shared_and_skipped", "everywhere and cnn and save"),
     processes=1,
     attention=_TINY,
+    bits={"fp32": _TINY | {"batch_size": 2}, "autocast": _TINY | {"batch_size": 2, "autocast": "bf16"}},
+    searches={"llama-tiny": (_TINY, ("75%",))},
     host_rounds=3,
     overlap=_TINY,
     stress=_TINY,

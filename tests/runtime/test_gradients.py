@@ -134,7 +134,9 @@ def test_deterministic_algorithms_are_put_back():
     with deterministic_algorithms():
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_on_cuda_strictly_first_and_leniently_where_the_step_has_no_such_kernel(monkeypatch):
