@@ -76,28 +76,35 @@ def requirements(tests: bool) -> list[str]:
 def wanted(roots: Iterable[str], folder: Path | None) -> Wanted:
     """What has to come from the folder so that all requirements hold, and what is nowhere.
 
-    Installed packages are taken to have what they need; packages from wheels say what they need, and of two versions
-    the newest wheel that fits this Python is taken. Raises ImportError where the package `packaging` is not installed.
+    Of several wheels the newest that fits this Python is taken. What installed packages ask for is taken from the folder
+    where it is missing or too old, but not called missing where it is not there: builds of vendors ask for more than
+    they need. Raises ImportError where the package `packaging` is not installed.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     there = _wheels(folder) if folder is not None else {}
     found = Wanted()
-    pending = [(Requirement(text), "autockpt") for text in roots]
+    pending: list[tuple[Any, str, bool]] = [(Requirement(text), "autockpt", True) for text in roots]
+    seen: set[str] = set()
     while pending:
-        asked, by = pending.pop(0)
+        asked, by, needed = pending.pop(0)
         name = canonicalize_name(asked.name)
         if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
             continue
-        if name not in found.wheels and (have := _installed(name)) and asked.specifier.contains(have, prereleases=True):
+        have = None if name in found.wheels else _installed(name)
+        if have is not None and asked.specifier.contains(have[0], prereleases=True):
+            if name not in seen:
+                seen.add(name)
+                pending += [(Requirement(text), asked.name, False) for text in have[1]]
             continue
         version, path = there.get(name, (None, None))
         if path is None or not asked.specifier.contains(str(version), prereleases=True):
-            found.missing.setdefault(f"{asked.name}{asked.specifier}", by)
+            if needed:
+                found.missing.setdefault(f"{asked.name}{asked.specifier}", by)
         elif name not in found.wheels:
             found.wheels[name] = path
-            pending += [(Requirement(text), asked.name) for text in _asked_by(path)]
+            pending += [(Requirement(text), asked.name, True) for text in _asked_by(path)]
     return found
 
 
@@ -139,11 +146,13 @@ def warmed(environment: Mapping[str, str], tests: bool) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
 
-def _installed(name: str) -> str | None:
+def _installed(name: str) -> tuple[str, list[str]] | None:
+    """Version, and what it asks for."""
     try:
-        return importlib.metadata.version(name)
+        found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+    return found.version, found.requires or []
 
 
 def _wheels(folder: Path) -> dict[str, tuple[Any, Path]]:

@@ -285,7 +285,8 @@ def wheel(folder: Path, name: str, version: str, *asked: str, tag: str = "py3-no
 
 
 def test_everything_that_is_missing_is_said_at_once_and_what_wheels_ask_for_is_followed(tmp_path, monkeypatch):
-    installed = {"torch": "2.13.0+cpu", "typing-extensions": "4.12.0"}
+    installed = {"torch": ("2.13.0+cpu", ["vendors-own", "old>=2"]), "typing-extensions": ("4.12.0", [])}
+    installed["old"] = "1.0", []
     monkeypatch.setattr(packages, "_installed", installed.get)
     wheels = tmp_path / "wheels"
     wheel(wheels, "made_up", "1.0", "typing-extensions>=4.16", "nowhere<2", 'never; extra == "x"', "torch>=2")
@@ -293,8 +294,9 @@ def test_everything_that_is_missing_is_said_at_once_and_what_wheels_ask_for_is_f
     older = wheel(wheels, "typing_extensions", "4.16.0")
     newer = wheel(wheels, "typing_extensions", "4.17.0")
     wheel(wheels, "torch", "3.0")
+    wheel(wheels, "old", "2.0")
     found = packages.wanted(["torch>=2.11", "made-up", "scipy>=1.11"], wheels)
-    assert set(found.wheels) == {"made-up", "typing-extensions"}  # PyTorch is new enough, so it stays
+    assert set(found.wheels) == {"made-up", "typing-extensions", "old"}  # PyTorch is new enough, so it stays
     assert found.wheels["typing-extensions"] == newer != older
     assert found.missing == {"scipy>=1.11": "autockpt", "nowhere<2": "made-up"}
     assert "scipy>=1.11 (for autockpt), nowhere<2 (for made-up)" in found.words and "pip download" in found.words
