@@ -94,7 +94,7 @@ def _prepared(out: Path, wheels: Path | None, shapes: str, tests: bool) -> tuple
     environment = _environment(out, packages.unpack(found.wheels, out))
     unpacked = time.monotonic() - began
     warm = packages.warmed(environment, tests)
-    taken = ", ".join(path.name.rpartition("-py")[0] or path.name for path in found.wheels.values()) or "nothing"
+    taken = ", ".join("-".join(path.name.split("-")[:2]) for path in found.wheels.values()) or "nothing"
     print(f"from wheels: {taken}, in {unpacked:.1f} s. Importing everything once: {warm['seconds']:.1f} s", flush=True)
     write_start(out, {"from wheels": taken, "unpacking": round(unpacked, 1), "first imports": warm["seconds"]})
     if warm["missing"]:

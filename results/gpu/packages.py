@@ -76,9 +76,9 @@ def requirements(tests: bool) -> list[str]:
 def wanted(roots: Iterable[str], folder: Path | None) -> Wanted:
     """What has to come from the folder so that all requirements hold, and what is nowhere.
 
-    Of several wheels the newest that fits this Python is taken. What installed packages ask for is taken from the folder
-    where it is missing or too old, but not called missing where it is not there: builds of vendors ask for more than
-    they need. Raises ImportError where the package `packaging` is not installed.
+    Of several wheels the newest that fits this Python is taken. What installed packages ask for is taken from the
+    folder where it is missing or too old, but not called missing where it is not there: builds of vendors ask for more
+    than they need. Raises ImportError where the package `packaging` is not installed.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
