@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from autockpt.errors import RunDirectoryError
 from autockpt.history.lock import exclusive
 from autockpt.history.rundir import short_name
 from autockpt.schema.bench import BenchReport, BenchRow
-from autockpt.schema.files import atomic_write, reason, set_aside
+from autockpt.schema.files import atomic_write, open_regular, read_regular, reason, set_aside
 from autockpt.schema.request import question_hash
 
 _REMEDY = "Use --fresh, which sets the directory aside, or restore the file."
@@ -77,7 +78,7 @@ class BenchDirectory:
         """Keep a command line; a repeated one is kept once."""
         path = self.path / "command.txt"
         with _explained(path):
-            known = path.read_text().splitlines() if path.exists() else []
+            known = read_regular(path).decode().splitlines() if path.exists() else []
         if line and line not in known:
             self.write("command.txt", "\n".join([*known, line]) + "\n")
 
@@ -91,8 +92,8 @@ class BenchDirectory:
     def _append(self, name: str, data: Mapping[str, Any]) -> None:
         path = self.path / name
         with _explained(path):
-            torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-            with open(path, "a", encoding="utf-8") as file:
+            torn = path.exists() and path.stat().st_size and not read_regular(path).endswith(b"\n")
+            with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
                 file.write(("\n" if torn else "") + json.dumps(data) + "\n")
 
     def _lines(self, name: str) -> Iterator[Any]:
@@ -101,11 +102,11 @@ class BenchDirectory:
         if not path.exists():
             return
         with _explained(path):
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_regular(path).decode().splitlines()
         for line in lines:
             try:
                 yield json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
 
 

@@ -41,8 +41,9 @@ def main() -> None:
     try:
         build()(prog_name="autockpt")
     finally:
-        # the answer is given: a further Ctrl-C could only break what libraries do when the interpreter ends
+        # the answer is given: a further signal could only break what libraries do when the interpreter ends
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,5 +61,6 @@ def _root(
 ) -> None:
     """What should each layer do with its activations, so that training fits the memory budget and stays fast?
 
-    Exit codes: 0 found, 2 wrong question, 3 nothing fits, 4 device or measurement failed, 130 interrupted.
+    Exit codes: 0 found, 2 wrong question, 3 nothing fits, 4 device or measurement failed, 130 interrupted,
+    143 ended by SIGTERM.
     """

@@ -14,6 +14,8 @@ from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from autockpt.explain import Question
+    from autockpt.schema import Plan
+    from autockpt.schema.hardware import Hardware
 
 
 @guarded
@@ -33,7 +35,11 @@ def explain(
     device: DeviceName = None,
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", metavar="NAME", help="Model this device instead: rtx4090, h100, or a YAML file."),
+        typer.Option(
+            "--hardware",
+            metavar="NAME",
+            help="Simulate this device: rtx4090, h100, or a YAML file. Default: what the plan was simulated for.",
+        ),
     ] = None,
     rules: Annotated[
         bool, typer.Option("--rules", help="Put the rules of thumb to the test on this model instead.")
@@ -79,13 +85,32 @@ def explain(
         plan_path=plan,
         budget=asked,
         device=device,
-        hardware=named_hardware(hardware),
+        hardware=_hardware(hardware, device, loaded),
         limits=limits,
     )
     if rules:
         _print_rules(question, measure, as_json)
     else:
         _print(question, as_json)
+
+
+def _hardware(name: str | None, device: str | None, plan: Plan | None) -> Hardware | None:
+    """The device that is modelled: the one named, else the one that a simulated plan was simulated for.
+
+    Raises UsageError where that is not among those described.
+    """
+    if name is not None or device is not None or plan is None or plan.source != "simulated":
+        return named_hardware(name)
+    if plan.environment is None or (planned := plan.environment.versions.get("simulated")) is None:
+        return None  # a dry run on the device at hand
+    from search_spaces.hardware import list_hardware
+
+    if planned not in list_hardware():
+        raise UsageError(
+            f"the plan was simulated for {planned}, which is not among the devices described here",
+            remedy="Add --hardware with the file that describes it, or --device to explain the plan for this machine.",
+        )
+    return named_hardware(planned)
 
 
 def _print(question: Question, as_json: bool) -> None:

@@ -23,7 +23,7 @@ import typer
 from autockpt.cli import screen
 from autockpt.errors import AutockptError, InfeasibleError
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 FAILED = 4
 
 
@@ -40,19 +40,21 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
         try:
             with _noting(interrupts):
                 verb(**options)
-        except typer.Exit:
+        except typer.Exit as end:
+            if end.exit_code == INTERRUPTED:
+                raise typer.Exit(_code(interrupts)) from None
             raise
         except AutockptError as error:
             raise typer.Exit(_explain(error, as_json)) from None
         except KeyboardInterrupt:
-            raise typer.Exit(_interrupted(as_json)) from None
+            raise typer.Exit(_interrupted(as_json, _code(interrupts))) from None
         except BrokenPipeError:
             # whoever read our output has gone; point it elsewhere so that the interpreter's last flush is silent
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except Exception as error:
             # what an interrupt leaves half done (an import, above all) may fail in ways of its own
-            code = _interrupted(as_json) if interrupts else _bug(error, as_json)
+            code = _interrupted(as_json, _code(interrupts)) if interrupts else _bug(error, as_json)
             raise typer.Exit(code) from None
 
     return run
@@ -60,28 +62,38 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _noting(interrupts: list[int]) -> Iterator[None]:
-    """Write down each Ctrl-C of the block, which raises KeyboardInterrupt as ever: code may turn that into another."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Write down each Ctrl-C and SIGTERM of the block; both raise KeyboardInterrupt, which code may turn into another.
+
+    A signal that somebody else handles, or that is ignored, is left to that.
+    """
 
     def note(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
         signal.default_int_handler(number, frame)
 
-    signal.signal(signal.SIGINT, note)
+    ours = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    main = threading.current_thread() is threading.main_thread()
+    before = [(number, usual) for number, usual in ours.items() if main and signal.getsignal(number) is usual]
+    for number, _ in before:
+        signal.signal(number, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, usual in before:
+            signal.signal(number, usual)
 
 
-def _interrupted(as_json: bool) -> int:
+def _code(interrupts: list[int]) -> int:
+    """The exit code of what was interrupted, as a shell gives it."""
+    return TERMINATED if signal.SIGTERM in interrupts else INTERRUPTED
+
+
+def _interrupted(as_json: bool, code: int) -> int:
     _debug()
     with _undisturbed():
-        _say("interrupted", "What was measured so far is kept; the same command continues.", as_json, INTERRUPTED)
-    return INTERRUPTED
+        said = "ended by SIGTERM" if code == TERMINATED else "interrupted"
+        _say(said, "What was measured so far is kept; the same command continues.", as_json, code)
+    return code
 
 
 @contextmanager
@@ -90,11 +102,12 @@ def _undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _explain(error: AutockptError, as_json: bool) -> int:

@@ -29,9 +29,9 @@ def progress() -> Console:
 
 def _console(stderr: bool) -> Console:
     """Colour only on terminals and without NO_COLOR; pipes and files get 120 columns unless COLUMNS says otherwise."""
-    from rich.console import Console
+    from autockpt.report.terminal import SafeConsole
 
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = 120
     return console

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +19,7 @@ _RANK = re.compile(
     r"^(?:\[(?:rank|default|local_rank):?\s*(\d{1,5})\]:? ?|\[(\d{1,5})\]:? "
     r"|\[\d+,(\d{1,5})\]<std\w+>: ?|(\d{1,5}): )"
 )
+_PREFIXES = tuple("[0123456789")  # what a rank or a time in front begins with
 _STAMP = re.compile(r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*Z?\]? ")
 
 
@@ -33,8 +34,7 @@ def read_window(path: Path, markers: Iterable[str], after: int = 0) -> tuple[str
         with path.open("rb") as file:
             encoding = _encoding(file.read(4))
             size = file.seek(0, os.SEEK_END)
-            wanted = [marker.encode(encoding) for marker in markers]
-            found = _last(file, size, re.compile(b"|".join(map(re.escape, wanted)), re.IGNORECASE), after)
+            found = _last(file, size, [marker.lower().encode(encoding) for marker in markers], after)
             start = max(min(after, size), (size if found is None else found) - BEFORE)
             start -= start % 2 if encoding != "utf-8" else 0
             file.seek(start)
@@ -52,29 +52,32 @@ def _encoding(head: bytes) -> str:
     return "utf-16-be" if head.startswith(b"\xfe\xff") else "utf-8"
 
 
-def _last(file: BinaryIO, size: int, pattern: re.Pattern[bytes], floor: int) -> int | None:
-    """Offset of the last match from ``floor`` on, looked for from the end in overlapping chunks."""
+def _last(file: BinaryIO, size: int, markers: Sequence[bytes], floor: int) -> int | None:
+    """Offset of the last of the markers, in any case, from ``floor`` on; looked for from the end, in chunks."""
     overlap, end = 256, size
     while end > floor:
         start = max(floor, end - CHUNK)
         file.seek(start)
-        chunk = file.read(min(size, end + overlap) - start)
-        found = [match.start() for match in pattern.finditer(chunk)]
-        if found:
-            return start + found[-1]
+        chunk = file.read(min(size, end + overlap) - start).lower()
+        found = max(map(chunk.rfind, markers))
+        if found >= 0:
+            return start + found
         end = start
     return None
 
 
 def clean_lines(text: str) -> list[str]:
-    """Lines without colour codes; what a progress bar overwrote is a line of its own."""
-    return [line.rstrip() for line in _LINES.split(_ANSI.sub("", text))]
+    """Lines without colour codes, empty ones left out; what a progress bar overwrote is a line of its own."""
+    return [bare for line in _LINES.split(_ANSI.sub("", text)) if (bare := line.rstrip())]
 
 
 def by_rank(lines: Iterable[str]) -> dict[int | None, list[str]]:
     """Lines by the rank that their prefix names, prefixes taken off; None for those without one."""
     out: dict[int | None, list[str]] = {}
     for line in lines:
+        if not line.startswith(_PREFIXES):
+            out.setdefault(None, []).append(line)
+            continue
         bare = _STAMP.sub("", line)
         match = _RANK.match(bare)
         number = next((g for g in match.groups() if g is not None), None) if match else None

@@ -19,16 +19,21 @@ from autockpt.schema.diagnosis import Backend, DeviceFailure, LogReading
 # what the search from the end looks for: bytes that every wording of a device's message has
 DEVICE_MARKERS = ("out of memory", "tried to allocate", "status_alloc_failed", "ErrorOutOfMemory", "ErrorMemoryAlloc")
 _FOLLOWING = 14  # lines that a terminal may have wrapped a message into
+_LONGEST = 4000  # characters of a message that are looked at
+_MOST = 500  # messages of one rank, and _MOST_IN_ALL of all ranks, that are looked at: the last
+_MOST_IN_ALL = 2000
 _LARGEST = 2**50
 _SIZE = r"([0-9]{1,20}(?:\.[0-9]{1,6})?) ?(bytes?|[KMGT]i?B)"
 
 _BEGINS = re.compile(r"(?:\b(CUDA|HIP|XPU)|\b(MPS) backend) (?:error: )?out of memory", re.IGNORECASE)
-_BARE = re.compile(
-    r"\b\w+(?:Error|Exception)\b.*?(?:(?:CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
-    r"|hipErrorOutOfMemory|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)|Cuda failure 2? ?'out of memory')"
+# what stands behind the name of an exception in messages without figures
+_STATUS = re.compile(
+    r"(?:CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+    r"|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)|Cuda failure 2? ?'out of memory'"
 )
 _EXCEPTION = re.compile(r"\b\w*(?:Error|Exception)\b")
 _NOISE = re.compile(r"[\s│|╭╰─]+")
+_NEXT = re.compile(r"Traceback \(most|\bFile \"|During handling|(?<=.{20})\b\w+ out of memory")
 _FIELDS = {
     "tried": (rf"Tried to allocate {_SIZE}", rf"Requested size: {_SIZE}"),
     "capacity": (rf"total capaci?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"max allowed: {_SIZE}"),
@@ -76,7 +81,8 @@ def read_text(text: str, path: str = "") -> LogReading:
     count = 0
     for rank, lines in streams.items():
         for failure in _failures(lines, rank):
-            count += 1
+            if (count := count + 1) > _MOST_IN_ALL:
+                break
             key = (failure.rank, failure.device)
             # a message is often printed again without its stack, or by a handler: the fuller one says more
             if key in found and _fullness(failure) < _fullness(found[key]):
@@ -99,20 +105,32 @@ def _distinct(failures: list[DeviceFailure]) -> list[DeviceFailure]:
 
 
 def _failures(lines: Sequence[str], rank: int | None) -> Iterator[DeviceFailure]:
-    for index, line in enumerate(lines):
-        begins = _BEGINS.search(line)
-        if begins is None:
-            if (bare := _BARE.search(line)) is not None:
-                place = place_of(frames_before(lines, index))
-                yield DeviceFailure(backend=_backend(bare[0]), rank=rank, place=place, text=line.strip()[:500])
-            continue
-        message = _NOISE.sub(" ", " ".join([line[begins.start() :], *lines[index + 1 : index + _FOLLOWING]]))
-        # the next message or stack is another's
-        message = re.split(r"Traceback \(most|\bFile \"|During handling|(?<=.{20})\w+ out of memory", message)[0]
-        failure = parse_message(message, rank)
-        if failure.tried is None and not _EXCEPTION.search(line[: begins.start()]):
-            continue  # somebody writes about running out of memory
-        yield failure.model_copy(update={"place": place_of(frames_before(lines, index))})
+    """The last failures that the lines tell of, in their order. Takes time linear in the lines, whatever they hold."""
+    begins = {i: m.start() for i, line in enumerate(lines) if (m := _BEGINS.search(line)) is not None}
+    bare = {i: status for i, line in enumerate(lines) if i not in begins and (status := _bare_status(line))}
+    before = 0  # where the stack of the next message may begin
+    for index in sorted([*begins, *bare])[-_MOST:]:
+        line = lines[index]
+        if index in bare:
+            failure = DeviceFailure(backend=_backend(bare[index]), rank=rank, text=line.strip()[:500])
+        else:
+            start = begins[index]
+            following = (text[:_LONGEST] for text in lines[index + 1 : index + _FOLLOWING])
+            message = " ".join([line[start : start + _LONGEST], *following])
+            # the next message or stack is another's
+            failure = parse_message(_NEXT.split(_NOISE.sub(" ", message[:_LONGEST]))[0], rank)
+            if failure.tried is None and not _EXCEPTION.search(line[:start]):
+                continue  # somebody writes about running out of memory
+        yield failure.model_copy(update={"place": place_of(frames_before(lines, index, before))})
+        before = index + 1
+
+
+def _bare_status(line: str) -> str:
+    """The status of an exception that names one, without figures; empty where there is none."""
+    if _STATUS.search(line) is None or (exception := _EXCEPTION.search(line)) is None:
+        return ""
+    status = _STATUS.search(line, exception.end())
+    return f"{exception[0]} {status[0]}" if status is not None else ""
 
 
 def parse_message(text: str, rank: int | None = None) -> DeviceFailure:
@@ -199,7 +217,8 @@ def _fullness(failure: DeviceFailure) -> int:
 def _notes(failures: Sequence[DeviceFailure]) -> Iterator[str]:
     ranks = [f for f in failures if f.rank is not None or f.device is not None]
     if len(ranks) > 1:
-        names = ", ".join(f"rank {f.rank}" if f.rank is not None else f"GPU {f.device}" for f in ranks)
+        names = ", ".join(f"rank {f.rank}" if f.rank is not None else f"GPU {f.device}" for f in ranks[:16])
+        names += f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
         yield f"{names} ran out of memory; the first is looked at"
 
 

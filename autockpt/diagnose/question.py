@@ -10,6 +10,7 @@ from autockpt.diagnose.snapshot import read_snapshot
 from autockpt.errors import UsageError
 from autockpt.schema import Budget, WorkloadSpec
 from autockpt.schema.diagnosis import CommandReading, LogReading, SnapshotReading
+from autockpt.schema.files import read_regular, reason
 from autockpt.schema.hardware import Hardware
 
 _ARCHIVES = {
@@ -38,10 +39,9 @@ class Question:
 def read_evidence(path: Path) -> LogReading | SnapshotReading:
     """What a file tells, be it a log or a snapshot. Raises UsageError for one that is neither."""
     try:
-        with path.open("rb") as file:
-            head = file.read(8)
+        head = read_regular(path, 8, links=True)
     except OSError as error:
-        why = error.strerror or str(error)
+        why = reason(error)
         raise UsageError(
             f"{path} cannot be read: {why}", remedy="Name the log of the failed run, or a memory snapshot."
         ) from None

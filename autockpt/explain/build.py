@@ -55,6 +55,7 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
             smallest_peak=answers.lean.peak_bytes,
             measured_peak=measured.peak_bytes if measured else None,
             measured_seconds=measured.step_seconds if measured else None,
+            beside=tuple(row for row in question.plan.baselines if row.measured) if question.plan and measured else (),
             holdings=ledger.holdings(at),
             units=ledger.by_unit(telling),
             ops=ledger.by_kind(telling),

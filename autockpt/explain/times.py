@@ -56,7 +56,9 @@ def _of_run(plan: Path | None, graphs: Sequence[Graph]) -> OpTimes | None:
     folder = plan if plan.is_dir() else plan.resolve().parent
     with suppress(RunDirectoryError, OSError):
         profile = RunDirectory.open(folder).profile()
-        if profile is not None and all(_covers(profile.op_times, graph) for graph in graphs):
+        if profile is None or "simulated" in profile.op_times.environment.versions:  # nothing was timed
+            return None
+        if all(_covers(profile.op_times, graph) for graph in graphs):
             return profile.op_times
     return None
 

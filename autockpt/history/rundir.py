@@ -10,6 +10,7 @@ results/<model>_<device>_<budget>_<hash of the question>/
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -27,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 from autockpt.errors import RunDirectoryError
 from autockpt.history.lock import exclusive
 from autockpt.schema.device import Environment
-from autockpt.schema.files import atomic_write, reason, set_aside
+from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside
 from autockpt.schema.graph import Graph
 from autockpt.schema.plan import Plan
 from autockpt.schema.profile import Profile
@@ -79,7 +80,10 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{path} {what}", remedy="Give a directory that `autockpt search` made, as results/…"
             )
-        return cls(path, _read_json(path / _QUESTION))
+        question = _read_json(path / _QUESTION)
+        if not isinstance(question, dict):
+            raise _damaged(path / _QUESTION, f"it holds no question, but a {type(question).__name__}")
+        return cls(path, question)
 
     def _check_question(self, found: Any) -> None:
         if found == self.question:
@@ -98,7 +102,7 @@ class RunDirectory:
     @property
     def storage(self) -> str:
         """URL of the Optuna study in this directory."""
-        return f"sqlite:///{(self.path / 'study.db').resolve()}"
+        return f"sqlite:///{_own(self.path.resolve() / 'study.db')}"
 
     @property
     def plan_path(self) -> Path:
@@ -133,7 +137,7 @@ class RunDirectory:
         """The command lines of this run, one per line."""
         path = self.path / "command.txt"
         with _explained(path):
-            return path.read_text() if path.exists() else ""
+            return read_regular(path).decode() if path.exists() else ""
 
     def write_environment(self, environment: Environment) -> None:
         self._write("environment.json", environment.model_dump_json(indent=2) + "\n")
@@ -156,13 +160,13 @@ class RunDirectory:
 
     def write_plan(self, plan: Plan) -> Path:
         """Write the run's answer over an earlier one of this run; one that was edited by hand is set aside."""
-        edited = self.plan_path.exists() and not self._wrote_plan()
+        edited = _own(self.plan_path).exists() and not self._wrote_plan()
         plan.save(self.plan_path, existing="set_aside" if edited else "replace")
         return self.plan_path
 
     def plan(self) -> Plan | None:
         """The run's answer, None where there is none yet. Raises PlanError where its file was damaged."""
-        return Plan.load(self.plan_path) if self.plan_path.exists() else None
+        return Plan.load(self.plan_path) if _own(self.plan_path).exists() else None
 
     def _wrote_plan(self) -> bool:
         try:
@@ -176,7 +180,7 @@ class RunDirectory:
         if not path.exists():
             return None
         with _explained(path):
-            raw = path.read_bytes()
+            raw = read_regular(path)
             return model.model_validate_json(gzip.decompress(raw) if name.endswith(".gz") else raw)
 
     def _write(self, name: str, data: str | bytes) -> None:
@@ -184,7 +188,8 @@ class RunDirectory:
             atomic_write(self.path / name, data)
 
     def _append(self, name: str, line: str) -> None:
-        with _explained(self.path / name), open(self.path / name, "a+b") as file:
+        path = self.path / name
+        with _explained(path), os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
             _drop_torn_line(file)
             file.write(line.encode() + b"\n")
             file.flush()
@@ -195,11 +200,11 @@ class RunDirectory:
         if not path.exists():
             return
         with _explained(path):
-            complete, _, _torn = path.read_bytes().rpartition(b"\n")
+            complete, _, _torn = read_regular(path).rpartition(b"\n")
         for number, line in enumerate(complete.splitlines(), 1):
             try:
                 yield parse(line)
-            except ValueError:  # pydantic's ValidationError and JSON's error are both
+            except (ValueError, RecursionError):  # pydantic's ValidationError and JSON's error are ValueErrors
                 raise RunDirectoryError(
                     f"{path}:{number}: this line is damaged",
                     remedy="Delete the line, or search with --fresh, which sets the whole directory aside.",
@@ -252,7 +257,22 @@ def _drop_torn_line(file: Any) -> None:
 
 def _read_json(path: Path) -> Any:
     with _explained(path):
-        return json.loads(path.read_bytes())
+        return json.loads(read_regular(path))
+
+
+def _own(path: Path) -> Path:
+    """The path of a run's file that others open. Raises RunDirectoryError where a link or no file stands there."""
+    if path.exists() or path.is_symlink():
+        with _explained(path):
+            os.close(open_regular(path))
+    return path
+
+
+def _damaged(path: Path, why: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path} is damaged: {why}",
+        remedy="Search with --fresh, which sets the directory aside, or restore the file.",
+    )
 
 
 @contextmanager
@@ -260,16 +280,20 @@ def _explained(path: Path) -> Iterator[None]:
     """Turn what the system or a parser says about a file into an error for people."""
     try:
         yield
+    except RecursionError:
+        raise _damaged(path, "it nests too deeply") from None
     except (ValidationError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise RunDirectoryError(
-            f"{path} is damaged: {str(error).splitlines()[0]}",
-            remedy="Search with --fresh, which sets the directory aside, or restore the file.",
-        ) from None
+        raise _damaged(path, str(error).splitlines()[0]) from None
     except FileNotFoundError:
         raise RunDirectoryError(
             f"{path} is missing", remedy="Search with --fresh, which sets the directory aside, or restore the file."
         ) from None
     except OSError as error:
-        raise RunDirectoryError(
-            f"{path} cannot be used: {reason(error)}", remedy="Check permissions and space, or give another --out."
-        ) from None
+        raise RunDirectoryError(f"{path} cannot be used: {reason(error)}", remedy=_remedy(error)) from None
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in FULL:
+        return "Free space there, and the same command continues; or give another folder with --out."
+    what = "Remove it" if error.errno in (errno.ELOOP, errno.EINVAL) else "Check permissions"
+    return f"{what}, or give another folder with --out."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.choices import dump_choice
 from autockpt.schema.device import Environment
+from autockpt.schema.files import ScratchFolder
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
@@ -64,7 +64,7 @@ class WorkerMeasurer:
         self._threads = threads
         self._wanted = process_environment(device_name)
         self.patience = patience
-        self._own_log = tempfile.TemporaryDirectory(prefix="autockpt-") if log_path is None else None
+        self._own_log = ScratchFolder() if log_path is None else None
         self.log_path = Path(self._own_log.name, "worker.log") if self._own_log else Path(str(log_path))
         self._child: Child | None = None
         self._facts: dict[str, Any] | None = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from autockpt.report import words
 from autockpt.schema import Choice, Remake, Selective, format_binary
 from autockpt.schema.explanation import Alive, Basis, Explanation, Largest, Reach
+from autockpt.schema.known import NONE
 
 _IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
 LONG = 46  # columns of a choice
@@ -55,7 +56,11 @@ def reason_words(said: Explanation) -> list[str]:
     tilde = basis_mark(said.basis)
     chosen = why.chosen
     lines = [f"A step takes {tilde}{words.seconds(chosen.step_seconds)}{_over(chosen, tilde)}."]
-    if why.best is not None:
+    # rates of other hardware are no reason to doubt what was measured
+    measured = _measured_words(said) if said.basis == "nominal" else []
+    if measured:
+        lines = measured
+    elif why.best is not None:
         saved = chosen.step_seconds - why.best.step_seconds
         lines.append(
             f"By these times another plan within the same bytes is {tilde}{words.seconds(saved)} faster a step "
@@ -67,6 +72,25 @@ def reason_words(said: Explanation) -> list[str]:
         lines.append("There is no leaner plan." + (_IN_OPTIMIZER if said.curve.peak_phase == "optimizer" else ""))
     if why.faster is not None:
         lines.append(_step("The next faster plan", why.faster, chosen, why.price_up, tilde))
+    return lines
+
+
+def _measured_words(said: Explanation) -> list[str]:
+    """What the search measured: the plan, and those beside it."""
+    if said.measured_seconds is None:
+        return []
+    plain = next((row.measured for row in said.beside if row.name == NONE and row.measured), None)
+    over = said.measured_seconds / plain.step_seconds - 1 if plain else None
+    reach = Reach(peak_bytes=said.peak_bytes, step_seconds=said.measured_seconds, overhead=over, choices=said.choices)
+    lines = [f"A step took {words.seconds(said.measured_seconds)}{_over(reach, '')}, as measured with the plan."]
+    rows = [
+        f"{row.name} took {words.seconds(row.measured.step_seconds)} with {format_binary(row.measured.peak_bytes)}"
+        for row in said.beside
+        if row.measured
+    ]
+    if rows:
+        lines.append(f"Measured beside it: {'; '.join(rows)}.")
+    lines.append("What is said of other plans (~) is modelled at nominal rates: it ranks none above what was measured.")
     return lines
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from autockpt.report import sparkline, words
 from autockpt.report.graph_summary import GraphSummary, UnitSummary
 from autockpt.report.style import bullets, plain_table
+from autockpt.report.terminal import shown
 from autockpt.schema import DevicePeak, Graph, format_binary, format_bytes
 
 WIDE = 100
@@ -131,4 +132,4 @@ def print_ops(graph: Graph, console: Console) -> None:
         outputs = " ".join(f"{o.dtype}{list(o.shape)}" for o in op.outputs)
         fresh = sum(size.get(i, 0) for i in {o.storage for o in op.outputs} if born.get(i) == op.index)
         cells = (op.index, op.phase, op.target, op.module or "-", outputs or "-", fresh, op.flops, held)
-        print("\t".join(str(c) for c in cells), file=console.file)
+        print("\t".join(shown(str(c)) for c in cells), file=console.file)

@@ -1,11 +1,23 @@
-"""Writing files so that a crash, a full disk or a second process never leaves half of one."""
+"""Files: none is left half written by a crash, a full disk or a second process, none of our own is opened through a
+link that somebody put in its place, and no temporary folder outlives its process for long.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
+import shutil
+import stat
 import tempfile
+import weakref
 from pathlib import Path
+
+FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""What the system calls a disk or a quota that is full."""
+_LOCK = ".autockpt-lock"
+_BEFORE_LOCKS = re.compile(r"autockpt-[a-z0-9_]{8}")  # folders of versions that did not lock them
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
@@ -43,6 +55,86 @@ def set_aside(path: Path) -> Path:
         number += 1
     os.rename(path, target)
     return target
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> int:
+    """A descriptor of a regular file, made with O_CREAT among the flags. Raises OSError for anything else.
+
+    A pipe or a device is refused without waiting for its other end. ``links``: the path may be a symbolic link to a
+    file, or the end of a pipe that this process was started with (``/dev/stdin``); else a link in the file's own place
+    is refused, whatever it points to. Folders above may be links.
+    """
+    if not links and path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
+    own_end = links and path.is_fifo() and not os.path.exists(os.path.realpath(path))
+    waits_not = 0 if own_end else getattr(os, "O_NONBLOCK", 0)
+    follow = 0 if links else getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(path, flags | waits_not | follow | getattr(os, "O_BINARY", 0), 0o644)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or own_end:
+        return descriptor
+    os.close(descriptor)
+    what = "a pipe" if stat.S_ISFIFO(mode) else "a directory" if stat.S_ISDIR(mode) else "a device or socket"
+    raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path))
+
+
+def read_regular(path: Path, most: int = -1, *, links: bool = False) -> bytes:
+    """The first ``most`` bytes of a file, or all; see ``open_regular``."""
+    with os.fdopen(open_regular(path, links=links), "rb") as file:
+        return file.read(most)
+
+
+class ScratchFolder(tempfile.TemporaryDirectory[str]):
+    """A temporary folder of this process. What processes that were killed left of theirs is removed first."""
+
+    def __init__(self) -> None:
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        super().__init__(prefix="autockpt-")
+        descriptor = os.open(os.path.join(self.name, _LOCK), os.O_RDWR | os.O_CREAT, 0o600)
+        try_lock(descriptor)  # the system releases it when this process ends, however it does
+        weakref.finalize(self, os.close, descriptor)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove this user's folders that no process holds any more; anything odd is left alone."""
+    for folder in parent.glob("autockpt-*"):
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
+                continue
+            if _BEFORE_LOCKS.fullmatch(folder.name) and os.listdir(folder) == ["worker.log"]:
+                shutil.rmtree(folder)
+            elif (folder / _LOCK).exists():
+                descriptor = open_regular(folder / _LOCK, os.O_RDWR)
+                try:
+                    if try_lock(descriptor):
+                        shutil.rmtree(folder)
+                finally:
+                    os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file without waiting; False where another process holds it. Closing it releases the lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows locks byte ranges: take one far behind what is written, which stays readable
+        import msvcrt
+
+        os.lseek(descriptor, 1 << 20, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        except OSError:
+            return False
+        finally:
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks (some network mounts): better unprotected than unusable
+        return True
+    return True
 
 
 def reason(error: OSError) -> str:

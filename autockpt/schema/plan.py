@@ -232,10 +232,15 @@ class Plan(Data):
         self.check_structure(units, head)
         return self.expand([unit.name for unit in units], head.name if head is not None else None)
 
+    @property
+    def head(self) -> str | None:
+        """The output head by the name that the plan gives it, where a line has a choice that only a head can have."""
+        entry = next((e for e in self.entries if "block" not in e.value.roles), None)
+        return None if entry is None or "*" in entry.pattern else entry.pattern
+
     def expand_planned(self) -> dict[str, Choice]:
         """``expand`` over the units that the plan itself lists, its output head included."""
-        entry = next((e for e in self.entries if "block" not in e.value.roles), None)
-        head = None if entry is None or "*" in entry.pattern else entry.pattern
+        head = self.head
         return self.expand([name for name in self.model.classes or self.choices if name != head], head)
 
     def lists(self, head: Unit | None) -> list[Unit]:

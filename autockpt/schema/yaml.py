@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import UsageError
-from autockpt.schema.files import reason
+from autockpt.schema.files import read_regular, reason
 from autockpt.schema.suggest import closest
 
 MAX_BYTES = 1_000_000
@@ -106,8 +106,7 @@ def read(path: str | Path, error: type[UsageError] = UsageError) -> Document:
     """Parse a YAML file. Raises ``error`` where it cannot be read, too."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        raw = read_regular(path, MAX_BYTES + 1, links=True)
         return parse(raw.decode("utf-8"), path.name, error)
     except FileNotFoundError:
         raise error(f"there is no file {path}", remedy="Check the path.") from None

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autockpt.devices.cpu import allocator_peak
+from autockpt.schema.files import ScratchFolder
 from autockpt.tracing.operators import Operator, flat_tensors, overload_of
 from autockpt.tracing.signature import TensorSpec, Word, dtype_of, parse_signature, word_value
 
@@ -139,7 +139,7 @@ def _span(spec: TensorSpec) -> int:
 
 def _in_fresh_process(wanted: list[str], threads: int) -> dict[str, int]:
     """Forked children cannot start OpenMP's threads again, so as many threads take a process of their own."""
-    with tempfile.TemporaryDirectory() as folder:
+    with ScratchFolder() as folder:
         question, answer = Path(folder, "question"), Path(folder, "answer")
         question.write_text(json.dumps(wanted))
         program = "import sys; from autockpt.tracing.scratch import main; main(*sys.argv[1:])"

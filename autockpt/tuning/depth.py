@@ -6,7 +6,6 @@ the whole model, as ever.
 
 from __future__ import annotations
 
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from autockpt.errors import AutockptError
 from autockpt.profiling import Needs, Predictor, Profiled, Uniform, tracer_for, uniform_graphs
 from autockpt.profiling.menus import representatives
 from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, SearchSpace, Unit, WorkloadSpec, plan_hash
+from autockpt.schema.files import ScratchFolder
 from autockpt.tracing import Tracer
 from autockpt.workload.shallow import shallow_twin
 
@@ -36,7 +36,7 @@ def twin_uniform(
     blocks = base.blocks()
     if len(blocks) < DEEP or base.source != "ghost":
         return None
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autockpt-")))
+    folder = Path(stack.enter_context(ScratchFolder()))
     twin = shallow_twin(spec, tracer.settings, TWIN_BLOCKS, folder)
     if twin is None:
         return None

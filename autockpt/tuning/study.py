@@ -6,7 +6,8 @@ import hashlib
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import optuna
@@ -16,6 +17,7 @@ from optuna.trial import TrialState
 
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.schema import Choice, SearchSpace, Trial, label
+from autockpt.schema.files import FULL
 
 Parameters = dict[str, float | int | str]
 
@@ -37,7 +39,8 @@ class Study:
             # Optuna refuses to mix trials over other menus, which a profile made anew may bring
             name += f"-{hashlib.sha256(repr(sorted(self.distributions.items())).encode()).hexdigest()[:8]}"
         self._open: dict[int, optuna.Trial] = {}
-        try:
+        self._storage = storage or "memory"
+        with self._in_words():
             self._study = optuna.create_study(
                 study_name=name,
                 storage=storage,
@@ -46,8 +49,13 @@ class Study:
                 load_if_exists=True,
             )
             self._reap()
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # optuna passes on whatever the database driver raises
-            raise _unusable(storage or "memory", error) from error
+            raise _unusable(self._storage, error) from error
 
     def _reap(self) -> None:
         """Trials left running by a killed search would hold their place for ever."""
@@ -56,12 +64,13 @@ class Study:
 
     def enqueue(self, points: Iterable[Mapping[str, Any]]) -> None:
         """Try these points before the sampler's own, again where they were tried: what they mean may have changed."""
-        for parameters in points:
-            self._study.enqueue_trial(dict(parameters))
+        with self._in_words():
+            for parameters in points:
+                self._study.enqueue_trial(dict(parameters))
 
     def ask(self) -> tuple[int, Parameters]:
         """The next point to try: Optuna's trial number and its parameters."""
-        with warnings.catch_warnings():
+        with self._in_words(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trial = self._study.ask(self.distributions)
         self._open[trial.number] = trial
@@ -73,26 +82,42 @@ class Study:
         ``violation`` is (peak − budget) / budget: zero or less where the plan fits.
         """
         trial = self._open.pop(number)
-        trial.set_constraint("over_budget", violation)
-        trial.set_user_attr("plan_hash", record.plan_hash)
-        trial.set_user_attr("choices", {name: str(c) for name, c in record.choices.items()})
-        trial.set_user_attr("trial", record.number)
-        self._study.tell(trial, seconds)
+        with self._in_words():
+            trial.set_constraint("over_budget", violation)
+            trial.set_user_attr("plan_hash", record.plan_hash)
+            trial.set_user_attr("choices", {name: str(c) for name, c in record.choices.items()})
+            trial.set_user_attr("trial", record.number)
+            self._study.tell(trial, seconds)
 
     def fail(self, number: int) -> None:
         """The trial could not be completed for a reason that says nothing about its parameters."""
-        self._study.tell(self._open.pop(number), state=TrialState.FAIL)
+        with self._in_words():
+            self._study.tell(self._open.pop(number), state=TrialState.FAIL)
 
 
 def _unusable(storage: str, error: Exception) -> RunDirectoryError:
-    """The error for a study that cannot be opened; a password in its URL is not repeated."""
+    """The error for a study that cannot be used; a password in its URL is not repeated."""
     shown = re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", storage)
+    if _is_full(error):
+        return RunDirectoryError(
+            f"the disk with the Optuna study at {shown} is full",
+            remedy="Free space there, and the same command continues; or give another folder with --out.",
+        )
     said = next(iter(str(error).splitlines()), "") or type(error).__name__
     if storage.startswith("sqlite:"):
         remedy = "Move the file away (nothing in it was changed), name another --storage, or use --fresh."
     else:
         remedy = "Give --storage an SQLAlchemy URL, as sqlite:///study.db, whose database is there and has its driver."
-    return RunDirectoryError(f"the Optuna study at {shown} cannot be opened: {said}", remedy=remedy)
+    return RunDirectoryError(f"the Optuna study at {shown} cannot be used: {said}", remedy=remedy)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether what the system or the database said, behind what Optuna makes of it, is that there is no space left."""
+    while error is not None:
+        if getattr(error, "errno", None) in FULL or "disk is full" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _distributions(space: SearchSpace, menus: Mapping[str, Sequence[Choice]]) -> dict[str, BaseDistribution]:

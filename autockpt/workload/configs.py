@@ -20,6 +20,8 @@ from autockpt.workload.failures import summary
 from search_spaces import ShapeDefaults, list_models, load_model_shape
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+MOST_LAYERS = 2000
+_LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")
 _FORMS = "a built-in shape, a hub id, a directory, a config.json, or package.module:function"
 
 
@@ -37,8 +39,27 @@ class Source:
 def find_config(spec: WorkloadSpec) -> Source:
     """The configuration that ``spec.model`` names; weights are not touched.
 
-    Local files come first, then built-in shapes, then the hub's cache and the hub. Raises WorkloadError.
+    Local files come first, then built-in shapes, then the hub's cache and the hub. Raises WorkloadError, also for a
+    number of layers that no model has.
     """
+    source = _find(spec)
+    _check_layers(source.config.to_dict(), source.where)
+    return source
+
+
+def _check_layers(config: Any, where: str) -> None:
+    """Refuse what would count as no layers, or be built and traced for hours; in nested configurations, too."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_layers(value, where)
+        elif _LAYERS.fullmatch(str(key)) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
+            raise WorkloadError(
+                f"the configuration of {where} says {key}: {value}",
+                remedy=f"Models of 0 to {MOST_LAYERS:,} layers are planned for; correct the number.",
+            )
+
+
+def _find(spec: WorkloadSpec) -> Source:
     name = spec.model
     path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
@@ -90,6 +111,7 @@ def _from_file(path: Path, spec: WorkloadSpec) -> Any:
         near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=1)
         hint = f"Did you mean {near[0]}?" if near else "A newer transformers may know it."
         raise WorkloadError(f"{path}: transformers knows no model_type {model_type!r}", remedy=hint)
+    _check_layers(data, str(path))  # before anything is made of it: some configurations hold an entry per layer
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True)
     except Exception as error:

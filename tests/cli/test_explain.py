@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from autockpt.schema import ResolvedBudget, WorkloadSpec
+from autockpt.schema import (
+    SAVE,
+    DeviceInfo,
+    Environment,
+    Plan,
+    Prediction,
+    ResolvedBudget,
+    Unit,
+    WorkloadSpec,
+)
 from tests.report.test_explain_view import MIB, explanation
 
 
@@ -36,6 +45,33 @@ def test_a_budget_is_explained(autockpt, asked: Asked) -> None:
     (question,) = asked.questions
     assert question.spec == WorkloadSpec(model="llama-tiny", batch_size=2, seed=3)
     assert question.budget.text == "24GB" and question.plan is None and question.limits is False
+
+
+def test_a_simulated_plan_is_explained_on_the_device_that_it_was_simulated_for(
+    autockpt, asked: Asked, tmp_path: Path
+) -> None:
+    def write(name: str) -> None:
+        plan = Plan.create(
+            {"h.0": SAVE},
+            [Unit(name="h.0", cls="Block", kind=0)],
+            source="simulated",
+            predicted=Prediction(peak_bytes=1, step_seconds=0.1),
+            workload=WorkloadSpec(model="llama-tiny"),
+            environment=Environment(
+                device=DeviceInfo(kind="cuda", name="Card", capacity_bytes=1, overhead_bytes=0),
+                versions={"simulated": name},
+            ),
+        )
+        plan.save(tmp_path / "plan.yaml", existing="replace")
+
+    write("rtx4090")
+    for arguments, hardware in (((), "rtx4090"), (("--hardware", "h100"), "h100"), (("--device", "cpu"), None)):
+        assert autockpt("explain", "plan.yaml", *arguments).code == 0
+        found = asked.questions[-1].hardware
+        assert (found and found.name) == hardware
+    write("my-card")
+    result = autockpt("explain", "plan.yaml")
+    assert result.code == 2 and "my-card" in result.err and "--hardware" in result.err
 
 
 def test_json_is_the_whole_answer(autockpt, asked: Asked) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -75,8 +76,6 @@ def test_a_bug_is_called_one_and_leaves_a_log(
 def test_an_interrupt_is_one_whatever_the_interrupted_code_makes_of_it(
     turned_into: Exception | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import signal
-
     before = signal.getsignal(signal.SIGINT)
 
     @guarded
@@ -93,6 +92,27 @@ def test_an_interrupt_is_one_whatever_the_interrupted_code_makes_of_it(
     said = capsys.readouterr().err
     assert caught.value.exit_code == 130 and "interrupted" in said and "bug" not in said
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("turned_into", [None, RecursionError("too deep"), typer.Exit(130)])
+def test_sigterm_is_an_interrupt_with_a_code_of_its_own(
+    turned_into: Exception | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert before is signal.SIG_DFL
+
+    @guarded
+    def verb(**_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise turned_into or KeyboardInterrupt from None
+
+    with pytest.raises(typer.Exit) as caught:
+        verb()
+    said = capsys.readouterr().err
+    assert caught.value.exit_code == 143 and "bug" not in said and signal.getsignal(signal.SIGTERM) is before
+    assert isinstance(turned_into, typer.Exit) or "ended by SIGTERM" in said
 
 
 def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +142,6 @@ def test_a_reader_that_went_away_is_no_error() -> None:
 def test_a_second_interrupt_does_not_break_the_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import signal
-
     from autockpt.cli import screen
 
     progress = screen.progress

@@ -40,6 +40,17 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     assert len(autockpt("history", "--json").json) == 2
 
 
+def test_names_cannot_drive_the_terminal(autockpt, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "results")
+    run.add_trial(trial(3, encoding="baseline", name="x\x1b]0;owned\x07\x1b[2Jy\x9b31mz", plan_hash="\x1b[31m3"))
+    (tmp_path / "results" / "a_b_c_\x1b[31md").mkdir()
+    for arguments in ((run.path.name,), ()):
+        result = autockpt("history", *arguments)
+        assert result.code == 0 and "\\x1b" in result.out
+        assert not set(result.out) & {"\x1b", "\x9b", "\x07"}, result.out
+    assert "\x1b" not in autockpt("history", run.path.name, "--json").out
+
+
 def test_what_is_no_run_is_a_usage_error(autockpt, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     for arguments in ((), ("nothing",), (str(tmp_path),), (str(tmp_path), "--sort", "tim")):

@@ -259,6 +259,28 @@ def test_a_log_without_one_says_what_it_ends_with(tmp_path: Path) -> None:
         read_log(tmp_path / "absent.txt")
 
 
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a capacity of 23.64 GiB"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"CUDA out of memory. Tried to allocate {'9' * 2_000_000} GiB.",
+        f"{OOM}\n" * 18_000,
+        "Error " * 300_000 + OOM,
+        f"--> 1 x{' ' * 2_000_000}y\n{OOM}",
+        f'  File "a.py", line 1, in f{" " * 2_000_000}g\n{OOM}',
+        "".join(f"[rank{i}]: {OOM}\n" for i in range(18_000)),
+    ],
+    ids=["digits", "messages", "errors", "arrow", "frame", "ranks"],
+)
+def test_hostile_logs_take_time_linear_in_their_length(text: str) -> None:
+    # where it grows with the square, most of these would take hours
+    reading = read_text(text)
+    assert all(f.tried is None or f.tried == 20 * GIB for f in reading.failures) and len(reading.notes) <= 1
+    assert sum(map(len, reading.notes)) < 400
+
+
 SIZES = st.integers(1, 2**40 - 1)
 
 

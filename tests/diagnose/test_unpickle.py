@@ -76,11 +76,16 @@ def test_what_is_no_plain_data_is_refused(value: object) -> None:
         (b"\x80\x02]r\xff\xff\xff\xff.", None),  # sizes the memo of Python's own unpickler at 32 GiB
         (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fabc.", "cut off"),
         (b"\x80\x02" + b"(" * 10_000 + b".", "nests"),
-        (b"\x80\x02\x8b\xff\xff\xff\x7f.", "integer"),
+        (b"\x80\x02\x8b\xff\xff\xff\x7f.", "cut off"),
+        (b"\x80\x02\x8b\x20\0\0\0" + b"\x7f" * 32 + b".", "integer"),
+        (b"\x80\x02}N\x85\x85Ns.", "as a key"),
+        (b"\x80\x02](\x85Nd.", "broken|as a key"),
+        (b"\x80\x02}}b.", "BUILD"),
+        (b"\x80\x02N2.", "DUP"),
         (b"\x80\x02}" + b")" + b"\x85" * 100_000 + b"Ns.", "as a key"),
         (b"\x80\x02P1\n.", "PERSID"),
         (b"\x80\x02\x82\x01.", "EXT1"),
-        (b"\x80\x02N(e.", "as a list"),
+        (b"\x80\x02N(e.", "broken"),
         (b"\x80\x02]]a.", None),
         (b"\x80\x02(.", "broken"),
         (b"\x80\x02h\x05.", "broken"),
@@ -110,6 +115,13 @@ def test_every_truncation_is_a_clear_error() -> None:
 def test_no_bytes_break_the_reader(data: bytes) -> None:
     with contextlib.suppress(Refused):
         loads(b"\x80\x04" + data)
+
+
+@pytest.mark.parametrize("piece", [b"]", b")", b"}", b"N\x94", b"(l"])
+def test_memory_is_bounded_by_a_count(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autockpt.diagnose.unpickle.MOST_OBJECTS", 20)
+    with pytest.raises(Refused, match="more than 20"):
+        loads(b"\x80\x04" + piece * 100 + b".")
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_damage_elsewhere_is_an_error_that_names_the_line(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["question.json", "environment.json", "graph.json.gz", "profile.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"\x1f\x8bxxxx", b'{"a": 1}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"\x1f\x8bxxxx", b'{"a": 1}', b"[1]", b"null", b"[" * 100_000])
 def test_damaged_files_are_errors(tmp_path: Path, name: str, content: bytes) -> None:
     run = enter(tmp_path)
     (run.path / name).write_bytes(content)
@@ -164,6 +164,36 @@ def test_damaged_files_are_errors(tmp_path: Path, name: str, content: bytes) -> 
         run.graph()
         run.profile()
     assert caught.value.remedy and caught.value.exit_code == 2
+
+
+OWN = ("lock", "question.json", "command.txt", "environment.json", "trials.jsonl", "events.jsonl", "graph.json.gz")
+
+
+@pytest.mark.parametrize("name", [*OWN, "profile.json", "plan.yaml", "study.db"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_link_or_a_pipe_in_a_files_place_is_refused_and_what_it_points_to_is_kept(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "folder").symlink_to(tmp_path / "real")  # folders may be links
+    run = enter(tmp_path / "folder")
+    run.write_plan(plan())
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (run.path / name).unlink(missing_ok=True)
+    if kind == "link":
+        (run.path / name).symlink_to(victim)
+    else:
+        os.mkfifo(run.path / name)
+    said = "symbolic link" if kind == "link" else "a pipe"
+    with pytest.raises(RunDirectoryError, match=said) as caught, enter(tmp_path / "folder").lock():
+        run.add_trial(trial(0))
+        run.event("began")
+        run.add_command(["autockpt"])
+        for read in (run.environment, run.graph, run.profile, lambda: run.storage):
+            read()
+        run.write_plan(plan(OFFLOAD))
+    assert victim.read_text() == "precious" and caught.value.exit_code == 2 and name in caught.value.message
 
 
 def test_a_directory_of_another_question_is_refused(tmp_path: Path) -> None:

@@ -54,6 +54,18 @@ def checkpointed(settings: str) -> list[int]:
     return flags["on"]
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("lists_head", [True, False, None])
+def test_a_choice_for_the_output_head_is_named_as_lost(target: str, lists_head: bool | None) -> None:
+    choices = {"model.layers.0-3": "recompute", "lm_head": {"kind": "chunked_softmax", "chunks": 8}}
+    made = plan(choices)
+    units = {**made.model.units, **({"lm_head": "Linear"} if lists_head else {})}
+    made = made.model_copy(update={"model": Structure(units=units if lists_head is not None else {})})
+    exported = export(made, target)
+    assert any("lm_head" in loss and "chunked_softmax" in loss for loss in exported.losses)
+    assert flags(exported.settings)
+
+
 def flags(settings: str) -> list[str]:
     return [line for line in settings.splitlines() if not line.startswith("#")]
 

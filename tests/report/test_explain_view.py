@@ -4,9 +4,9 @@ import pytest
 
 from autockpt.report import area
 from autockpt.report.explain_view import print_explanation
-from autockpt.report.explain_words import difference
+from autockpt.report.explain_words import difference, reason_words
 from autockpt.report.rules_view import print_rules
-from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, ResolvedBudget
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Comparison, Measurement, ResolvedBudget
 from autockpt.schema.explanation import (
     Alive,
     Bargain,
@@ -218,3 +218,15 @@ def test_rules_on_screen(width: int) -> None:
     rooted = said.model_copy(update={"rules": (rules[0].model_copy(update={"says": "√4 − 1"}),)})
     print_rules(rooted, poor)
     assert "sqrt 4 - 1" in raw.getvalue().decode("cp1252") and "--measure" in raw.getvalue().decode("cp1252")
+
+
+def test_nominal_rates_rank_nothing_above_what_a_plan_says_was_measured() -> None:
+    better = reach(700, 1.0, 10)
+    why = Why(chosen=reach(800, 1.12, 20), best=better, leaner=None, faster=None)
+    plain = Measurement(peak_bytes=900 * MIB, step_seconds=1.0)
+    row = Comparison(name="none", verdict="over_budget", measured=plain)
+    nominal = {"basis": "nominal", "why": why}
+    assert "faster a step" in "".join(reason_words(explanation(**nominal)))
+    said = reason_words(explanation(**nominal, status="measured", measured_seconds=1.05, beside=(row,)))
+    assert "faster" not in "".join(said) and "A step took 1.05 s, 5.0 % over saving everything" in said[0]
+    assert "none took 1 s with 900 MiB" in said[1]

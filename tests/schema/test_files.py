@@ -1,11 +1,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from autockpt.schema.files import atomic_write, reason, set_aside, unwritable
+from autockpt.schema.files import (
+    ScratchFolder,
+    atomic_write,
+    open_regular,
+    read_regular,
+    reason,
+    set_aside,
+    unwritable,
+)
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
@@ -60,3 +72,60 @@ def test_a_folder_of_others_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "not yours" in unwritable(tmp_path / "plan.yaml")
     tmp_path.chmod(0o700)
+
+
+def test_only_regular_files_are_opened_and_links_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    real.write_text("kept")
+    link.symlink_to(real)
+    os.mkfifo(pipe)
+    assert read_regular(real) == b"kept" and read_regular(link, links=True) == b"kept"
+    for path, links, word in ((link, False, "symbolic link"), (pipe, True, "a pipe"), (tmp_path, True, "a directory")):
+        for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+            with pytest.raises(OSError, match=r"directory|pipe|link") as caught:
+                open_regular(path, flags, links=links)
+            assert word in reason(caught.value)
+    (tmp_path / "folder").symlink_to(tmp_path)  # only the file's own place matters
+    assert read_regular(tmp_path / "folder" / "real") == b"kept"
+
+
+def test_what_a_process_was_given_to_read_is_read(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from autockpt.schema.files import read_regular\n"
+        "print(read_regular(Path('/dev/stdin'), links=True))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], input=b"piped", capture_output=True, timeout=900, cwd=ROOT)
+    assert told.stdout == b"b'piped'\n", told.stderr
+
+
+def test_folders_of_processes_that_were_killed_are_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine, kept = tmp_path / "autockpt-notes", tmp_path / "autockpt-examples"
+    for folder in (mine, kept):
+        folder.mkdir()
+        (folder / "worker.log").write_text("not theirs")
+    (kept / "more").write_text("")
+    (tmp_path / "autockpt-abcd_012").symlink_to(mine)
+    older = tmp_path / "autockpt-k2x_9b0a"
+    older.mkdir()
+    (older / "worker.log").write_text("left by a version that locked nothing")
+    code = (
+        "import os; from autockpt.schema.files import ScratchFolder as S; from pathlib import Path\n"
+        "s = S(); Path(s.name, 'worker.log').write_text('x'); print(s.name, flush=True)\n"
+        "input(); os.kill(os.getpid(), 9)"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert other.stdin is not None and other.stdout is not None
+    theirs = Path(other.stdout.readline().strip())
+    with ScratchFolder() as name:
+        assert theirs.exists() and Path(name).parent == tmp_path and not older.exists()
+    other.communicate("\n", timeout=900)
+    assert theirs.exists()
+    with ScratchFolder():
+        assert not theirs.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["autockpt-abcd_012", "autockpt-examples", "autockpt-notes"]

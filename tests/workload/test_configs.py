@@ -54,6 +54,10 @@ def test_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({}, "has no model_type"),
         ({"model_type": "lama"}, "Did you mean llama"),
         ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
+        ({"model_type": "llama", "num_hidden_layers": -3}, "num_hidden_layers: -3"),
+        ({"model_type": "qwen2", "num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000"),
+        ({"model_type": "gpt2", "n_layer": 20_000}, "n_layer: 20000"),
+        ({"model_type": "llava", "text_config": {"num_hidden_layers": 20_000}}, "Models of 0 to 2,000 layers"),
         ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "--trust-remote-code"),
     ],
 )

@@ -103,8 +103,9 @@ def read(plan: Plan) -> Wanted:
     Raises PlanError where it names no layers, or by wildcards only and without the model's units.
     """
     known = list(plan.model.classes)
-    names = known or [name for pattern in plan.choices for name in _enumerate(pattern)]
-    chosen = {name: choice.kind for name, choice in plan.expand(names).items()}
+    head = plan.head
+    names = known or [name for pattern in plan.choices if pattern != head for name in _enumerate(pattern)]
+    chosen = {name: choice.kind for name, choice in plan.expand([n for n in names if n != head], head).items()}
     outer = outermost(chosen)
     layers = {n: chosen[n] for n in outer if n.rpartition(".")[2].isdigit()}
     parts = {n: k for n, k in chosen.items() if n not in outer and k != "save"}
