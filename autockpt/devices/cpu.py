@@ -86,11 +86,15 @@ class CpuDevice:
 
     def time(self, fn: Callable[[], None]) -> float:
         """Wall seconds of ``fn``. With one thread those are left out in which it waited for a core that others used."""
-        waited = waited_for_core()
+        waited, worked = waited_for_core(), time.thread_time()
         start = time.perf_counter()
         fn()
         seconds = time.perf_counter() - start
-        return seconds if waited is None else max(seconds - ((waited_for_core() or waited) - waited), 1e-9)
+        worked = time.thread_time() - worked
+        if waited is None:
+            return seconds
+        # waiting just before or after the step may be counted in; what the thread worked is the least it can have taken
+        return max(seconds - ((waited_for_core() or waited) - waited), worked)
 
     def out_of_memory(self, error: BaseException) -> bool:
         """MemoryError, an allocation that the allocator could not serve, or a mapping that did not fit."""

@@ -46,6 +46,12 @@ def test_shape_has_the_stated_number_of_parameters(name: str) -> None:
         ("mistral-7b", 7_248_023_552),
         ("qwen2.5-7b", 7_615_616_512),
         ("mixtral-8x7b", 46_702_792_704),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gemma3-1b", 999_885_952),
     ],
 )
 def test_real_models_have_the_published_size(name: str, published: int) -> None:
