@@ -178,6 +178,7 @@ def test_host_time_is_judged_beside_the_kernels_of_a_layer(micros, noise, wanted
     plans = ("save everything", "recompute all", "keep attention")
     attention = {"layers": 10, "rows": {plan: counted | {"device seconds": 1e-3} for plan in plans}}
     rows = {"remake": {"forward": micros / 2, "backward": micros / 2, "noise": noise}}
+    rows["torch.utils.checkpoint by hand"] = {"forward": 1e3, "backward": 1e3, "noise": 0.0}
     assert verdict_of({"1-host-cost": {"rows": rows}, "1-attention": attention}, "keeps the host") == wanted
 
 
