@@ -195,7 +195,8 @@ class Kept:
         return self._tensor
 
     def unpack(self) -> torch.Tensor:
-        _check(self._tensor, self._version, self._unit, self._tensor.size())
+        if self._tensor._version != self._version:  # nested tensors have no size to ask for
+            _check(self._tensor, self._version, self._unit, self._tensor.size())
         return self._tensor
 
 
@@ -280,7 +281,7 @@ class Packer:
         return (
             tensor.layout is torch.strided
             and tensor.device == self._device
-            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
             and tensor.untyped_storage().nbytes() >= SMALL_BYTES
             and tensor.untyped_storage()._cdata not in self._outside
             and not _is_weight(tensor)

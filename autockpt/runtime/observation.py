@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field
@@ -155,8 +155,8 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
         os.environ[WORKSPACE] = DETERMINISTIC
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    filling: Any = torch.utils.deterministic
+    filled, filling.fill_uninitialized_memory = filling.fill_uninitialized_memory, False
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     try:
@@ -164,7 +164,7 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        filling.fill_uninitialized_memory = filled
         if workspace is None:
             os.environ.pop(WORKSPACE, None)
 

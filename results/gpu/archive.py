@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -16,10 +15,8 @@ _LEFT_OUT = (FOLDER, "cache")  # made anew where they are needed
 
 def pack(out: Path) -> Path:
     """Write the archive, whole or not at all: of logs their ends, of other files those that are small."""
-    with (
-        tempfile.NamedTemporaryFile(dir=out, suffix=".part", delete=False) as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
-    ):
+    new = (out / NAME).with_suffix(".part")
+    with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(out.rglob("*")):
             inside = path.relative_to(out)
             if not path.is_file() or inside.parts[0] in _LEFT_OUT or path.name == NAME or path.suffix == ".part":
@@ -28,7 +25,7 @@ def pack(out: Path) -> Path:
                 archive.writestr(str(inside), path.read_bytes()[-_LOG_BYTES:])
             elif path.stat().st_size <= _MOST_BYTES:
                 archive.write(path, inside)
-    os.replace(file.name, out / NAME)
+    os.replace(new, out / NAME)
     return out / NAME
 
 

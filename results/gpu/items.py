@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +116,6 @@ def write_start(out: Path, found: dict[str, Any]) -> None:
 def _write(path: Path, data: dict[str, Any]) -> None:
     """Whole or not at all: the process may be ended at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(json.dumps(data, indent=1, default=str))
-    os.replace(file.name, path)
+    new = path.with_suffix(".part")
+    new.write_text(json.dumps(data, indent=1, default=str))
+    os.replace(new, path)

@@ -63,6 +63,8 @@ def bits(context: Context) -> dict[str, Any]:
                 wanted = gradients_of(runner)
                 repeats = not wrong(gradients_of(runner), wanted)
             for kind in choice_kinds("block"):
+                if kind == "compile_budget":  # saves everything where nothing is compiled
+                    continue
                 rows[f"{what}: {kind}"] = {"repeats": repeats, **_bits_of(runner, units, kind, wanted)}
                 context.keep({"rows": rows})
     return {"rows": rows}

@@ -184,6 +184,19 @@ def test_tensors_of_subclasses_stay_and_their_kind_is_said():
     assert transport.queues.sent == 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_stay():
+    gradients = []
+    for choices in ({}, {"0": OFFLOAD}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), nn.Identity())
+        x = torch.nested.nested_tensor([torch.rand(50, 64), torch.rand(70, 64)]).requires_grad_()
+        with attach(model, choices, transport=DeferredTransport()):
+            model(x).to_padded_tensor(0.0).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert_equal(*gradients)
+
+
 def test_while_a_graph_is_captured_it_is_refused(monkeypatch):
     model = Model(lambda unit, x: (x * unit.weight).sin(), n=1)
     with attach(model, model.offloaded(), transport=DeferredTransport()):
