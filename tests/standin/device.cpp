@@ -808,22 +808,13 @@ class MetaTwins {
   Tensor operator()(const Tensor& t) {
     if (!t.defined()) return t;
     auto& twin = twins_[t.unsafeGetTensorImpl()];
-    if (!twin.defined()) {
-      if (t.unsafeGetTensorImpl()->is_wrapped_number()) return twin = like_scalar(t.clone(), t);  // a Python scalar
-      twin = at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
-      originals_[twin.unsafeGetTensorImpl()] = t;
-    }
-    return twin;
-  }
-  // The tensor that this is the twin of; none where an operator made it.
-  Tensor original(const Tensor& twin) const {
-    auto found = originals_.find(twin.unsafeGetTensorImpl());
-    return found == originals_.end() ? Tensor() : found->second;
+    if (twin.defined()) return twin;
+    if (t.unsafeGetTensorImpl()->is_wrapped_number()) return twin = like_scalar(t.clone(), t);  // a Python scalar
+    return twin = at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
   }
 
  private:
   std::unordered_map<const c10::TensorImpl*, Tensor> twins_;
-  std::unordered_map<const c10::TensorImpl*, Tensor> originals_;
 };
 
 // A value with every tensor in it replaced, and every device.
@@ -883,6 +874,109 @@ struct Call {
     return nullptr;
   }
 };
+
+struct Shape {
+  bool defined;
+  std::vector<int64_t> sizes, strides;
+  ScalarType dtype;
+};
+struct Answer {
+  bool list;
+  std::vector<Shape> shapes;
+};
+using Answers = std::shared_ptr<const std::vector<Answer>>;
+
+// All that a meta kernel may look at, as a key; none where an argument is of a kind that is not known here.
+std::optional<std::string> key_of(const Call& call) {
+  std::string key;
+  std::vector<const c10::TensorImpl*> seen;
+  const auto add = [&](const auto& value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
+  const auto add_list = [&](const auto& list) {
+    add(list.size());
+    for (const auto& one : list) add(one);
+  };
+  add(&call.op.schema());
+  add(at::get_default_dtype().id());
+  for (const auto& arg : call.args) {
+    if (arg.isTensor() || arg.isTensorList() || arg.isOptionalTensorList()) {
+      key += 'T';
+      each_tensor(arg, [&](const Tensor& t) {
+        key += !t.defined() ? 'u' : t.unsafeGetTensorImpl()->is_wrapped_number() ? 'n' : 't';
+        if (!t.defined()) return;
+        add(t.scalar_type());
+        add_list(t.sizes());
+        add_list(t.strides());
+        const auto known = std::find(seen.begin(), seen.end(), t.unsafeGetTensorImpl());
+        add(known - seen.begin());
+        if (known == seen.end()) seen.push_back(t.unsafeGetTensorImpl());
+      });
+      if (arg.isOptionalTensorList())
+        for (const auto& t : arg.toOptionalTensorVector()) key += t.has_value() ? 'y' : 'n';
+    } else if (arg.isNone()) {
+      key += 'N';
+    } else if (arg.isInt()) {
+      key += 'i', add(arg.toInt());
+    } else if (arg.isDouble()) {
+      key += 'd', add(arg.toDouble());
+    } else if (arg.isBool()) {
+      key += arg.toBool() ? '1' : '0';
+    } else if (arg.isIntList()) {
+      key += 'I', add_list(arg.toIntVector());
+    } else if (arg.isDoubleList()) {
+      key += 'D', add_list(arg.toDoubleVector());
+    } else if (arg.isBoolList()) {
+      key += 'B';
+      for (bool one : arg.toBoolList()) key += one ? '1' : '0';
+      key += '.';
+    } else if (arg.isString()) {
+      key += arg.toStringRef() + '.';
+    } else if (arg.isGenerator() || arg.isDevice()) {
+      key += 'G';
+    } else {
+      return std::nullopt;
+    }
+  }
+  return key;
+}
+
+// What the operator's meta kernel says that it gives, or what its arguments become; none where that is not known.
+Answers shapes_of(const Call& call) {
+  static std::unordered_map<std::string, Answers> known;
+  const auto key = key_of(call);
+  if (key) {
+    Guarded guard(queues().lock);
+    if (auto found = known.find(*key); found != known.end()) return found->second;
+  }
+  std::shared_ptr<std::vector<Answer>> answers;
+  if (call.op.hasComputedKernelForDispatchKey(DispatchKey::Meta)) {
+    MetaTwins meta;
+    Stack stack;
+    for (const auto& arg : call.args)
+      stack.push_back(arg.isGenerator() ? c10::IValue() : replaced(arg, meta, at::kMeta));
+    try {
+      call.op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &stack);
+      answers = std::make_shared<std::vector<Answer>>();
+    } catch (const c10::NotImplementedError&) {
+    } catch (const c10::Error&) {
+      throw;
+    } catch (const std::exception&) {  // of a meta kernel in Python, which may only not know
+    }
+    for (size_t i = 0; answers && i < stack.size(); ++i) {
+      const auto* same = call.returned(i);
+      const auto made = same ? replaced(*same, meta, at::kMeta) : stack[i];
+      auto& answer = answers->emplace_back(Answer{made.isTensorList(), {}});
+      each_tensor(made, [&](const Tensor& t) {
+        if (t.defined()) answer.shapes.push_back({true, t.sizes().vec(), t.strides().vec(), t.scalar_type()});
+        else answer.shapes.push_back({false, {}, {}, ScalarType::Undefined});
+      });
+    }
+  }
+  if (key) {
+    Guarded guard(queues().lock);
+    known.emplace(*key, answers);
+  }
+  return answers;
+}
 
 Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
                      std::optional<c10::Layout>, std::optional<c10::Device>, std::optional<bool>) {
@@ -1086,39 +1180,23 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       });
   }
   TORCH_CHECK(schema.name() != "aten::_fused_dropout", name, " draws random numbers without a generator");
-  MetaTwins meta;
-  Stack shapes;
-  bool known = false;
-  if (later && op.hasComputedKernelForDispatchKey(DispatchKey::Meta)) {
-    for (const auto& arg : call.args)
-      shapes.push_back(arg.isGenerator() ? c10::IValue() : replaced(arg, meta, at::kMeta));
-    try {
-      op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &shapes);
-      known = true;
-    } catch (const c10::NotImplementedError&) {
-    } catch (const c10::Error&) {
-      throw;
-    } catch (const std::exception&) {  // of a meta kernel in Python, which may only not know
-    }
-  }
-  if (!later || (!known && !in_place)) return run_now(call, name, stack);
+  const auto answer = later ? shapes_of(call) : nullptr;
+  if (!answer && !(later && in_place)) return run_now(call, name, stack);
 
   RawTwins raw;
   Stack answers;
   std::vector<std::vector<Tensor>> made(schema.returns().size());  // empty where the answer is an argument
-  const auto allocated = [&](const Tensor& shape) {
-    if (!shape.defined()) return shape;
-    if (auto given = meta.original(shape); given.defined()) {
-      if (given.sizes() != shape.sizes()) resize_(given, shape.sizes(), {});
-      return given;
-    }
-    return device_empty(shape.sizes(), shape.strides(), shape.scalar_type());
-  };
   for (size_t i = 0; i < made.size(); ++i) {
-    const auto* same = call.returned(i);
-    if (known && same) replaced(shapes[i], allocated, kType);  // an out that has another size
-    answers.push_back(same ? *same : replaced(shapes[i], allocated, kType));
-    if (!same) each_tensor(answers.back(), [&](const Tensor& t) { made[i].push_back(t); });
+    if (const auto* same = call.returned(i)) {
+      if (answer && same->isTensor() && same->toTensor().sizes() != (*answer)[i].shapes[0].sizes)
+        resize_(same->toTensor(), (*answer)[i].shapes[0].sizes, {});
+      answers.push_back(*same);
+      continue;
+    }
+    for (const auto& shape : (*answer)[i].shapes)
+      made[i].push_back(shape.defined ? device_empty(shape.sizes, shape.strides, shape.dtype) : Tensor());
+    if ((*answer)[i].list) answers.push_back(c10::List<Tensor>(made[i]));
+    else answers.push_back(made[i][0]);
   }
   Guarded guard(queues().lock);
   std::vector<std::vector<Tensor>> into;
