@@ -3,6 +3,7 @@
     AUTOCKPT_TEST_DEVICE=cuda python -m pytest tests/policies/test_contract.py tests/policies/test_architectures.py
 
 On a GPU kernels must repeat themselves bit by bit, so deterministic ones are asked for (see ``tests/conftest.py``).
+``tests/standin`` runs them on an accelerator that needs no hardware.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 DEVICE = torch.device(os.environ.get("AUTOCKPT_TEST_DEVICE", "cpu"))
 ON_CUDA = DEVICE.type == "cuda"
+ON_ACCELERATOR = DEVICE.type != "cpu"
 
 
 def here(value: Any) -> Any:
@@ -26,6 +28,6 @@ def here(value: Any) -> Any:
 def random_state() -> Tensor:
     """The states that steps on the device draw from, the CPU's among them."""
     states = [torch.get_rng_state()]
-    if ON_CUDA:
-        states.append(torch.cuda.get_rng_state(DEVICE))
+    if ON_ACCELERATOR:
+        states.append(torch.get_device_module(DEVICE).get_rng_state(DEVICE))
     return torch.cat(states)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autockpt.schema.choices import Choice
 from autockpt.workload.units import discover_units
-from tests.device import DEVICE, ON_CUDA, here, random_state
+from tests.device import DEVICE, ON_ACCELERATOR, here, random_state
 
 Step = Callable[[nn.Module, Any], Tensor]
 
@@ -218,10 +218,10 @@ def plain(case: Case, dtype: str = "fp32", steps: int = 2) -> dict[str, Tensor]:
 def bytes_alive_after(forward: Callable[[], Any]) -> int:
     """Bytes that the allocator still holds of what ``forward`` allocated, while its result is alive."""
     gc.collect()  # or what an earlier test left behind might be freed in between and counted
-    if ON_CUDA:
-        before = torch.cuda.memory_allocated(DEVICE)
+    if ON_ACCELERATOR:
+        before = torch.accelerator.memory_allocated(DEVICE)
         result = forward()
-        kept = torch.cuda.memory_allocated(DEVICE) - before
+        kept = torch.accelerator.memory_allocated(DEVICE) - before
         del result
         return kept
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -1,0 +1,231 @@
+"""The stand-in itself: bits as on the CPU under every schedule, and what is forgotten is found."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+standin = torch.get_device_module("standin")
+SCHEDULES = ("eager", "lazy", "random:1", "random:2", "compute-late", "copies-late")
+each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+@pytest.fixture
+def races() -> Any:
+    """For tests that make some: the function that gives them and forgets them."""
+
+    def found() -> list[str]:
+        standin.synchronize()
+        races = standin.races()
+        standin.device.clear_races()
+        return races
+
+    return found
+
+
+@pytest.fixture
+def lazy() -> None:
+    standin.set_schedule("lazy")
+
+
+def _llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _trained(device: str) -> dict[str, Tensor]:
+    model = _llama().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    ids = torch.randint(1, 64, (4, 32), generator=torch.Generator().manual_seed(3)).to(device)
+    for _ in range(3):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu() -> dict[str, Tensor]:
+    return _trained("cpu")
+
+
+@each_schedule
+def test_training_has_the_bits_of_the_cpu(schedule, on_the_cpu):
+    standin.set_schedule(schedule)
+    got = _trained("standin")
+    assert not [name for name in got if not torch.equal(got[name], on_the_cpu[name])]
+
+
+def test_nothing_runs_before_somebody_waits(lazy):
+    x = torch.ones(8, device="standin")
+    event = torch.Event("standin")
+    y = x + 1
+    event.record()
+    assert not event.query()
+    assert y.sum().item() == 16  # which waits
+    assert event.query()
+    assert not {name for name in standin.device.counts() if name.startswith("waited") and "equal" not in name}
+
+
+@each_schedule
+def test_streams_keep_their_own_order_and_events_join_them(schedule):
+    standin.set_schedule(schedule)
+    side = torch.Stream("standin")
+    x = torch.zeros(1 << 12, device="standin")
+    for _ in range(5):
+        x += 1
+        side.wait_event(torch.accelerator.current_stream().record_event())
+        with side:
+            x *= 2
+            done = side.record_event()
+        torch.accelerator.current_stream().wait_event(done)
+    assert x[0].item() == 62
+
+
+def _to_pinned(source: Tensor, wait: bool) -> tuple[Tensor, Any, Any]:
+    side = torch.Stream("standin")
+    there = torch.empty(source.shape, pin_memory=True)
+    if wait:
+        side.wait_event(torch.accelerator.current_stream().record_event())
+    with side:
+        there.copy_(source, non_blocking=True)
+    return there, side.record_event(), side
+
+
+@pytest.mark.parametrize("wait", (True, False))
+@each_schedule
+def test_a_copy_that_does_not_wait_for_its_source_is_found(schedule, wait, races):
+    standin.set_schedule(schedule)
+    x = torch.ones(4096, device="standin") * 3
+    there, done, _ = _to_pinned(x, wait)
+    done.synchronize()
+    if wait:
+        assert torch.equal(there, torch.full((4096,), 3.0))
+        assert not races()
+    else:
+        assert any("a copy to the host" in race and "aten::mul" in race for race in races())
+
+
+@pytest.mark.parametrize("told", (True, False))
+@each_schedule
+def test_memory_freed_while_another_stream_reads_it_is_found(schedule, told, races):
+    standin.set_schedule(schedule)
+    x = torch.ones(4096, device="standin") * 3
+    there, done, side = _to_pinned(x, True)
+    if told:
+        x.record_stream(side)
+    del x
+    again = torch.zeros(4096, device="standin")
+    done.synchronize()
+    if told:
+        assert torch.equal(there, torch.full((4096,), 3.0))
+        assert not races()
+    else:
+        assert any("a free" in race for race in races())
+    del again
+
+
+def test_what_was_freed_is_poisoned_in_order(lazy):
+    x = torch.ones(4096, device="standin")
+    address = x.data_ptr()
+    y = x + 1  # queued before the free
+    del x
+    again = torch.empty(4096, device="standin")
+    assert again.data_ptr() == address
+    assert y[0].item() == 2
+    assert torch.isnan(again).all().item()
+    other = torch.Stream("standin")
+    del again
+    with other:
+        assert torch.empty(4096, device="standin").data_ptr() != address
+
+
+def test_the_host_reading_pinned_memory_too_early_is_found(lazy, races):
+    x = torch.ones(4096, device="standin")
+    there, done, _ = _to_pinned(x, True)
+    standin.device.host_touches(there.data_ptr(), there.nbytes, False)
+    assert any("the host reads what a copy to the host" in race for race in races())
+    done.synchronize()
+    standin.device.host_touches(there.data_ptr(), there.nbytes, False)
+    assert not races()
+
+
+def test_host_memory_that_is_not_registered_is_copied_at_once(lazy):
+    x = torch.ones(4096, device="standin") * 5
+    there = torch.empty(4096)
+    there.copy_(x, non_blocking=True)
+    assert torch.equal(there, torch.full((4096,), 5.0))
+    source = torch.ones(4096)
+    x.copy_(source, non_blocking=True)
+    source.zero_()
+    assert x.sum().item() == 4096
+
+
+def test_memory_has_a_limit_and_comes_back():
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    standin.set_per_process_memory_fraction((256 << 20) / standin.device.total_bytes())
+    try:
+        held = [torch.empty(32 << 20, dtype=torch.uint8, device="standin") for _ in range(6)]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(128 << 20, dtype=torch.uint8, device="standin")
+        assert torch.accelerator.memory_allocated() - before == 192 << 20
+        del held
+        assert torch.accelerator.memory_allocated() == before
+        assert torch.accelerator.max_memory_reserved() <= 256 << 20
+        torch.empty(128 << 20, dtype=torch.uint8, device="standin")
+    finally:
+        standin.set_per_process_memory_fraction(1.0)
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() < 32 << 20
+
+
+def test_random_numbers_are_drawn_in_the_order_of_the_launches():
+    drawn = []
+    for schedule in SCHEDULES:
+        standin.set_schedule(schedule)
+        torch.manual_seed(3)
+        x = torch.ones(256, device="standin")
+        first = nn.functional.dropout(x, 0.5)
+        state = standin.get_rng_state()
+        second = torch.randn(256, device="standin")
+        standin.set_rng_state(state)
+        assert torch.equal(second, torch.randn(256, device="standin"))
+        drawn.append(torch.cat([first, second]).cpu())
+    assert all(torch.equal(drawn[0], other) for other in drawn)
+    assert not torch.equal(drawn[0][:256], torch.ones(256))
+    own = torch.Generator("standin").manual_seed(7)
+    assert not torch.equal(torch.randn(9, device="standin"), torch.randn(9, device="standin", generator=own))
+
+
+def test_an_error_in_a_queued_kernel_is_raised_by_who_waits(lazy):
+    rows = torch.tensor([5], device="standin")
+    torch.ones(2, 2, device="standin").index_select(0, rows)
+    with pytest.raises(RuntimeError, match="index"):
+        standin.synchronize()
+
+
+def test_a_forked_process_may_not_use_it():
+    torch.empty(1, device="standin")
+    child = os.fork()
+    if not child:
+        try:
+            torch.empty(1 << 21, device="standin")
+        except RuntimeError as error:
+            os._exit(0 if "forked" in str(error) and standin._is_in_bad_fork() else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0

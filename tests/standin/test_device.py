@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+
+def test_the_stand_in_itself(inside):
+    inside("tests/standin/inside/check_device.py")
