@@ -13,7 +13,9 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from autockpt.errors import ConflictError
 
@@ -34,6 +36,15 @@ class Attachment:
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}
+
+
+def acts(state: Attachment) -> bool:
+    """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
+
+    Inside forward-mode AD (``torch.autograd.forward_ad``) units save as ever: what is dropped, moved or made again
+    would come back without its tangent, which forward over reverse needs.
+    """
+    return state.active and torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
 class AttachedForward(functools.partial):

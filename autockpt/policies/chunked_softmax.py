@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.attachment import Attachment, acts, call_inner
+from autockpt.policies.base import InPlaceError, PlannedUnit, PolicySession
 from autockpt.policies.chunked_loss import refuse_others
-from autockpt.policies.headcall import CrossEntropy, refuse_twice
+from autockpt.policies.headcall import CrossEntropy, refuse_many, refuse_twice
 from autockpt.policies.keeping import alias
 from autockpt.policies.lazylogits import lazy_logits
 from autockpt.schema.choices import Choice
@@ -57,7 +57,7 @@ def run_softmax(module: nn.Module, state: _SoftmaxState, /, *args: Any, **kwargs
     Without gradients, and inside ``torch.compile``, the plain forward.
     """
     logits = call_inner(module, state, args, kwargs)
-    if torch.compiler.is_compiling() or not state.active or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not acts(state):
         return logits
     if module._backward_hooks or module._backward_pre_hooks:  # they ask for the gradient of the logits
         return logits
@@ -119,8 +119,10 @@ class _ByRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         loss: CrossEntropy = ctx.loss
         refuse_twice(loss.call)
+        refuse_many(loss.call, gradients[0])
         loss.passing()
-        logits, target, total = ctx.saved_tensors
+        logits, target, total = _saved(ctx, loss)
+        loss.watch.check(logits, loss.call)
         gradient = gradients[0]
         if total is not None:
             column, classes = total.new_empty((len(logits), 1)), _columns(loss, target)
@@ -134,6 +136,20 @@ class _ByRows(torch.autograd.Function):
                 losses = loss.losses(part, target[rows])
             found[rows] = torch.autograd.grad(losses, part, gradient[rows])[0]
         return None, found, None
+
+
+def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:
+    """What backward was given. Raises InPlaceError where it was changed in place since."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise InPlaceError(
+            f"the logits of {loss.call.unit} (or their targets) have been modified by an inplace operation since the "
+            f"loss, and {loss.call.choice} reads them again in backward",
+            remedy=f"Change a clone of them, or use `save` on {loss.call.unit}.",
+        ) from error
 
 
 def _columns(loss: CrossEntropy, target: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.fingerprints import fingerprint, form_of
 from autockpt.policies.replay import running_again
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -147,6 +148,16 @@ def refuse_twice(call: Rows) -> None:
         )
 
 
+def refuse_many(call: Rows, gradient: Tensor) -> None:
+    """Raise ConflictError in a backward for several gradients at once."""
+    if torch._C._functorch.is_legacy_batchedtensor(gradient):  # type: ignore[attr-defined]
+        raise ConflictError(
+            f"the loss of {call.unit} is differentiated for many gradients at once (is_grads_batched=True), which is "
+            f"not possible chunk by chunk, under {call.choice}",
+            remedy=f"Take one gradient after the other, or use `save` on {call.unit}.",
+        )
+
+
 class Autocast:
     """The autocast state of one kind of device when this was made."""
 
@@ -160,11 +171,41 @@ class Autocast:
         return torch.autocast(self._kind, dtype=self._dtype, enabled=self.enabled, cache_enabled=self._cache)
 
 
+class MemoryWatch:
+    """Notices that a tensor was written to in a way that its version counter does not show. Holds no memory of it.
+
+    Set only once somebody can write so, because it reads the tensor once.
+    """
+
+    def __init__(self, tensor: Tensor, *, set_now: bool) -> None:
+        self._storage = tensor.untyped_storage()._cdata
+        self._layout = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._print: Tensor | None = None
+        if set_now:
+            self._print = fingerprint(tensor, form_of(tensor))
+
+    def set_on(self, other: Tensor) -> None:
+        """Set it now, where ``other`` lies in the same memory."""
+        if self._print is None and other.untyped_storage()._cdata == self._storage:
+            dtype, *layout = self._layout
+            same = torch.empty(0, dtype=dtype, device=other.device).set_(other.untyped_storage(), *layout)
+            self._print = fingerprint(same, form_of(same))
+
+    def check(self, tensor: Tensor, call: Rows) -> None:
+        """Raise InPlaceError where ``tensor``, the one that is watched, is not what it was when this was set."""
+        if self._print is not None and not torch.equal(fingerprint(tensor, form_of(tensor)), self._print):
+            raise InPlaceError(
+                f"the logits of {call.unit} were written to (by .data, NumPy or their storage), and {call.choice} "
+                "reads them again later than plain training does",
+                remedy=f"Write to a clone of the logits, or use `save` on {call.unit}.",
+            )
+
+
 @dataclass(frozen=True)
 class CrossEntropy:
     """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, ``chunk`` rows at a time.
 
-    ``passing`` is told when backward comes by.
+    ``passing`` is told when backward comes by; ``watch`` knows whether ``hidden`` was written to since.
     """
 
     call: Rows
@@ -175,6 +216,7 @@ class CrossEntropy:
     label_smoothing: float
     autocast: Autocast
     passing: Callable[[], None]
+    watch: MemoryWatch
 
     def losses(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of every row."""
@@ -218,6 +260,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         loss: CrossEntropy = ctx.loss
         refuse_twice(loss.call)
+        refuse_many(loss.call, gradients[0])
         hidden, target, count = ctx.saved_tensors
         gradient = gradients[0] if count is None else gradients[0] / count
         _, wants_hidden, _, *wants = ctx.needs_input_grad

@@ -7,6 +7,7 @@ Whatever else touches it gets the real logits, computed then and there; what nei
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,20 +18,29 @@ from torch.utils._pytree import tree_map_only
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.headcall import Elementwise, Rows, refuse_twice
+from autockpt.policies.headcall import Elementwise, MemoryWatch, Rows, refuse_twice
 from autockpt.policies.lazysteps import UNDERSTOOD
 
 _plain_call = torch._C.DisableTorchFunctionSubclass
 
 
 class _Family:
-    """All lazy logits that stem from one call: in plain training they may share memory."""
+    """All lazy logits that stem from one call: in plain training they may share memory.
+
+    ``sources`` are those that are alive. ``losses`` watch the logits of cross-entropies whose backward is to come.
+    ``handed_out`` are whole logits that somebody got, which are not the memory that the others are computed from: their
+    steps, and a watch. A watch is set before somebody can write unseen (by ``.data``, NumPy, the storage).
+    """
 
     def __init__(self) -> None:
         self.derived = 0
         self.chunked = False
         self.watchers: list[Callable[..., Any]] = []
-        self._ways: set[object] = set()
+        self.sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self.losses: list[weakref.ref[MemoryWatch]] = []
+        self.handed_out: list[tuple[tuple[Elementwise, ...], Tensor, MemoryWatch]] = []
+        self.open_to_writes = False
+        self._ways = _Ways()
 
     def way(self, source: Source) -> Callable[[], None]:
         """To be called when backward comes by what was made of these logits, as often as it does.
@@ -40,9 +50,36 @@ class _Family:
         """
         if not (source.steps and source.call.exact):
             return _nothing
-        return functools.partial(self._passing, object(), source.call)
+        return functools.partial(self._ways.passing, object(), source.call)
 
-    def _passing(self, way: object, call: Rows) -> None:
+    def hand_out(self, source: Source, logits: Tensor) -> None:
+        """Somebody gets these logits of the source, whole, and may write to them unseen."""
+        if logits.untyped_storage()._cdata != source.hidden.untyped_storage()._cdata:
+            if all(logits is not known for _, known, _ in self.handed_out):
+                self.handed_out.append((source.steps, logits, MemoryWatch(logits, set_now=True)))
+            return
+        self.open_to_writes = True
+        for other in self.sources:
+            if other.steps:
+                other.watch_hidden()
+        for ref in self.losses:
+            if (watch := ref()) is not None:
+                watch.set_on(logits)
+
+    def watched(self, logits: Tensor) -> MemoryWatch:
+        """A watch over the logits that a cross-entropy is going to read again in backward."""
+        watch = MemoryWatch(logits, set_now=self.open_to_writes)
+        self.losses.append(weakref.ref(watch))
+        return watch
+
+
+class _Ways:
+    """On which ways backward came by the logits of one call."""
+
+    def __init__(self) -> None:
+        self._ways: set[object] = set()
+
+    def passing(self, way: object, call: Rows) -> None:
         self._ways.add(way)
         if len(self._ways) > 1:
             raise ConflictError(
@@ -69,13 +106,28 @@ class Source:
     version: int = 0
     real: Tensor | None = None
     seen: Tensor | None = None
+    watch: MemoryWatch | None = None
+
+    def __post_init__(self) -> None:
+        self.family.sources.add(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.hidden.shape[:-1], self.vocabulary)
 
+    def watch_hidden(self) -> None:
+        """From here on what the steps are to be taken on must not change."""
+        if self.watch is None:
+            self.watch = MemoryWatch(self.hidden, set_now=True)
+
     def check(self) -> None:
-        """Raise InPlaceError where the features are no longer what they were."""
+        """Raise InPlaceError where the features are no longer what they were, or where logits that plain training has
+        in the same memory were written to."""
+        if self.watch is not None:
+            self.watch.check(self.hidden, self.call)
+        for steps, logits, watch in self.family.handed_out:
+            if steps == self.steps:
+                watch.check(logits, self.call)
         if self.hidden._version != self.version:
             raise InPlaceError(
                 f"the features of {self.call.unit} have been modified by an inplace operation since its forward, and "
@@ -99,16 +151,18 @@ class Source:
         if not torch.is_grad_enabled():
             if self.seen is None:
                 self.seen = self.compute(self.hidden).detach()
+            self.family.hand_out(self, self.seen)
             return self.seen
         self.real = self.compute(self.hidden)
+        self.family.hand_out(self, self.real.detach())
         self.call.whole(why)
         if self.call.exact and self.steps and self.real.requires_grad:
             passing = self.family.way(self)
             self.real.register_hook(lambda _: passing())
-        self.watch(self.real)
+        self.tell_watchers(self.real)
         return self.real
 
-    def watch(self, result: Tensor) -> None:
+    def tell_watchers(self, result: Tensor) -> None:
         """FSDP wants to know when backward reaches a model's output: this is where it will come by."""
         for watcher in self.family.watchers:
             if result.requires_grad:
@@ -118,7 +172,11 @@ class Source:
         self.family.derived += 1
         if "hidden" in changes:
             changes["version"] = changes["hidden"]._version
-        return _stand_in(replace(self, **changes, real=None, seen=None))
+        source = replace(self, **changes, real=None, seen=None, watch=None)
+        if self.watch is not None or (source.steps and self.family.open_to_writes):
+            self.check()
+            source.watch_hidden()
+        return _stand_in(source)
 
 
 class LazyLogits(Tensor):
@@ -129,10 +187,11 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ABOUT:
-            with _plain_call():
-                return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
+        if func in _ABOUT:
+            real = first._source.real if func in _OF_RETAINED else None
+            with _plain_call():
+                return func(*args, **kwargs) if real is None else func(real)
         if isinstance(first, LazyLogits) and first._source.real is None:
             with _plain_call():
                 understood = UNDERSTOOD.get(func)
@@ -148,7 +207,10 @@ class LazyLogits(Tensor):
         name = _name(func)
         for lazy in _lazies((args, kwargs)):
             _before_use(lazy, name, args, kwargs)
-        return func(*_real(args, name), **_real(kwargs, name))
+        # a reentrant checkpoint calls backward inside of backward, where gradients are off
+        with torch.set_grad_enabled(torch.is_grad_enabled() or func is torch.autograd.backward):
+            args, kwargs = _real(args, name), _real(kwargs, name)
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -206,6 +268,8 @@ _ABOUT: frozenset[Any] = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     }
 )
+# of the real logits, where somebody had to get these
+_OF_RETAINED: frozenset[Any] = frozenset({Tensor.grad.__get__, Tensor.retains_grad.__get__})  # type: ignore[attr-defined]
 _IN_PLACE = frozenset(f"__{name}__" for name in ("setitem", *(f"i{op}" for op in ("add", "sub", "mul", "truediv"))))
 _OF_GRADIENTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad"})
 

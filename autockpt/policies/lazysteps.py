@@ -148,12 +148,13 @@ def _cross_entropy(
         label_smoothing,
         Autocast(hidden.device.type),
         source.family.way(source),
+        source.family.watched(hidden),
     )
     loss = source.call.loss(settings, hidden, target)
     if loss is None:
         return NotImplemented
     source.family.chunked = True
-    source.watch(loss)
+    source.tell_watchers(loss)
     return loss
 
 

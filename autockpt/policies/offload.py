@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import Transports, Ways
-from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.attachment import Attachment, acts, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native, refuse_transforms
@@ -116,7 +116,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
 
 def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``run_offloaded``, for choices that do more."""
-    if not state.active or not torch.is_grad_enabled():
+    if not acts(state):
         return call_inner(module, state, args, kwargs)
     refuse_native(module, state.unit)
     args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs))
@@ -188,7 +188,7 @@ def _next_others(units: Sequence[PlannedUnit], order: Sequence[PlannedUnit]) -> 
 def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a unit behind an offloaded one: when it has ended that one's copies must be done, and when its
     backward begins they start to come back."""
-    group = state.pipeline.newest() if state.active and torch.is_grad_enabled() else None
+    group = state.pipeline.newest() if acts(state) else None
     output = call_inner(module, state, args, kwargs)
     if group is not None:
         state.pipeline.settle()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.policies.attachment import call_inner
+from autockpt.policies.attachment import acts, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.conflicts import refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import without_cache
@@ -39,7 +39,7 @@ def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwarg
     Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place). In backward
     ConflictError where it does not do again what it did, InPlaceError where something that it read was changed since.
     """
-    if not state.active or not torch.is_grad_enabled():
+    if not acts(state):
         return call_inner(module, state, args, kwargs)
     if torch.compiler.is_compiling():
         # A compiler takes no recompute but torch's own into a graph. What it makes of it looks after random state and

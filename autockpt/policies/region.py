@@ -12,6 +12,7 @@ the region lives as long as some graph needs it, whatever happens to the rest, a
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,6 +32,13 @@ from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, unpack
 
 _hooks_in_force: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
 _hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
+# The backward of is_grads_batched runs under vmap, which forbids random numbers. What runs again has no batch.
+_outside_vmap = functools.partial(
+    torch._C._SetExcludeDispatchKeyGuard,
+    torch._C._parse_dispatch_key("VmapMode"),  # type: ignore[attr-defined]
+    True,
+)
 
 _Layout = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -148,7 +156,7 @@ class Call:
             order = self._with_ancestors()
             places = sorted({place for call in order for place in call._conditions.places})
             try:
-                with random_states_kept(places):
+                with random_states_kept(places), _outside_vmap():
                     for call in order:
                         call._run_again(self, fill=call is self or (self.levels == 1 and call._waits()))
             except BaseException:

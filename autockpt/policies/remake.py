@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.arguments import take_apart
-from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.attachment import Attachment, acts, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native, refuse_transforms
@@ -66,7 +66,7 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     Raises ConflictError where a custom autograd function runs in it. In backward InPlaceError where something that it
     read was changed since, ConflictError where an op does not do again what it did.
     """
-    if not state.active or not torch.is_grad_enabled():
+    if not acts(state):
         return call_inner(module, state, args, kwargs)
     refuse_native(module, state.unit)
     refuse_changed(module, state, args, kwargs)

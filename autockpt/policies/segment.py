@@ -7,10 +7,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from autockpt.policies.attachment import call_inner
+from autockpt.policies.attachment import acts, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_late_writes, refuse_native
@@ -115,7 +114,7 @@ def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwar
     Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place). In backward
     ConflictError where a unit does not do again what it did, InPlaceError where something that it read was changed.
     """
-    if not state.active or not torch.is_grad_enabled():
+    if not acts(state):
         return call_inner(module, state, args, kwargs)
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)

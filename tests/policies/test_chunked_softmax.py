@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
+from autockpt.policies.base import InPlaceError
 from autockpt.policies.lazylogits import LazyLogits
 from autockpt.runtime import attach, remove
-from autockpt.schema.choices import CHUNKED_SOFTMAX, RECOMPUTE, SAVE, Choice, ChunkedSoftmax
+from autockpt.schema.choices import CHUNKED_SOFTMAX, RECOMPUTE, SAVE, Choice, ChunkedLoss, ChunkedSoftmax
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload import build
@@ -235,6 +237,90 @@ def test_logits_that_were_changed_since_are_an_error():
             out.loss.backward()
 
 
+def odd_loss(do: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> Callable[[nn.Module], dict[str, Tensor]]:
+    """A step in which ``do(logits, cross_entropy)`` is the loss."""
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        labels = batch()["labels"].flatten()
+        loss = do(model(**batch(labels=None)).logits, lambda logits: F.cross_entropy(logits.view(-1, 64), labels))
+        loss.backward()
+        return {"loss": loss.detach(), **gradients(model)}
+
+    return run
+
+
+def _retained(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    logits.retain_grad()
+    loss(logits).backward(retain_graph=True)
+    assert logits.retains_grad
+    return loss(logits) + logits.grad.abs().sum()
+
+
+def _written_before(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    logits.data.mul_(0.5)
+    return loss(logits)
+
+
+def _read_beside(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    cast, before = logits.double(), loss(logits)
+    hits = (logits.data.argmax(-1) == logits.detach().numpy().argmax(-1)).float().mean()
+    return before + 0 * hits if cast.dim() == 3 else before
+
+
+def _written_after(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    found = loss(logits)
+    logits.data.copy_(logits.data.flip(-1))
+    return found
+
+
+def _written_by_numpy(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    numbers = logits.detach().numpy()
+    found = loss(logits)
+    numbers[0, 0, 0] += 1
+    return found
+
+
+def _written_before_a_step(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    cast = logits.double()
+    logits.data.mul_(0.5)
+    return loss(cast)
+
+
+def _written_after_a_step(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    cast = logits.double()
+    flat = cast.view(-1, 64)
+    cast.data.mul_(0.5)
+    return loss(flat)
+
+
+EXACT_OR_CHUNKED = pytest.mark.parametrize("choice", [CHUNK, ChunkedLoss(tokens=48)], ids=lambda c: c.kind)
+
+
+@EXACT_OR_CHUNKED
+@pytest.mark.parametrize("do", [_retained, _written_before, _read_beside])
+def test_writes_that_plain_training_sees_too(do, choice):
+    got, wanted = heads.both(small_llama(), odd_loss(do), choice)
+    for name, tensor in wanted.items():
+        assert (
+            torch.allclose(got[name], tensor, rtol=1e-4, atol=1e-7)
+            if choice.kind == "chunked_loss"
+            else torch.equal(got[name], tensor)
+        ), name
+
+
+@EXACT_OR_CHUNKED
+@pytest.mark.parametrize("do", [_written_after, _written_by_numpy, _written_before_a_step, _written_after_a_step])
+def test_writes_that_no_version_counter_shows_are_seen_or_refused(do, choice):
+    try:
+        got, wanted = heads.both(small_llama(), odd_loss(do), choice)
+    except InPlaceError as error:
+        assert "lm_head" in error.message and choice.kind in error.message
+        return
+    assert choice.kind == "chunked_loss"  # its logits are made anew, from features that nobody wrote to
+    for name, tensor in wanted.items():
+        assert torch.allclose(got[name], tensor, rtol=1e-4, atol=1e-7), name
+
+
 @pytest.mark.parametrize("use", ["hook", "retain_grad", "grad", "in place"])
 def test_what_needs_plain_logits_after_the_loss_is_an_error(use):
     model = small_llama()()
@@ -250,6 +336,17 @@ def test_what_needs_plain_logits_after_the_loss_is_an_error(use):
                     torch.autograd.grad(out.loss, out.logits)
                 case _:
                     out.logits.zero_()
+
+
+def test_a_reentrant_checkpoint_around_the_model():
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        hidden = torch.randn(6, 64, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        logits = torch.utils.checkpoint.checkpoint(model.lm_head, hidden, use_reentrant=True)
+        logits.pow(2).mean().backward()
+        assert hidden.grad is not None
+        return {"hidden": hidden.grad, **gradients(model)}
+
+    assert_equal(*both(small_llama(), run))
 
 
 # --- attaching

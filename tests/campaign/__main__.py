@@ -1,0 +1,58 @@
+"""``python -m tests.campaign [--pairs N] [--from N] [--out FILE]``, or ``--seed N [--shrink]`` for one pair."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=2000)
+    parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="number of the first pair")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write every verdict as a line of JSON")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="an earlier --out: say which of its right pairs are not right now"
+    )
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write counts by family and choice as markdown")
+    parser.add_argument("--seed", type=int, metavar="N", help="print one pair as a script and say how it ends")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: leave out what the verdict does not need")
+    options = parser.parse_args()
+
+    import torch
+
+    torch.set_num_threads(1)
+    from tests.campaign.pool import run_all
+    from tests.campaign.script import shrunk, written
+    from tests.campaign.table import markdown, newly_refused, summary
+
+    if options.seed is not None:
+        print(written(*shrunk(options.seed, options.shrink)))
+        return 0
+    out = options.out.open("w", encoding="utf-8") if options.out else None
+    verdicts, began = [], time.monotonic()
+    for verdict in run_all(range(options.first, options.first + options.pairs)):
+        verdicts.append(verdict)
+        if out:
+            out.write(json.dumps(asdict(verdict)) + "\n")
+            out.flush()
+        if verdict.word in ("WRONG", "foreign", "CRASH", "HANG") or (verdict.word == "refused" and verdict.ordinary):
+            print(
+                f"{verdict.number} {verdict.word} [{verdict.choice}] {'; '.join(verdict.families)}: {verdict.detail}",
+                flush=True,
+            )
+    print(f"\n{summary(verdicts)}\n{len(verdicts) / (time.monotonic() - began) * 60:.0f} pairs a minute")
+    if options.table:
+        options.table.write_text(markdown(verdicts), encoding="utf-8")
+    lost = newly_refused(options.against, verdicts) if options.against else []
+    for line in lost:
+        print(f"was right: {line}")
+    return 1 if lost or any(v.word in ("WRONG", "foreign", "CRASH", "HANG") for v in verdicts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Counts of verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tests.campaign.trial import Verdict
+
+_WORDS = ("equal", "refused", "WRONG", "foreign", "CRASH", "HANG")
+_UNFIT = ("invalid", "unsteady")
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """One line of counts over all pairs that could serve."""
+    counts = Counter(v.word for v in verdicts)
+    fit = sum(counts[word] for word in _WORDS)
+    ordinary = sum(v.word == "refused" and v.ordinary for v in verdicts)
+    said = ", ".join(f"{word} {counts[word]}" for word in _WORDS)
+    unfit = ", ".join(f"{word} {counts[word]}" for word in _UNFIT)
+    return f"{fit} pairs: {said}; ordinary ones refused {ordinary}; not counted: {unfit}"
+
+
+def markdown(verdicts: Sequence[Verdict]) -> str:
+    """Counts by choice, by group of families and by family."""
+    fit = [v for v in verdicts if v.word in _WORDS]
+    groups = [(family.partition(":")[0], v) for v in fit for family in dict.fromkeys(v.families)]
+    rows = [(family, v) for v in fit for family in dict.fromkeys(v.families)]
+    return "\n".join(
+        (
+            summary(verdicts),
+            "",
+            _table("choice", ((v.choice or "(process lost)", v) for v in fit)),
+            "A pair counts for every family that its program has.",
+            "",
+            _table("group", dict.fromkeys((g, _Once(v)) for g, v in groups)),
+            _table("family", rows),
+        )
+    )
+
+
+class _Once:
+    """A verdict as a key of its own."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.word, self._number = verdict.word, verdict.number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Once) and other._number == self._number
+
+    def __hash__(self) -> int:
+        return hash(self._number)
+
+
+def _table(name: str, rows: Iterable[tuple[str, Verdict | _Once]]) -> str:
+    counts: dict[str, Counter[str]] = {}
+    for key, verdict in rows:
+        counts.setdefault(key, Counter())[verdict.word] += 1
+    lines = [f"| {name} | {' | '.join(_WORDS)} |", f"|---{'|---:' * len(_WORDS)}|"]
+    lines += [f"| {key} | {' | '.join(str(counts[key][w]) for w in _WORDS)} |" for key in sorted(counts)]
+    return "\n".join((*lines, ""))
+
+
+def newly_refused(earlier: Path, verdicts: Iterable[Verdict]) -> list[str]:
+    """Pairs that were right in an earlier run's file and are not now."""
+    right: dict[int, int] = {}
+    for line in earlier.read_text(encoding="utf-8").splitlines():
+        verdict = json.loads(line)
+        if verdict["word"] == "equal":
+            right[verdict["number"]] = verdict["text"]
+    # a process that was lost (text 0) cannot say what it was at
+    lost = (v for v in verdicts if v.word != "equal" and v.number in right and v.text in (0, right[v.number]))
+    return [f"{v.number} {v.word} [{v.choice}] {'; '.join(v.families)}: {v.detail}" for v in lost]

@@ -1,0 +1,94 @@
+"""Odd programs under plans against plain training; and that the campaign notices what it is there for."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE
+from tests.campaign import pool, trial
+from tests.campaign.loops import CARRIES, LOOP, LOOPS, LOSSES
+from tests.campaign.pieces import ALL
+from tests.campaign.program import Placed, Program, draw, source
+from tests.campaign.script import shrunk, written
+from tests.campaign.trial import PLANS, Trials, observe
+
+BLOCKS = ("layers.0", "layers.1")
+
+
+def test_ordinary_models_train_as_ever() -> None:
+    """A sample; `pytest -m campaign` runs many more."""
+    ordinary = itertools.islice((n for n in itertools.count() if draw(n).ordinary), 6)
+    trials = Trials()
+    verdicts = [trials.run(n * PLANS + plan) for n in ordinary for plan in range(PLANS)]
+    assert not [v for v in verdicts if v.word not in ("equal", "invalid")]
+    assert sum(v.word == "equal" for v in verdicts) >= 30
+
+
+@pytest.mark.campaign
+def test_ordinary_models_train_as_ever_at_length() -> None:
+    verdicts = [v for v in pool.run_all(range(4000)) if v.ordinary]
+    assert not [v for v in verdicts if v.word not in ("equal", "invalid", "unsteady")]
+
+
+def test_a_number_is_always_the_same_program() -> None:
+    programs = [draw(n) for n in range(300)]
+    assert [source(p) for p in programs] == [source(draw(n)) for n in range(300)]
+    assert len({source(p) for p in programs}) > 250
+
+
+@pytest.mark.campaign
+def test_every_part_trains_plainly() -> None:
+    """A program that fails by itself, or does not repeat itself, proves nothing."""
+    alone = [Program(pieces=(Placed(piece.name),)) for piece in ALL]
+    alone += [Program(loop=loop.name) for loop in LOOPS] + [Program(carry=carry.name) for carry in CARRIES]
+    alone += [Program(loss=loss) for loss in LOSSES]
+    for program in alone:
+        first, again = observe(source(program), None), observe(source(program), None)
+        assert first.error is None, (program, first.error)
+        assert first.entries == again.entries, program
+
+
+def test_what_differs_is_named() -> None:
+    """Twice the weight decay in one step is a difference in the next."""
+    program = Program(pieces=(Placed("weight decayed by .data"),), steps=2)
+    plain = observe(source(program), None)
+    other = observe(source(program).replace("mul_(0.95)", "mul_(0.9)"), None)
+    assert trial.difference(plain.entries, plain.entries, exact=True, whole=True) == ""
+    assert trial.difference(plain.entries, other.entries, exact=True, whole=True).startswith("step 0")
+    assert "entries" in trial.difference(plain.entries, plain.entries[:-1], exact=True, whole=True)
+
+
+def test_a_dead_process_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOOP, "once", LOOP["once"].__class__("once", "os.kill(os.getpid(), 9)"))
+    verdict = pool.in_child(0, Program(), dict.fromkeys(BLOCKS, RECOMPUTE))
+    assert (verdict.word, verdict.detail) == ("CRASH", "signal 9")
+
+
+def test_a_process_that_hangs_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "SECONDS", 0.5)
+    monkeypatch.setitem(LOOP, "once", LOOP["once"].__class__("once", "import time; time.sleep(60)"))
+    assert pool.in_child(0, Program(), dict.fromkeys(BLOCKS, RECOMPUTE)).word == "HANG"
+
+
+def test_a_pair_is_a_script_of_its_own(tmp_path: Path) -> None:
+    program = Program(pieces=(Placed("lru_cache"), Placed("argument: mask")), carry="named tuple")
+    choices = {"layers.0": RECOMPUTE, "layers.1": OFFLOAD}
+    script = tmp_path / "pair.py"
+    script.write_text(written(program, choices, pool.in_child(0, program, choices)))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("ended | different: nothing"), done.stdout + done.stderr
+
+
+def test_a_pair_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = Program(pieces=(Placed("sort", "mlp"), Placed("custom autograd function")), loop="autocast", dropout=0.1)
+    monkeypatch.setattr("tests.campaign.script.draw", lambda number: odd)
+    number = next(n for n in itertools.count() if trial.plan(odd, n)[0] == "remake")
+    program, choices, verdict = shrunk(number, smaller=True)
+    assert verdict.word == "refused"
+    assert program == Program(pieces=(Placed("custom autograd function"),), steps=1)
+    assert sum(choice.kind != "save" for choice in choices.values()) == 1

@@ -1,0 +1,107 @@
+"""Other ways to differentiate than one backward: forward-mode AD, forward over reverse, many gradients at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from autockpt.errors import ConflictError
+from autockpt.runtime import attach
+from autockpt.schema.choices import CHUNKED_LOSS, CHUNKED_SOFTMAX, Choice, choice_kinds, parse_choice
+
+F = nn.functional
+VOCABULARY = 40
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.second(torch.tanh(self.first(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(32, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = nn.Linear(32, VOCABULARY)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def losses(logits: Tensor) -> Tensor:
+    """One for each row of the batch."""
+    flat = logits.view(-1, VOCABULARY)
+    return F.cross_entropy(flat, torch.arange(len(flat)) % VOCABULARY, reduction="none").view(len(logits), -1).mean(1)
+
+
+def under(choices: dict[str, Choice], run: Callable[[Model], list[Any]]) -> list[Any]:
+    torch.manual_seed(0)
+    model = Model()
+    with attach(model, choices):
+        return run(model)
+
+
+def assert_as_plain(choices: dict[str, Choice], run: Callable[[Model], list[Any]]) -> None:
+    for got, wanted in zip(under(choices, run), under({}, run), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def with_tangents(model: Model) -> list[Any]:
+    """Loss and its tangent, gradients of the weights, and a product of the Hessian with a vector."""
+    x = torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with forward_ad.dual_level():
+        loss = losses(model(forward_ad.make_dual(x, torch.ones_like(x)))).sum()
+        value, tangent = forward_ad.unpack_dual(loss)
+        gradients = torch.autograd.grad(loss, [x, *model.parameters()])
+        of_gradients = [forward_ad.unpack_dual(g) for g in gradients]
+        return [value, tangent, *(part.detach() for pair in of_gradients for part in pair if part is not None)]
+
+
+def many_at_once(model: Model) -> list[Any]:
+    rows = losses(model(torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(1))))
+    return list(torch.autograd.grad(rows, list(model.parameters()), torch.eye(4), is_grads_batched=True))
+
+
+each_kind = pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
+
+
+def of_blocks(kind: str) -> dict[str, Choice]:
+    return dict.fromkeys(("layers.0", "layers.1"), parse_choice(kind))
+
+
+@each_kind
+def test_forward_mode(kind: str) -> None:
+    assert_as_plain(of_blocks(kind), with_tangents)
+
+
+@pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
+def test_forward_mode_through_the_head(choice: Choice) -> None:
+    assert_as_plain({"lm_head": choice}, with_tangents)
+
+
+@each_kind
+def test_many_gradients_at_once_with_dropout(kind: str) -> None:
+    assert_as_plain(of_blocks(kind), many_at_once)
+
+
+@pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
+def test_many_gradients_at_once_are_refused_by_a_chunked_head(choice: Choice) -> None:
+    with pytest.raises(ConflictError, match=rf"lm_head .*is_grads_batched.*under {choice.kind}"):
+        under({"lm_head": choice}, many_at_once)
