@@ -1,0 +1,133 @@
+"""Fingerprints of tensors: 64 bits that depend on every bit of a tensor and on where it is.
+
+The tensor's bytes are read as 32-bit words; each is multiplied by an odd 64-bit number that belongs to its place, and
+the products are summed modulo 2^64 (multiply-add hashing: Carter and Wegman 1979). Words are half as wide as the sums,
+so that no bit of a word can fall out at the top: with words of full width two changed signs would cancel. Nothing is
+read by the host, nothing draws random numbers, and memory is constant: one block of products, and one table of the
+numbers, per device.
+
+``torch.hash_tensor`` is an exclusive or of all elements, the same for every order of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+_ON_CPU, _ELSEWHERE = 1 << 16, 1 << 20
+"""Bytes at a time: products that fit a core's cache, or few launches of a kernel. As many numbers are in the table of a
+device: 512 KiB and 8 MiB."""
+_WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+quietly: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
+"""What runs in ``with quietly():`` is not seen by dispatch modes, which would count, tape or keep it."""
+
+
+class Form(NamedTuple):
+    """What two tensors must have in common for their fingerprints to be compared.
+
+    ``order`` lists the dimensions as they lie in memory, the outermost first; in those of ``repeated`` all elements are
+    one. ``flipped``: views that conjugate or negate what is in memory.
+    """
+
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    order: tuple[int, ...] | None
+    repeated: tuple[int, ...]
+    flipped: tuple[bool, bool]
+
+    def of(self, tensor: torch.Tensor) -> Form:
+        """The form of another tensor, its elements in this one's order: fingerprints do not depend on strides."""
+        return form_of(tensor)._replace(order=self.order)
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """The form of a tensor that ``why_not`` has nothing against."""
+    flipped = (tensor.is_conj(), tensor.is_neg())
+    if tensor.is_contiguous():
+        return Form(tensor.size(), tensor.dtype, tensor.device, None, (), flipped)
+    strides, size = tensor.stride(), tensor.size()
+    repeated = tuple(d for d, stride in enumerate(strides) if stride == 0 and size[d] > 1)
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: -strides[d]))
+    return Form(size, tensor.dtype, tensor.device, order, repeated, flipped)
+
+
+def why_not(tensor: torch.Tensor) -> str | None:
+    """Why a tensor has no fingerprint; None where it has one. Parameters count as plain tensors."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return f"a tensor of type {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.is_meta:
+        return "a tensor without data (meta)"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "a tensor whose memory was given back (sharded)"
+    return None
+
+
+def fingerprint(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """The fingerprint, one int64 on the tensor's device. ``form`` is its own, or what another's made of it.
+
+    Equal tensors of equal form have equal fingerprints; others with a chance of about 2^-64, and 2^-32 where only signs
+    differ.
+    """
+    with quietly(), torch._C.DisableTorchFunction():
+        memory = tensor.detach()
+        if form.flipped[0]:
+            memory = memory.conj()
+        if form.flipped[1]:
+            memory = memory._neg_view()
+        for dim in form.repeated:
+            memory = memory.narrow(dim, 0, 1)
+        return _sum_of(memory if form.order is None else memory.permute(form.order))
+
+
+def _sum_of(memory: torch.Tensor) -> torch.Tensor:
+    most = (_ON_CPU if memory.is_cpu else _ELSEWHERE) // memory.element_size()
+    if memory.numel() <= most:
+        return _sum_of_piece(memory)
+    sums = [_sum_of_piece(piece) for piece in _pieces(memory, most)]
+    return _sum_of(torch.stack(sums))
+
+
+def _pieces(memory: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Parts of at most so many elements, cut by the tensor's size alone."""
+    inner = memory.numel() // memory.size(0)
+    if inner <= most:
+        yield from memory.split(most // inner)
+        return
+    for part in memory.unbind(0):
+        yield from _pieces(part, most)
+
+
+def _sum_of_piece(piece: torch.Tensor) -> torch.Tensor:
+    flat = piece.reshape(-1)
+    width = flat.element_size()
+    nbytes = flat.numel() * width
+    for size, dtype in _WORDS:
+        if nbytes % size == 0:
+            if width < size and (int(flat.storage_offset()) * width) % size:
+                flat = flat.clone()  # the memory begins within a word
+            words = flat.view(dtype)
+            return torch.mul(words, _numbers(words)).sum()
+    raise AssertionError("every number of bytes is a number of words of one byte")
+
+
+_tables: dict[torch.device, torch.Tensor] = {}
+
+
+def _numbers(words: torch.Tensor) -> torch.Tensor:
+    """The odd numbers of the places 0, 1, …, the same everywhere (the finalizer of splitmix64: Steele et al. 2014)."""
+    table = _tables.get(words.device)
+    if table is None:
+        places = _ON_CPU if words.is_cpu else _ELSEWHERE
+        table = torch.arange(1, places + 1, device=words.device).mul_(-7046029254386353131)
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            table.bitwise_xor_(table >> shift).mul_(factor)
+        _tables[words.device] = table.bitwise_or_(1)
+    return table[: words.numel()]
