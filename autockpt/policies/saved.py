@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from torch.autograd.graph import increment_version
 from autockpt.devices.base import Transport
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_late_written
+
+if TYPE_CHECKING:
+    from autockpt.policies.sentinels import Entry, Watch
 
 SMALL_BYTES = 16 << 10
 """Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
@@ -114,7 +117,7 @@ class SavedStorage:
     """One storage that left the device. ``users`` packed tensors look into it, ``waiting`` of them in this backward."""
 
     def __init__(self, tensor: torch.Tensor, transport: Transport, group: Group) -> None:
-        self._probe, self._version = _probe(tensor), tensor._version
+        self._probe, self._version = probe_of(tensor), tensor._version
         self.group = group
         self.users = self.waiting = 0
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -154,14 +157,14 @@ class _Layout(NamedTuple):
 
 
 class Moved:
-    """A saved tensor whose storage left the device."""
+    """A saved tensor whose storage left the device. ``entry``: where a sentinel compares what comes back."""
 
-    __slots__ = ("_layout", "_probe", "_storage", "_version")
+    __slots__ = ("_entry", "_layout", "_probe", "_storage", "_version")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage) -> None:
-        self._storage = storage
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: Entry | None = None) -> None:
+        self._storage, self._entry = storage, entry
         self._layout = _Layout(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-        self._probe, self._version = _probe(tensor), tensor._version
+        self._probe, self._version = probe_of(tensor), tensor._version
         storage.add_user()
 
     def unpack(self) -> torch.Tensor:
@@ -169,8 +172,13 @@ class Moved:
         refuse_late_written(unit)
         _check(self._probe, self._version, unit, self._layout.size)
         dtype, size, stride, offset = self._layout
+        if self._entry is not None:
+            self._entry.look_again()
         storage = self._storage.bytes_for_one_user()
-        return torch.empty(0, dtype=dtype, device=self._probe.device).set_(storage, offset, size, stride)
+        tensor = torch.empty(0, dtype=dtype, device=self._probe.device).set_(storage, offset, size, stride)
+        if self._entry is not None:
+            self._entry.handed(tensor)
+        return tensor
 
 
 class Kept:
@@ -197,7 +205,7 @@ class Watched:
     __slots__ = ("_probe", "_size", "_unit", "_version")
 
     def __init__(self, tensor: torch.Tensor, unit: str) -> None:
-        self._probe, self._version = _probe(tensor), tensor._version
+        self._probe, self._version = probe_of(tensor), tensor._version
         self._size, self._unit = tensor.size(), unit
 
     def check(self) -> None:
@@ -208,7 +216,7 @@ class Watched:
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _probe(tensor: torch.Tensor) -> torch.Tensor:
+def probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """Shares the tensor's version counter and none of its memory."""
     probe = tensor.detach()
     probe.data = _empty(tensor.dtype, tensor.device)
@@ -240,13 +248,19 @@ def unpack(packed: Moved | Kept) -> torch.Tensor:
 class Packer:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
-    ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers.
+    ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. ``watch``: a sentinel that is
+    to know what leaves.
     """
 
     def __init__(
-        self, group: Group, transport: Transport, device: torch.device, outside: Iterable[torch.Tensor]
+        self,
+        group: Group,
+        transport: Transport,
+        device: torch.device,
+        outside: Iterable[torch.Tensor],
+        watch: Watch | None = None,
     ) -> None:
-        self._group, self._transport, self._device = group, transport, device
+        self._group, self._transport, self._device, self._watch = group, transport, device, watch
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._outside = {address for t in outside if (address := _address(t)) is not None}
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
@@ -254,7 +268,8 @@ class Packer:
     def pack(self, tensor: torch.Tensor) -> Moved | Kept:
         if not self._leaves(tensor):
             return Kept(tensor, self._group.unit)
-        return Moved(tensor, self._storage_of(tensor))
+        entry = self._watch.packed(tensor) if self._watch is not None else None
+        return Moved(tensor, self._storage_of(tensor), entry)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
         return (
