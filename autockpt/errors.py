@@ -69,6 +69,10 @@ class ConflictError(UsageError):
     """A plan cannot be attached here: something else already owns the layer, or it cannot be made safe. Exit code 2."""
 
 
+class RerunMismatch(ConflictError, RuntimeError):
+    """Backward was given other tensors than forward had computed: its gradients are wrong. Exit code 2."""
+
+
 class TracingError(AutockptError):
     """The model could not be traced. Exit code 4."""
 

@@ -147,7 +147,11 @@ class StepRunner:
         model = self.workload.model
         if self.compiler is not None:
             return self.compiler.attached(model, choices)
-        return without_kv_cache(model) if choices is None else attach(model, choices, host_budget=self.host_budget)
+        if choices is None:
+            return without_kv_cache(model)
+        session = attach(model, choices, host_budget=self.host_budget)
+        session.sentinels.in_mid_training()
+        return session
 
     def compiling(self, choices: Choices) -> AbstractContextManager[None]:
         """The model's calls are compiled while the block runs, where this runner has a compiler."""

@@ -16,6 +16,7 @@ from autockpt.policies.replay import recomputing
 from autockpt.policies.save import SavePolicy
 from autockpt.policies.segment import SegmentPolicy
 from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy, kept_by
+from autockpt.policies.sentinels import FIRST_CALLS, WINDOW, Sentinels
 
 POLICIES: dict[str, Policy] = {
     policy.kind: policy
@@ -35,7 +36,9 @@ POLICIES: dict[str, Policy] = {
 }
 
 __all__ = [
+    "FIRST_CALLS",
     "POLICIES",
+    "WINDOW",
     "AttachedForward",
     "Attachment",
     "ForwardListener",
@@ -43,6 +46,7 @@ __all__ = [
     "PlannedUnit",
     "Policy",
     "PolicySession",
+    "Sentinels",
     "attached_to",
     "call_inner",
     "draws_random_numbers",

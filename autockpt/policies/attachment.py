@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,20 +19,27 @@ from torch.autograd import forward_ad
 
 from autockpt.errors import ConflictError
 
+if TYPE_CHECKING:
+    from autockpt.policies.sentinels import UnitSentinel
+
 
 class Attachment:
     """What one attached forward knows. Copied and pickled with its module; ``_cache…`` fields are left behind.
 
     ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
-    could not be taken off because somebody wrapped it is made inert by ``active = False``.
+    could not be taken off because somebody wrapped it is made inert by ``active = False``. Where something else is
+    handed to backward than forward saved, ``watched``, a session may set a ``sentinel`` over it.
     """
+
+    watched: ClassVar[bool] = False
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.inner: Callable[..., Any] | None = None
         self.unbound: Callable[..., Any] | None = None
         self.active = True
+        self.sentinel: UnitSentinel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}

@@ -88,6 +88,8 @@ class Pipeline:
 class OffloadState(Attachment):
     """An offloaded unit's attachment, or with the default ``tier`` that of a unit behind one."""
 
+    watched: ClassVar[bool] = True
+
     def __init__(self, unit: str, pipeline: Pipeline, tier: Tier = "cpu") -> None:
         super().__init__(unit)
         self.pipeline = pipeline
@@ -128,12 +130,16 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
     outside = [t for t in tensors if t is not hidden] + buffers
     transport = state.pipeline.transport(device, state.tier)
     group = state.pipeline.open(state.unit, transport)
+    watch = state.sentinel.watch() if state.sentinel is not None else None
     try:
-        with saved_tensors_hooks(Packer(group, transport, device, outside, module.parameters()).pack, unpack):
+        packer = Packer(group, transport, device, outside, module.parameters(), watch)
+        with saved_tensors_hooks(packer.pack, unpack):
             output = call_inner(module, state, args, kwargs)
     except RuntimeError as error:
         refuse_transforms(error, state.unit)
         raise
+    if watch is not None:
+        watch.forward_ended()
     state.pipeline.close(group, transport)
     return output
 

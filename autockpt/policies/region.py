@@ -110,6 +110,8 @@ class Call:
         self._sources: list[_Outside | _Inside] = []
         self._positions: list[int] = []
         self._slots: list[weakref.ref[Slot]] = []
+        sentinel = replay.state.sentinel
+        self._watch = sentinel.watch() if sentinel is not None else None
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         self._bind(find)
@@ -139,10 +141,14 @@ class Call:
             refuse_transforms(error, self.unit)
             raise
         replay.finish()
+        if self._watch is not None:
+            self._watch.forward_ended(replay.module)
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
         slot = Slot(self, tensor)
+        if self._watch is not None:
+            slot.entry = self._watch.packed(tensor)
         self._slots.append(weakref.ref(slot))
         return slot
 
@@ -186,6 +192,8 @@ class Call:
         filler = Filler(self.unit, self._slots, fills=fill, stops=self is target)
         tensors = self._inputs()
         self._replay.prepare()
+        if self._watch is not None:
+            self._watch.before_rerun(self._replay.module)
         try:
             # hooks in any case: backward may have been called inside a unit's forward, whose own are in force then
             with torch.enable_grad(), self._conditions.restored(), saved_tensors_hooks(filler.pack, as_it_is):
@@ -193,6 +201,8 @@ class Call:
         except Enough:
             output = None
         filler.check()
+        if self._watch is not None:
+            self._watch.after_rerun()
         self._keep_outputs(output, target.number)
         self._drop_inputs(target)
 

@@ -22,6 +22,7 @@ from autockpt.policies.attachment import Attachment, acts, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native, refuse_transforms
+from autockpt.policies.sentinels import HELD_BYTES
 from autockpt.policies.tape import unpack
 from autockpt.policies.taping import Tape, current, running, tape_of
 from autockpt.policies.watched_backends import refuse_changed
@@ -34,6 +35,8 @@ _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
 class RemakeState(Attachment):
     """A unit's attachment. ``keep`` as in the choice; ``everywhere``: all its ops are noted."""
+
+    watched: ClassVar[bool] = True
 
     def __init__(self, unit: str, keep: Sequence[str], *, everywhere: bool) -> None:
         super().__init__(unit)
@@ -72,7 +75,8 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     refuse_changed(module, state, args, kwargs)
     tensors: list[torch.Tensor] = []
     take_apart((args, kwargs), tensors, [])
-    tape = Tape(state.unit, tensors, state.keep)
+    watch = state.sentinel.watch(hold=HELD_BYTES) if state.sentinel is not None else None
+    tape = Tape(state.unit, tensors, state.keep, watch)
     before = _sequence_nr()
     noting = running(tape) if state.everywhere else nullcontext()
     try:
@@ -81,6 +85,8 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     except RuntimeError as error:
         refuse_transforms(error, state.unit)
         raise
+    if watch is not None:
+        watch.forward_ended()
     if state.is_new((_sequence_nr() - before, *tape.path)):
         _refuse_custom_functions(output, before, state.unit)
     return output

@@ -6,7 +6,7 @@ import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -45,6 +45,8 @@ def running_again(unit: str) -> Iterator[None]:
 
 class ReplayState(Attachment):
     """A unit's attachment, with what its calls taught about its buffers, attributes and use of NumPy's random state."""
+
+    watched: ClassVar[bool] = True
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)

@@ -12,7 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from torch.autograd.graph import increment_version
 from autockpt.devices.base import Transport
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_late_written
+
+if TYPE_CHECKING:
+    from autockpt.policies.sentinels import Entry, Watch
 
 SMALL_BYTES = 16 << 10
 """Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
@@ -122,7 +125,7 @@ class SavedStorage:
     """One storage that left the device. ``users`` packed tensors look into it, ``waiting`` of them in this backward."""
 
     def __init__(self, tensor: torch.Tensor, transport: Transport, group: Group) -> None:
-        self._probe, self._version = _probe(tensor), tensor._version
+        self._probe, self._version = probe_of(tensor), tensor._version
         self.group = group
         self.users = self.waiting = 0
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -162,14 +165,14 @@ class _Layout(NamedTuple):
 
 
 class Moved:
-    """A saved tensor whose storage left the device."""
+    """A saved tensor whose storage left the device. ``entry``: where a sentinel compares what comes back."""
 
-    __slots__ = ("_layout", "_probe", "_storage", "_version")
+    __slots__ = ("_entry", "_layout", "_probe", "_storage", "_version")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage) -> None:
-        self._storage = storage
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: Entry | None = None) -> None:
+        self._storage, self._entry = storage, entry
         self._layout = _Layout(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-        self._probe, self._version = _probe(tensor), tensor._version
+        self._probe, self._version = probe_of(tensor), tensor._version
         storage.add_user()
 
     def unpack(self) -> torch.Tensor:
@@ -177,8 +180,13 @@ class Moved:
         refuse_late_written(unit)
         _check(self._probe, self._version, unit, self._layout.size)
         dtype, size, stride, offset = self._layout
+        if self._entry is not None:
+            self._entry.look_again()
         storage = self._storage.bytes_for_one_user()
-        return torch.empty(0, dtype=dtype, device=self._probe.device).set_(storage, offset, size, stride)
+        tensor = torch.empty(0, dtype=dtype, device=self._probe.device).set_(storage, offset, size, stride)
+        if self._entry is not None:
+            self._entry.handed(tensor)
+        return tensor
 
 
 class Kept:
@@ -206,7 +214,7 @@ class Watched:
     __slots__ = ("_probe", "_size", "_unit", "_version")
 
     def __init__(self, tensor: torch.Tensor, unit: str) -> None:
-        self._probe, self._version = _probe(tensor), tensor._version
+        self._probe, self._version = probe_of(tensor), tensor._version
         self._size, self._unit = tensor.size(), unit
 
     def check(self) -> None:
@@ -217,7 +225,7 @@ class Watched:
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _probe(tensor: torch.Tensor) -> torch.Tensor:
+def probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """Shares the tensor's version counter and none of its memory."""
     probe = tensor.detach()
     probe.data = _empty(tensor.dtype, tensor.device)
@@ -250,7 +258,8 @@ class Packer:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
     ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. ``parameters`` are its own.
-    Tensors of subclasses stay, whatever they hold; a warning names each kind once.
+    Tensors of subclasses stay, whatever they hold; a warning names each kind once. ``watch``: a sentinel that is to know
+    what leaves.
     """
 
     def __init__(
@@ -260,8 +269,9 @@ class Packer:
         device: torch.device,
         outside: Iterable[torch.Tensor],
         parameters: Iterable[nn.Parameter],
+        watch: Watch | None = None,
     ) -> None:
-        self._group, self._transport, self._device = group, transport, device
+        self._group, self._transport, self._device, self._watch = group, transport, device, watch
         self._parameters = parameters
         self._frozen: set[torch.Size] | None = None
         # the caller keeps these alive during the forward, so an address cannot change its meaning
@@ -271,7 +281,8 @@ class Packer:
     def pack(self, tensor: torch.Tensor) -> Moved | Kept:
         if not self._leaves(tensor):
             return Kept(tensor, self._group.unit)
-        return Moved(tensor, self._storage_of(tensor))
+        entry = self._watch.packed(tensor) if self._watch is not None else None
+        return Moved(tensor, self._storage_of(tensor), entry)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor:

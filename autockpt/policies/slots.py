@@ -7,13 +7,16 @@ on saved tensors switch off autograd's own check for changes in place.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_late_written
+
+if TYPE_CHECKING:
+    from autockpt.policies.sentinels import Entry
 
 
 class Enough(Exception):
@@ -32,15 +35,17 @@ class Maker(Protocol):
 
 
 class Slot:
-    """Stands in an autograd graph for a saved tensor. ``value`` is there between its making and its use."""
+    """Stands in an autograd graph for a saved tensor. ``value`` is there between its making and its use; ``entry``
+    where a sentinel compares it."""
 
-    __slots__ = ("__weakref__", "form", "maker", "value", "version")
+    __slots__ = ("__weakref__", "entry", "form", "maker", "value", "version")
 
     def __init__(self, maker: Maker, tensor: torch.Tensor) -> None:
         self.maker = maker
         self.form = (tensor.size(), tensor.dtype, tensor.device)
         self.value: torch.Tensor | None = None
         self.version = 0
+        self.entry: Entry | None = None
 
     @property
     def waits(self) -> bool:
@@ -70,6 +75,8 @@ def unpack(slot: Slot) -> torch.Tensor:
             f"{slot.version}",
             remedy="Replace the in-place operation inside this unit by an out-of-place one.",
         )
+    if slot.entry is not None:
+        slot.entry.handed(value)
     return value
 
 

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from autockpt.policies.keeping import alias
 from autockpt.policies.replay import running_again
 from autockpt.policies.saved import Kept
 from autockpt.policies.slots import differs
+
+if TYPE_CHECKING:
+    from autockpt.policies.sentinels import Entry
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 
@@ -166,11 +169,15 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 
 class Slot:
-    """Stands in an autograd graph for a tensor that will be made again; ``value`` is there until its use."""
+    """Stands in an autograd graph for a tensor that will be made again; ``value`` is there until its use.
 
-    __slots__ = ("__weakref__", "geometry", "maker", "source", "value", "version")
+    ``entry``: where a sentinel compares it.
+    """
 
-    def __init__(self, maker: Maker, source: Source, geometry: Geometry) -> None:
+    __slots__ = ("__weakref__", "entry", "geometry", "maker", "source", "value", "version")
+
+    def __init__(self, maker: Maker, source: Source, geometry: Geometry, entry: Entry | None = None) -> None:
+        self.entry = entry
         self.maker, self.source, self.geometry = maker, source, geometry
         self.value: torch.Tensor | None = None
         self.version = 0
@@ -181,12 +188,17 @@ class Slot:
 
     def unpack(self) -> torch.Tensor:
         """Raises InPlaceError where something that it is made from was changed in place since."""
+        if self.entry is not None:
+            self.entry.look_again()
         with self.maker.lock:
             base, self.value = self.value, None
             if base is None or base._version != self.version:
                 base = self.maker.make(self.source)
                 self.value = None  # it was filled along with the others
-            return _laid_out(base, self.geometry)
+        tensor = _laid_out(base, self.geometry)
+        if self.entry is not None:
+            self.entry.handed(tensor)
+        return tensor
 
 
 def unpack(packed: Slot | Kept) -> torch.Tensor:

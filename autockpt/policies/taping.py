@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.policies.heavy import draws_random_numbers, is_attention
 from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
+from autockpt.policies.sentinels import Watch
 from autockpt.policies.tape import Maker, Op, Read, Slot, Source, geometry_of
 from autockpt.policies.watching import refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
@@ -30,11 +31,14 @@ class Tape:
     """The tape of one call of a unit. ``keep`` names heavy ops whose outputs are not made again: all, fused attention.
 
     ``pack`` is the hook for what autograd saves. Between a tensor and what it could be made from that is held which
-    costs fewer bytes, all that counts as held already being free.
+    costs fewer bytes, all that counts as held already being free. ``watch``: a sentinel to know what is dropped.
     """
 
-    def __init__(self, unit: str, inputs: Iterable[torch.Tensor], keep: Collection[str] = ()) -> None:
+    def __init__(
+        self, unit: str, inputs: Iterable[torch.Tensor], keep: Collection[str] = (), watch: Watch | None = None
+    ) -> None:
         self.unit = unit
+        self._watch = watch
         self._everything, self._attention = EVERYTHING in keep, ATTENTION in keep
         self.named = 0  # modules running whose products are kept
         self.running = False
@@ -174,7 +178,8 @@ class Tape:
             source.keep(kept.tensor)
             return kept
         self._commit(source, memo)
-        return Slot(self._maker, source, geometry_of(tensor))
+        entry = self._watch.packed(tensor) if self._watch is not None else None
+        return Slot(self._maker, source, geometry_of(tensor), entry)
 
     def _by_making(self, source: Source, memo: dict[Source, float], depth: int) -> float:
         """Bytes that must be held besides for an op to make this; infinite where none can."""

@@ -225,7 +225,7 @@ def watch_seconds(clock: Clock, cycles: int) -> float:
         model(batch)
 
     def seconds(plan: Mapping[str, Choice]) -> float:
-        session = attach(model, plan)
+        session = attach(model, plan, sentinels="off")
         try:
             model(batch)
             return statistics.median(_host_seconds(clock, lambda: model(batch)) for _ in range(WATCHED_CALLS))
@@ -239,7 +239,7 @@ def watch_seconds(clock: Clock, cycles: int) -> float:
 
 def _under(workload: Workload, plan: Mapping[str, Choice], measure: Callable[[], T]) -> T:
     """What ``measure`` finds with a plan attached, after a cycle that warms up."""
-    session = attach(workload.model, plan)
+    session = attach(workload.model, plan, sentinels="off")
     try:
         workload.cycle()
         return measure()

@@ -12,6 +12,7 @@ from autockpt.runtime.observation import (
     kept_state,
     observe,
 )
+from autockpt.runtime.proving import Proof, UnitProof
 from autockpt.runtime.reruns import RunCounter, UnitRuns
 from autockpt.runtime.session import Session, attach, attached_path, remove, without_kv_cache
 from autockpt.runtime.sketches import coarsest, coarsest_type, sketch
@@ -21,8 +22,10 @@ __all__ = [
     "GradientCheck",
     "Handle",
     "Observation",
+    "Proof",
     "RunCounter",
     "Session",
+    "UnitProof",
     "UnitRuns",
     "apply",
     "attach",

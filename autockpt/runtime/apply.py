@@ -12,8 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, PlanError
+from autockpt.policies.sentinels import Mode
 from autockpt.runtime.compiled import other_steps
 from autockpt.runtime.gradients import compare
+from autockpt.runtime.proving import Proof
 from autockpt.runtime.session import Session, attach, without_kv_cache
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import fold
@@ -26,8 +28,8 @@ from autockpt.workload.units import discover_head, discover_units
 class Handle:
     """A plan applied to a model. ``print`` shows it; a context manager that removes it at the end.
 
-    ``attached`` says for every unit in words what was really attached, ``notes`` why the plan's promise about memory
-    and time may not hold here.
+    ``attached`` says for every unit in words what was really attached, ``sentinels`` what has been checked of it while
+    training, ``notes`` why the plan's promise about memory and time may not hold here.
     """
 
     def __init__(self, plan: Plan, choices: Mapping[str, Choice], session: Session, notes: Sequence[str]) -> None:
@@ -41,6 +43,11 @@ class Handle:
     def attached(self) -> dict[str, str]:
         """What was really attached, by unit."""
         return dict(self._session.attached)
+
+    @property
+    def sentinels(self) -> Proof:
+        """What has been checked so far: units, steps, tensors, and what could not be."""
+        return self._session.proof()
 
     def remove(self) -> None:
         """Take the plan off again; the model is exactly as it was. Idempotent."""
@@ -73,6 +80,7 @@ def apply(
     *,
     check_batch: Any = None,
     step: Callable[[nn.Module, Any], Tensor] | None = None,
+    sentinels: Mode | None = None,
 ) -> Handle:
     """Apply a plan, or a plan file, to a live model; the choices then act whenever gradients are enabled.
 
@@ -86,8 +94,14 @@ def apply(
     found under other circumstances (dtype, LoRA, kind of device, and later a larger batch or steps that are compiled
     otherwise), one warning says that its promise does not hold here.
 
+    While training, sentinels compare what backward is given with what forward had computed: every unit's first calls,
+    then each unit once in 101 steps (``sentinels="sample"``, also by the environment variable ``AUTOCKPT_SENTINELS``),
+    every call (``"all"``) or none (``"off"``). A mismatch ends that backward with a ConflictError that names the unit,
+    before the optimizer's step unless that is itself a hook of backward; other ranks of a distributed training then see
+    this one gone, as after any exception.
+
     Raises PlanError where the plan is malformed or belongs to another model; ConflictError where it cannot be attached
-    safely, or where the check finds a difference.
+    safely, or where the check finds a difference; UsageError for other ``sentinels``.
     """
     if not isinstance(plan, Plan | str | Path):
         raise PlanError(
@@ -100,7 +114,7 @@ def apply(
     notes = _doubts(plan, model)
     if check_batch is not None:
         _check(model, choices, check_batch, step)
-    session = attach(model, choices, host_budget=plan.host_budget_bytes)
+    session = attach(model, choices, host_budget=plan.host_budget_bytes, sentinels=sentinels)
     if (guard := session.guard()) is not None and plan.status != "unmeasured":
         settings = plan.settings
         guard.planned = (_whole(settings.get("batch_size")), _whole(settings.get("seq_len")))
@@ -136,7 +150,7 @@ def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, step: Ca
     result = compare(
         model,
         forward_backward,
-        lambda: attach(model, choices),
+        lambda: attach(model, choices, sentinels="off"),
         lambda: without_kv_cache(model),
         exact=all(choice.exact for choice in choices.values()),
     )

@@ -17,6 +17,7 @@ from autockpt.policies import (
     Attachment,
     ForwardListener,
     PlannedUnit,
+    Sentinels,
     attached_to,
     flagged_modules,
     place,
@@ -25,7 +26,9 @@ from autockpt.policies import (
     refuse_wrappers,
     take_off,
 )
+from autockpt.policies.sentinels import Mode as SentinelMode
 from autockpt.runtime.guard import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
+from autockpt.runtime.proving import Proof, proof, sentinels_of
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import check_nesting
 from autockpt.workload.names import unwrap
@@ -40,8 +43,11 @@ class Session:
     ``attached`` says for every unit in words what was really attached.
     """
 
-    def __init__(self, units: Sequence[PlannedUnit], transports: Transports) -> None:
+    def __init__(
+        self, units: Sequence[PlannedUnit], transports: Transports, sentinels: Sentinels | None = None
+    ) -> None:
         self.attached: dict[str, str] = {}
+        self.sentinels = sentinels or Sentinels()
         self.order = tuple(units)
         self.transports = transports
         self.listeners: list[ForwardListener] = []
@@ -49,6 +55,8 @@ class Session:
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
+        if state.watched:
+            state.sentinel = self.sentinels.unit(name)
         self._placed.append((module, place(module, run, state)))
 
     def note(self, name: str, words: str) -> None:
@@ -72,6 +80,12 @@ class Session:
     def host_bytes(self) -> int:
         """Most bytes that offloading claimed on the host so far; 0 where the caller chose another way off."""
         return self.transports.use.peak if isinstance(self.transports, Ways) else 0
+
+    def proof(self) -> Proof:
+        """What sentinels have checked so far."""
+        watched = {unit.name for unit in self.sentinels.units}
+        idle = (unit for unit in self.order if unit.choice.kind != "save" and unit.name not in watched)
+        return proof(self.sentinels, ((unit.name, f"no sentinel knows {unit.choice.kind}") for unit in idle))
 
     def guard(self) -> GuardState | None:
         """The attachment that looks after the whole model; None where nothing was attached."""
@@ -118,14 +132,16 @@ def attach(
     *,
     transport: Transport | Transports | None = None,
     host_budget: int | None = None,
+    sentinels: SentinelMode | None = None,
 ) -> Session:
     """Attach choices to a live model.
 
     ``choices`` are by exact unit name, in order of execution, free of wrapper prefixes (PEFT, compile, DDP, Lightning);
     units that are not named save. ``transport`` (one, or what gives one for a device and a tier) replaces the device's
     own for offload; those claim no more than ``host_budget`` bytes of host memory, and a forward that would need more
-    raises HostBudgetExceeded. From here on the choices act whenever gradients are enabled, in ``eval()`` too. Where
-    every choice is ``save`` nothing at all is attached.
+    raises HostBudgetExceeded. ``sentinels`` say how often what runs again or comes back is checked (None: as the
+    environment says). From here on the choices act whenever gradients are enabled, in ``eval()`` too. Where every
+    choice is ``save`` nothing at all is attached.
 
     Raises PlanError for a name that the model does not have and for a choice inside another; ConflictError where a plan
     is attached already, the model's own activation checkpointing is on, or a choice cannot be made safe. The model is
@@ -135,12 +151,14 @@ def attach(
     modules = modules_of(model, list(choices))
     units = [PlannedUnit(n, unwrap(m), choice) for (n, choice), m in zip(choices.items(), modules, strict=True)]
     _check_free(model, units)
-    session = Session(units, _ways(transport, host_budget))
+    session = Session(units, _ways(transport, host_budget), sentinels_of(sentinels))
     try:
         for kind, policy in POLICIES.items():
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
         session.attached = {unit.name: session.attached[unit.name] for unit in units}
         if session._placed:
+            if session.sentinels.units:
+                session.listen(session.sentinels)
             _look_after(model, [unit.module for unit in units if unit.choice.kind != "save"], session)
     except BaseException:
         session.remove()

@@ -27,15 +27,20 @@ SMALL = 1e-3
 
 def sketch(tensor: Tensor) -> tuple[float, ...]:
     """The sums of a tensor's elements in double precision, the same signs every time. Memory: 16 MiB at most."""
+    return tuple(sums(tensor).tolist())
+
+
+def sums(tensor: Tensor) -> Tensor:
+    """The same on the tensor's device, where nothing is read."""
     flat = tensor.detach().reshape(-1)
     generator = torch.Generator(device=flat.device).manual_seed(20)
-    sums = torch.zeros(SUMS, dtype=torch.float64, device=flat.device)
+    total = torch.zeros(SUMS, dtype=torch.float64, device=flat.device)
     for start in range(0, flat.numel(), _AT_A_TIME):
         part = flat[start : start + _AT_A_TIME].double()
         signs = torch.empty_like(part).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
         signed = nn.functional.pad(part * signs, (0, -part.numel() % SUMS))
-        sums += signed.view(-1, SUMS).sum(0)
-    return tuple(sums.tolist())
+        total += signed.view(-1, SUMS).sum(0)
+    return total
 
 
 def length(sums: Sequence[float]) -> float:

@@ -85,7 +85,7 @@ class Run:
         if all(isinstance(choice, Save) for choice in choices.values()):
             yield
             return
-        with attach(self.workload.model, choices, transport=self._transport):
+        with attach(self.workload.model, choices, transport=self._transport, sentinels="off"):
             yield
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:

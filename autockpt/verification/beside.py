@@ -73,16 +73,23 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
 
 
 def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
-    """What every unit executes in one step under ``payload["choices"]``, once and again, and moves off the device."""
+    """What every unit executes in one step under ``payload["choices"]``, once and again, and moves off the device.
+
+    And what sentinels over all of it have checked.
+    """
     workload = runner.workload
     choices = _choices(payload["choices"])
     counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
     ways = counter.transports(Ways(runner.host_budget))
-    with runner.attached({}, what="the plan"), attach(workload.model, choices, transport=ways):
+    with (
+        runner.attached({}, what="the plan"),
+        attach(workload.model, choices, transport=ways, sentinels="all") as session,
+    ):
         seed_all(_seed(workload), runner.device.torch_device)
         with _restored(workload), counter.counting():
             workload.full_step() if workload.full_step is not None else workload.forward_backward()
-    return {"units": {name: runs.model_dump() for name, runs in counter.result().items()}}
+    units = {name: runs.model_dump() for name, runs in counter.result().items()}
+    return {"units": units, "proof": session.proof().model_dump()}
 
 
 def _observe_full_steps(runner: StepRunner, sketched: bool) -> Observation:

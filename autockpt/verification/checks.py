@@ -8,7 +8,7 @@ from autockpt.errors import AutockptError, DeviceOutOfMemory
 from autockpt.history.statistics import Interval
 from autockpt.measuring import Measurer
 from autockpt.policies import POLICIES, kept_by
-from autockpt.runtime import Observation, UnitRuns, judge
+from autockpt.runtime import Observation, Proof, UnitRuns, judge
 from autockpt.runtime.compiled import STEPS
 from autockpt.schema.choices import Choice, dump_choice
 from autockpt.schema.plan import Plan
@@ -109,6 +109,19 @@ def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:
     if named:
         detail += f"; {kept} of {named} outputs that are to be kept are not made again"
     return Check(name="recomputed ops", state="passed", detail=detail)
+
+
+def judge_proof(proof: Proof) -> Check:
+    """What sentinels have compared in the step; what differs has ended it."""
+    name = "sentinels"
+    unchecked = {why for unit in proof.units.values() for why in unit.unchecked} | set(proof.unwatched.values())
+    besides = f"; not checked: {', '.join(sorted(unchecked))}" if unchecked else ""
+    if not proof.checks:
+        detail = f"nothing runs again or comes back from elsewhere{besides}"
+        return Check(name=name, state="skipped", detail=detail)
+    units = sum(1 for unit in proof.units.values() if unit.checks)
+    detail = f"{proof.tensors} tensors that backward of {units} units was given are those that forward had computed"
+    return Check(name=name, state="passed", detail=f"{detail}{besides}")
 
 
 def compared_peak(plan: Plan, measured: Measurement, saving: Measurement | None) -> Check:

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from autockpt.errors import ConflictError, DeviceOutOfMemory, PlanError
+from autockpt.errors import ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
 from autockpt.history.promises import judge_peak, judge_ratio, judge_time, simulated_for
 from autockpt.history.statistics import Interval, ratio_interval
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
-from autockpt.runtime import UnitRuns
+from autockpt.runtime import Proof, UnitRuns
 from autockpt.schema.choices import RECOMPUTE, dump_choice
 from autockpt.schema.graph import Unit
 from autockpt.schema.known import ALL, NONE, known_plans
@@ -25,6 +25,7 @@ from autockpt.verification.checks import (
     compare_on,
     compared_peak,
     compared_time,
+    judge_proof,
     judge_runs,
     smaller_shapes,
 )
@@ -161,10 +162,10 @@ class _Verification:
                 f"Here it ran on {here}. `autockpt search --resume` makes a measured plan from it."
             )
         if self.mode == self.plan.steps:
-            checks = (*self._gradients(), self._reruns(), *self._promises())
+            checks = (*self._gradients(), *self._reruns(), *self._promises())
             return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
         self._call("compile_as_training", {})
-        checks = (*self._gradients(), self._reruns(), *self._comparison())
+        checks = (*self._gradients(), *self._reruns(), *self._comparison())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured, steps=self.mode)
 
     @property
@@ -215,17 +216,23 @@ class _Verification:
 
     # --- recomputed ops
 
-    def _reruns(self) -> Check:
+    def _reruns(self) -> Iterator[Check]:
         if self._compiled:
             detail = "in compiled graphs, where single ops are not seen; the peak shows what they keep"
-            return Check(name="recomputed ops", state="skipped", detail=detail)
+            yield Check(name="recomputed ops", state="skipped", detail=detail)
+            return
         self.listener.stage("count recomputed ops")
         wired = {name: dump_choice(choice) for name, choice in self.choices.items()}
         try:
-            found = self._call("count_runs", {"choices": wired})["units"]
+            found = self._call("count_runs", {"choices": wired})
         except DeviceOutOfMemory as error:
-            return Check(name="recomputed ops", state="failed", detail=f"out of memory: {error.message}")
-        return judge_runs(self.choices, {name: UnitRuns.model_validate(runs) for name, runs in found.items()})
+            yield Check(name="recomputed ops", state="failed", detail=f"out of memory: {error.message}")
+            return
+        except RerunMismatch as error:
+            yield Check(name="sentinels", state="failed", detail=error.message)
+            return
+        yield judge_runs(self.choices, {name: UnitRuns.model_validate(runs) for name, runs in found["units"].items()})
+        yield judge_proof(Proof.model_validate(found["proof"]))
 
     # --- peak and step time
 

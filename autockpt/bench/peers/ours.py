@@ -26,7 +26,9 @@ class Ours(Always):
         return ()
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
-        return attach(model, _choices(setting)).remove
+        session = attach(model, _choices(setting))
+        session.sentinels.in_mid_training()
+        return session.remove
 
 
 class OursInCompiledLayers(Ours):

@@ -1,0 +1,436 @@
+"""Sentinels: what forward drops is fingerprinted, and what backward is given in its place is compared with it.
+
+A unit's first calls are checked, afterwards one call in ``WINDOW`` of each, in turns: units that begin to do otherwise
+late are found, too. Fingerprints are taken when the unit's forward has ended, anew when the whole model's has, and once
+more just before backward makes or fetches a tensor, as long as the original lives: so they are of what backward would
+have read without the choice, changes by ``.data`` or NumPy included. What runs again must also leave the unit's
+parameters and buffers as they were.
+
+All is compared on the device, and read once at the end of a backward in which something was checked; none of it sees
+the user's code, changes a random state, or holds on to more than 64 bits of a tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from autockpt.errors import RerunMismatch
+from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, why_not
+from autockpt.policies.saved import probe_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+Mode = Literal["off", "sample", "all"]
+WINDOW = 101
+"""Steps after which every unit has been checked again, at most. A prime: of a unit that is called several times in
+every step all calls have their turn."""
+FIRST_CALLS = 2
+HELD_BYTES = 16 << 20
+"""How much of what forward saves is held until the unit's forward has ended, where backward never holds all of it."""
+
+_CAUSES = (
+    "Likely causes: an object, counter, generator, attribute, hook or context that forward reads was changed, by it or "
+    "before backward; a tensor was written to by `.data` or NumPy; memory or hardware failed."
+)
+
+
+def _eagerly(method: F) -> F:
+    """Not to be compiled along with the unit that it is called in."""
+    return torch.compiler.disable(method)  # type: ignore[return-value]
+
+
+class Rounding(NamedTuple):
+    """How tensors are compared on devices whose kernels need not repeat themselves bit by bit.
+
+    ``repeats`` says whether a device's do; ``sketch`` makes a few sums of a tensor, on its device; ``tolerance`` of a
+    type is the largest distance of two sketches, relative to their length, that counts as rounding.
+    """
+
+    repeats: Callable[[torch.device], bool]
+    sketch: Callable[[torch.Tensor], torch.Tensor]
+    tolerance: Callable[[torch.dtype], float]
+
+
+class Sentinels:
+    """All sentinels of one session, and its steps: forward passes of the whole model. Copied and pickled with it."""
+
+    def __init__(self, mode: Mode = "off", rounding: Rounding | None = None) -> None:
+        self.mode: Mode = mode
+        self.rounding = rounding
+        self.step = 0
+        self.units: list[UnitSentinel] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[weakref.ref[Watch]] = []
+        self._pending: dict[int, dict[int, Watch]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_open", "_pending")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def unit(self, name: str) -> UnitSentinel | None:
+        """The sentinel of one more attachment; None where all are off."""
+        if self.mode == "off":
+            return None
+        self.units.append(UnitSentinel(self, name))
+        return self.units[-1]
+
+    def in_mid_training(self) -> None:
+        """Go on as if every unit's first calls were over: for steps that are timed for what later ones take."""
+        for index, unit in enumerate(self.units):
+            unit.past_first(index)
+
+    def begin(self) -> None:
+        """A forward of the whole model begins."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        self.step += 1
+        if torch._C._current_graph_task_id() == -1:
+            self._pending.clear()  # left by a backward that failed
+
+    def end(self) -> None:
+        """A forward of the whole model has ended."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        opened, self._open = self._open, []
+        for ref in opened:
+            if (watch := ref()) is not None:
+                watch.look_again()
+
+    def opened(self, watch: Watch) -> None:
+        """A watched forward has begun."""
+        self._open.append(weakref.ref(watch))
+
+    def judge_at_end(self, watch: Watch) -> None:
+        """Judge a watch when the present backward ends, or now outside of any."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            self._judge([watch])
+            return
+        with self._lock:
+            known = self._pending.get(task)
+            if known is None:
+                known = self._pending[task] = {}
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
+            known[id(watch)] = watch
+
+    def _finish(self, task: int) -> None:
+        with self._lock:
+            watches = list(self._pending.pop(task, {}).values())
+        self._judge(watches)
+
+    def _judge(self, watches: list[Watch]) -> None:
+        """The one read. Raises RerunMismatch for the first unit with tensors that differ."""
+        seen = [(watch, compared) for watch in watches for compared in watch.take()]
+        verdicts = _read([compared for _, compared in seen])
+        wrong: dict[Watch, list[Compared]] = {}
+        for (watch, compared), (same, away) in zip(seen, verdicts, strict=True):
+            if same:
+                continue
+            if compared.tolerance is not None and away <= compared.tolerance:
+                watch.sentinel.does_not_repeat(away)
+            else:
+                wrong.setdefault(watch, []).append(compared)
+        for watch in watches:
+            if watch not in wrong and not watch.differences:
+                watch.sentinel.proven(watch, sum(1 for owner, _ in seen if owner is watch))
+        for watch in watches:
+            if watch in wrong or watch.differences:
+                raise watch.error(wrong.get(watch, []))
+
+
+class Compared(NamedTuple):
+    """Two fingerprints of what should be one and the same; sketches where a device need not repeat itself."""
+
+    what: str
+    expected: torch.Tensor
+    found: torch.Tensor
+    distance: torch.Tensor | None = None
+    tolerance: float | None = None
+
+
+def _read(compared: list[Compared]) -> list[tuple[bool, float]]:
+    """Whether each pair is equal, and how far its sketches are apart; one read per device."""
+    result: list[tuple[bool, float]] = [(True, 0.0)] * len(compared)
+    places: dict[torch.device, list[int]] = {}
+    for place, pair in enumerate(compared):
+        places.setdefault(pair.found.device, []).append(place)
+    with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
+        for device, found in places.items():
+            pairs = [compared[place] for place in found]
+            same = torch.stack([p.expected for p in pairs]) == torch.stack([p.found for p in pairs])
+            if any(p.distance is not None for p in pairs):
+                nothing = torch.zeros((), dtype=torch.float64, device=device)
+                away = torch.stack([nothing if p.distance is None else p.distance for p in pairs])
+                values = torch.stack([same.double(), away]).tolist()
+            else:
+                values = [same.tolist(), [0.0] * len(pairs)]
+            for place, equal, far in zip(found, *values, strict=True):
+                result[place] = bool(equal), far
+    return result
+
+
+class UnitSentinel:
+    """What is known about one attached unit: when it is to be checked next, and what has been checked."""
+
+    def __init__(self, sentinels: Sentinels, name: str) -> None:
+        self.sentinels, self.name = sentinels, name
+        self.calls = self.checks = self.tensors = 0
+        self.last_proven: int | None = None
+        self.unchecked: Counter[str] = Counter()
+        self.repeats = True
+        self._due = self._gap = 1
+
+    def watch(self, *, hold: int | None = None) -> Watch | None:
+        """A call begins: its watch where it is to be checked. ``hold``: as for Watch."""
+        self.calls += 1
+        if self.calls < self._due:
+            return None
+        if self.sentinels.mode == "sample":
+            # tried again soon where no backward follows, but not at every call: it may be an evaluation
+            self._due, self._gap = self.calls + self._gap, min(2 * self._gap, WINDOW)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self.unchecked["calls in a CUDA graph that is being captured"] += 1
+            return None
+        watch = Watch(self, hold)
+        self.sentinels.opened(watch)
+        return watch
+
+    def proven(self, watch: Watch, tensors: int) -> None:
+        """All that a backward was given in a watched call's place was right."""
+        self.checks += 1
+        self.tensors += tensors
+        self.last_proven = watch.step
+        self._gap = 1
+        if self.sentinels.mode == "all":
+            return
+        if self.checks == FIRST_CALLS:
+            self.past_first(self.sentinels.units.index(self))
+        else:
+            self._due = self.calls + (WINDOW if self.checks > FIRST_CALLS else 1)
+
+    def past_first(self, index: int) -> None:
+        """The first calls are over. From here on units take turns."""
+        self.checks = max(self.checks, FIRST_CALLS)
+        if self.sentinels.mode == "sample":
+            self._due = self.calls + 1 + index * WINDOW // len(self.sentinels.units)
+
+    def does_not_repeat(self, away: float) -> None:
+        """Kernels of this unit give other last bits each time: said once."""
+        if self.repeats:
+            self.repeats = False
+            warnings.warn(
+                f"kernels of {self.name} do not repeat themselves bit by bit on this device (distance {away:.1e}), so "
+                "what runs again is compared within rounding only; torch.use_deterministic_algorithms(True) lets it be "
+                "compared bit by bit",
+                stacklevel=2,
+            )
+
+
+class Watch:
+    """One call that is checked. ``step`` is the step that it belongs to.
+
+    With ``hold`` no more than so many bytes of what is saved are held until the forward has ended; what is beyond is
+    fingerprinted when it is saved.
+    """
+
+    def __init__(self, sentinel: UnitSentinel, hold: int | None) -> None:
+        self.sentinel = sentinel
+        self.step = sentinel.sentinels.step or sentinel.calls
+        self.differences: list[str] = []
+        self._room = hold
+        self._entries: list[Entry] = []
+        self._compared: list[Compared] = []
+        self._state: list[tuple[str, torch.Tensor, Form, torch.Tensor]] = []
+        self._own: set[int] = set()
+
+    # The first forward.
+
+    @_eagerly
+    def packed(self, tensor: torch.Tensor) -> Entry:
+        """Autograd saves a tensor, and something else will be handed out for it."""
+        entry = Entry(self, len(self._entries), tensor)
+        self._entries.append(entry)
+        if self._room is not None and entry.held is not None:
+            self._room -= tensor.nbytes
+            if self._room < 0:
+                entry.let_go()
+        return entry
+
+    @_eagerly
+    def forward_ended(self, module: nn.Module | None = None) -> None:
+        """The unit's forward has ended. The buffers of ``module`` are set to what they were when it runs again."""
+        if module is not None:
+            self._own = {b.untyped_storage()._cdata for b in module.buffers() if why_not(b) is None}
+        for entry in self._entries:
+            entry.let_go()
+
+    @_eagerly
+    def look_again(self) -> None:
+        """What the originals hold now, as far as they live, is what backward would read."""
+        for entry in self._entries:
+            entry.look_again()
+
+    # Backward.
+
+    def before_rerun(self, module: nn.Module) -> None:
+        """The unit is about to run again."""
+        self.look_again()
+        named = (*module.named_parameters(), *module.named_buffers())
+        known = [(name, local) for name, t in named if why_not(local := _local(t)) is None]
+        self._state = [(name, t, form := form_of(t), fingerprint(t, form)) for name, t in known]
+
+    def after_rerun(self) -> None:
+        """It has run: its parameters and buffers must be what they were."""
+        for name, tensor, form, before in self._state:
+            if why_not(tensor) is None and form.of(tensor) == form:
+                what = f"{name}, which running it again changed"
+                self._compared.append(Compared(what, before, fingerprint(tensor, form)))
+        self._state = []
+        self.sentinels.judge_at_end(self)
+
+    def differs(self, what: str) -> None:
+        """Something else that the call reads or changes is not what it was: a mismatch like a tensor's. ``what``
+        completes "running it again …"."""
+        self.differences.append(what)
+        self.sentinels.judge_at_end(self)
+
+    def add(self, compared: Compared) -> None:
+        self._compared.append(compared)
+        self.sentinels.judge_at_end(self)
+
+    @property
+    def sentinels(self) -> Sentinels:
+        return self.sentinel.sentinels
+
+    def is_own_buffer(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this is memory of a buffer of the unit, which a rerun finds as the forward found it."""
+        return storage._cdata in self._own
+
+    def take(self) -> list[Compared]:
+        """What was compared since this was asked last."""
+        taken, self._compared = self._compared, []
+        return taken
+
+    def error(self, wrong: list[Compared]) -> RerunMismatch:
+        """The error for what differs, the first by name."""
+        last = self.sentinel.last_proven
+        since = f"last proven right in step {last}" if last is not None else "never proven right"
+        back = f"go back to a checkpoint of step {last} or before" if last is not None else "start again"
+        name = self.sentinel.name
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        found = [*self.differences, *(f"{wrong[0].what}{more}" for _ in wrong[:1])]
+        return RerunMismatch(
+            f"backward of {name} was not given what its forward had computed (step {self.step}, {since}): "
+            f"{'; '.join(found)}. Do not use the gradients of this backward",
+            remedy=f"{_CAUSES}\nUse `save` for {name}, or take what changes out of its forward, and {back}.",
+        )
+
+
+class Entry:
+    """A saved tensor of a watched call: what its memory holds, by fingerprint, and how to look at it while it lives.
+
+    ``held`` is the tensor itself until the unit's forward has ended.
+    """
+
+    __slots__ = ("_form", "_layout", "_number", "_print", "_probe", "_sketch", "_storage", "_version", "_watch", "held")
+
+    def __init__(self, watch: Watch, number: int, tensor: torch.Tensor) -> None:
+        self._watch, self._number = watch, number
+        self._print: torch.Tensor | None = None
+        self._sketch: torch.Tensor | None = None
+        self.held: torch.Tensor | None = None
+        tensor = _local(tensor)
+        if (why := why_not(tensor)) is not None:
+            watch.sentinel.unchecked[why] += 1
+            return
+        with quietly(), torch._C.DisableTorchFunction():
+            self.held = tensor.detach()
+            self._probe, self._version = probe_of(tensor), tensor._version
+        self._form = form_of(tensor)
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._layout = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def let_go(self) -> None:
+        """Fingerprint what is held, and hold it no longer."""
+        tensor, self.held = self.held, None
+        if tensor is not None:
+            self._note(tensor)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if tensor._version != self._version:
+            return  # autograd's own check is for this
+        if (why := why_not(tensor)) is not None:
+            self._watch.sentinel.unchecked[why] += 1
+            return
+        self._print = fingerprint(tensor, self._form)
+        rounding = self._watch.sentinels.rounding
+        if rounding is not None and tensor.is_floating_point() and not rounding.repeats(tensor.device):
+            self._sketch = rounding.sketch(tensor)
+
+    def look_again(self) -> None:
+        """Fingerprint the original as it is now, where it lives and nobody changed it in a way that autograd sees."""
+        if self._print is None or self._probe._version != self._version:
+            return
+        storage = self._storage()
+        if storage is None or not storage.nbytes() or self._watch.is_own_buffer(storage):
+            return
+        dtype, size, stride, offset = self._layout
+        with quietly(), torch._C.DisableTorchFunction():
+            tensor = torch.empty(0, dtype=dtype, device=self._form.device).set_(storage, offset, size, stride)
+            if self._form.flipped[0]:
+                tensor = tensor.conj()
+            if self._form.flipped[1]:
+                tensor = tensor._neg_view()
+            self._print = fingerprint(tensor, self._form)
+            rounding = self._watch.sentinels.rounding
+            if self._sketch is not None and rounding is not None:
+                self._sketch = rounding.sketch(tensor)
+
+    def handed(self, value: torch.Tensor) -> None:
+        """Backward is given ``value`` for it. Compared later, with all others at once."""
+        if self._print is None:
+            return
+        value = _local(value)
+        if why_not(value) is not None or self._form.of(value) != self._form:
+            self._watch.sentinel.unchecked["a tensor that came back in another layout"] += 1
+            return
+        distance = tolerance = None
+        rounding = self._watch.sentinels.rounding
+        if self._sketch is not None and rounding is not None:
+            distance = _distance(self._sketch, rounding.sketch(value))
+            tolerance = rounding.tolerance(value.dtype)
+        found = fingerprint(value, self._form)
+        self._watch.add(Compared(self._words(), self._print, found, distance, tolerance))
+
+    def _words(self) -> str:
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        reader = f"{node.name()} reads" if node is not None else "is read"
+        size, dtype = tuple(self._form.size), str(self._form.dtype).removeprefix("torch.")
+        return f"the {dtype} tensor {size} that {reader} (number {self._number + 1} of those that forward saved)"
+
+
+def _distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """How far two sketches are apart, relative to the length of the first. What is in both alike, NaN too, is not."""
+    with quietly(), torch._C.DisableTorchFunction():
+        alike = (first == second) | (first.isnan() & second.isnan())
+        away = torch.where(alike, 0.0, first - second).norm() / first.norm()
+        return torch.where(away.isnan(), torch.inf, away)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a distributed tensor."""
+    return getattr(tensor, "_local_tensor", tensor) if type(tensor) is not torch.Tensor else tensor

@@ -1,0 +1,102 @@
+"""Sentinels of a session, and what they have checked."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from pydantic import Field
+
+from autockpt.errors import UsageError
+from autockpt.policies import FIRST_CALLS, WINDOW, Sentinels
+from autockpt.policies.sentinels import Mode, Rounding
+from autockpt.runtime.sketches import TOLERANCE, sums
+from autockpt.schema.base import Data
+
+VARIABLE = "AUTOCKPT_SENTINELS"
+MODES: tuple[Mode, ...] = ("off", "sample", "all")
+
+
+class UnitProof(Data):
+    """What sentinels have checked of one unit."""
+
+    checks: int = Field(default=0, description="calls whose backward was given what forward had computed, bit by bit")
+    tensors: int = Field(default=0, description="tensors compared in these")
+    last_step: int | None = Field(default=None, description="the last step that was proven right")
+    unchecked: dict[str, int] = Field(default_factory=dict, description="what could not be checked: why, how often")
+
+
+class Proof(Data):
+    """What sentinels have checked so far. ``print`` shows it.
+
+    A step is a forward pass of the whole model with gradients enabled. Every unit's first two calls are checked, with
+    ``sample`` then one of every ``window``; with ``all`` every call. ``unwatched``: units of the plan that no sentinel
+    stands over, and why.
+    """
+
+    mode: Mode
+    window: int = WINDOW
+    steps: int = 0
+    units: dict[str, UnitProof] = Field(default_factory=dict)
+    unwatched: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def checks(self) -> int:
+        """Calls proven right, of all units."""
+        return sum(unit.checks for unit in self.units.values())
+
+    @property
+    def tensors(self) -> int:
+        """Tensors compared, of all units."""
+        return sum(unit.tensors for unit in self.units.values())
+
+    def __str__(self) -> str:
+        if self.mode == "off":
+            return f"sentinels are off ({VARIABLE}, sentinels= of apply)"
+        proven = sum(1 for unit in self.units.values() if unit.checks)
+        often = "every call" if self.mode == "all" else f"{FIRST_CALLS} first calls, then every {self.window} steps"
+        lines = [
+            f"sentinels ({often}): in {self.steps} steps {self.tensors} tensors in {self.checks} calls of {proven} of "
+            f"{len(self.units)} units were what forward had computed"
+        ]
+        for name, unit in self.units.items():
+            lines += [f"  {name}: {times} × not checked: {why}" for why, times in unit.unchecked.items()]
+            if not unit.checks:
+                lines.append(f"  {name}: not checked yet (no backward went through it, or it is compiled)")
+        return "\n".join([*lines, *(f"  {name}: not checked: {why}" for name, why in self.unwatched.items())])
+
+
+def sentinels_of(mode: str | None) -> Sentinels:
+    """Sentinels for one session: of ``mode``, else of ``AUTOCKPT_SENTINELS``, else ``sample``. Raises UsageError."""
+    source = "sentinels" if mode is not None else VARIABLE
+    asked = mode if mode is not None else os.environ.get(VARIABLE, "").strip() or "sample"
+    for known in MODES:
+        if asked == known:
+            return Sentinels(known, Rounding(_repeats, sums, _tolerance))
+    raise UsageError(f"{source} is {asked!r}", remedy=f"Set {source} to {', '.join(MODES[:-1])} or {MODES[-1]}.")
+
+
+def proof(sentinels: Sentinels, unwatched: Iterable[tuple[str, str]]) -> Proof:
+    """What sentinels have checked so far."""
+    units: dict[str, UnitProof] = {}
+    for unit in sentinels.units:
+        known = units.get(unit.name, UnitProof())
+        steps = [step for step in (known.last_step, unit.last_proven) if step is not None]
+        units[unit.name] = UnitProof(
+            checks=known.checks + unit.checks,
+            tensors=known.tensors + unit.tensors,
+            last_step=max(steps, default=None),
+            unchecked=dict(Counter(known.unchecked) + unit.unchecked),
+        )
+    return Proof(mode=sentinels.mode, steps=sentinels.step, units=units, unwatched=dict(unwatched))
+
+
+def _repeats(device: torch.device) -> bool:
+    """Whether a device's kernels repeat themselves bit by bit: on accelerators only deterministic ones surely do."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCE.get(str(dtype).removeprefix("torch."), TOLERANCE["bfloat16"])
