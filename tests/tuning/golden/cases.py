@@ -1,7 +1,7 @@
 """Questions whose answers are kept: searches that must not change unnoticed when the code around them is rearranged.
 
-``python -m tests.tuning.golden.cases`` asks all of them again, says what is better, worse or other, and with ``--write``
-keeps the new answers. Nothing is measured: simulated hardware, and a made-up device without noise.
+``python -m tests.tuning.golden.cases`` asks all of them again, says what is better, worse or other, and with
+``--write`` keeps the new answers. Nothing is measured: simulated hardware, and a made-up device without noise.
 """
 
 from __future__ import annotations
