@@ -28,14 +28,14 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
         answers = Answers(subject.profiled, subject.kinds)
         budget = _resolved(question, answers)
         chosen = _chosen(subject, answers, budget)
-        graph = subject.traces.trace(chosen.choices)
+        graph = subject.tracer.trace(chosen.choices)
         peak = subject.needs(graph)
         reserved = peak - graph.peak_bytes - answers.overhead
         ledger = Ledger(graph, subject.head, answers.overhead, reserved)
         at, telling = peak_op(graph), telling_op(ledger)
         device = subject.profiled.predictor.device
         measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
-        reasons = why(answers, chosen.blocks, budget.bytes if budget else None)
+        reasons = why(answers, chosen.choices, budget.bytes if budget else None)
         asked = question.budget or (Budget(text=budget.asked, kind="bytes", size=budget.bytes) if budget else None)
         steps = budget_steps(answers, asked, budget.bytes if budget else None)
         limits = _limits(subject, answers, budget, listener)
@@ -61,7 +61,7 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
             ops=ledger.by_kind(telling),
             curve=curve(ledger),
             moment=moment(ledger, telling),
-            fronts=fronts(subject.profiled.profile.menus, subject.profiled.blocks, chosen.choices),
+            fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, chosen.choices),
             why=reasons,
             budgets=steps,
             limits=limits,
@@ -71,10 +71,9 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The plan that is explained. ``blocks`` are its choices without those that every plan here has."""
+    """The plan that is explained."""
 
     choices: dict[str, Choice]
-    blocks: dict[str, Choice]
     said: str
     status: PlanStatus
     notes: tuple[str, ...] = ()
@@ -85,19 +84,18 @@ def _chosen(subject: Subject, answers: Answers, budget: ResolvedBudget | None) -
     if question.plan is not None and subject.choices is not None:
         same = question.plan.workload is None or question.plan.workload == question.spec
         status = question.plan.status if same else "unmeasured"
-        blocks = {n: c for n, c in subject.choices.items() if n not in subject.fixed}
         notes = () if same else ("the workload is not the one that the plan was made for: its promise does not count",)
-        return _Chosen(dict(subject.choices), blocks, str(question.plan_path or "a plan"), status, notes)
+        return _Chosen(dict(subject.choices), str(question.plan_path or "a plan"), status, notes)
     if budget is None:
         said = "plain training: every layer saves everything"
-        return _Chosen(answers.save_all.choices, answers.save_all.choices, said, "simulated")
+        return _Chosen(answers.save_all.choices, said, "simulated")
     found = answers.at(budget.bytes)
     if found is not None:
-        return _Chosen(found.choices, found.choices, f"the solver's plan for {budget.asked}", "simulated")
+        return _Chosen(found.choices, f"the solver's plan for {budget.asked}", "simulated")
     needs = subject.profiled.needs(answers.lean.peak_bytes)
     smallest = format_bytes(answers.lean.peak_bytes)
     note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
-    return _Chosen(answers.lean.choices, answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
+    return _Chosen(answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
 
 
 def _resolved(question: Question, answers: Answers) -> ResolvedBudget | None:
@@ -119,8 +117,8 @@ def _limits(
     listener.stage("trying other sizes")
     lean = subject.profiled.predictor.graph(answers.lean.choices)
     plans: Mapping[str, tuple[Mapping[str, Choice], Graph]] = {
-        "save everything": (dict(subject.fixed), subject.base),
-        "leanest": ({**answers.lean.choices, **subject.fixed}, lean),
+        "save everything": ({}, subject.base),
+        "leanest": (answers.lean.choices, lean),
     }
     return workload_limits(
         subject.question.spec,

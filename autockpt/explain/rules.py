@@ -83,7 +83,7 @@ def _graphs(subject: Subject, plans: Plans) -> dict[str, Graph]:
     for name, choices in plans.items():
         with suppress(ConflictError):
             if name not in found:
-                found[name] = subject.traces.trace(choices)
+                found[name] = subject.tracer.trace(choices)
     return found
 
 

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from autockpt.devices import get_device, process_environment
-from autockpt.errors import UsageError
 from autockpt.explain.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
-from autockpt.profiling import Profiled, Uniform, build_profile, promised_bytes, tracer_for, uniform_graphs
+from autockpt.profiling import Profiled, Uniform, build_profile, head_graphs, promised_bytes, tracer_for, uniform_graphs
 from autockpt.schema import (
+    SAVE,
     Budget,
     Choice,
     Graph,
     Listener,
-    OpTimes,
     Plan,
     Remake,
     Selective,
     WorkloadSpec,
-    dump_choice,
     load_space,
 )
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
-from autockpt.tuning.head import FixedTracer, Settled, nominal, settle
+from autockpt.tuning.stages import blocks_of, head_choices
 
 SPACE = "knobs"
 
@@ -66,16 +63,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Subject:
-    """An open workload. ``choices`` are the plan's, by unit name; ``fixed`` those that every plan here has besides."""
+    """An open workload. ``choices`` are the plan's, by unit name."""
 
     question: Question
     tracer: Tracer
-    traces: Tracer | FixedTracer
     uniform: Uniform
     times: Times
     profiled: Profiled
     choices: Mapping[str, Choice] | None
-    fixed: Mapping[str, Choice] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -108,85 +103,41 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
     """
     listener.stage("tracing")
     with question.tracer(question.spec) as tracer:
-        blocks = tuple(u for u in tracer.units if u.role == "block")
-        if not blocks:
-            raise UsageError(
-                "the model has no repeated blocks, so there is nothing to choose per layer",
-                remedy="`autockpt trace` shows what its step holds. autockpt plans for members of an nn.ModuleList or "
-                "nn.Sequential, and for transformers' layers.",
-            )
+        blocks = blocks_of(tracer)
         choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
-        fixed = {n: c for n, c in (choices or {}).items() if tracer.head is not None and n == tracer.head.name}
-        if choices is None and question.budget is not None:
-            uniform = uniform_graphs(tracer, blocks, load_space(SPACE).choices)
-            listener.stage("weighing the output head")
-            settled = _settled(question, question.budget, tracer, uniform)
-            question, fixed = replace(question, budget=settled.budget), dict(settled.fixed)
-            said = (settled.note,) if settled.note else ()
-            uniform = {kind: (plan, settled.uniform[kind][1]) for kind, (plan, _) in uniform.items()}
-            traces = FixedTracer(tracer, fixed) if fixed else tracer
-        else:
-            traces = FixedTracer(tracer, fixed) if fixed else tracer
-            uniform, said = uniform_graphs(traces, blocks, load_space(SPACE).choices), ()
-        times, others = _times(question, uniform, fixed)
+        space = load_space(SPACE)
+        uniform = uniform_graphs(tracer, blocks, space.choices)
+        own, of_head = _own_sets(choices or {}), None if tracer.head is None else (choices or {}).get(tracer.head.name)
+        heads = (*head_choices(space, False), *([of_head] if of_head is not None else []))
+        head = head_graphs(tracer, tracer.head, dict.fromkeys(choice for choice in heads if choice != SAVE))
+        times, others = _times(question, uniform, list(head.graphs.values()) if head is not None else [])
         listener.stage("weighing choices")
         needs = promised_bytes(question.hardware, question.limit) if question.hardware is not None else None
-        extra = _own_sets(choices or {})
-        profiled = build_profile(traces, times.times, uniform, used_by_others=others, extra=extra, needs=needs)
+        profiled = build_profile(tracer, times.times, uniform, used_by_others=others, extra=own, needs=needs, head=head)
         yield Subject(
             question=question,
             tracer=tracer,
-            traces=traces,
             uniform=uniform,
             times=times,
             profiled=profiled,
             choices=choices,
-            fixed=fixed,
-            notes=(*said, *tracer.notes, *uniform["save"][1].notes, *_refused(uniform)),
+            notes=(*tracer.notes, *uniform["save"][1].notes, *_refused(uniform)),
         )
 
 
-def _settled(question: Question, budget: Budget, tracer: Tracer, uniform: Uniform) -> Settled:
-    """What the output head does in plans for a budget, as a search would decide it."""
-    hardware, needs = question.hardware, None
-    if hardware is not None:
-        needs, times = promised_bytes(hardware, question.limit), partial(_modelled, hardware)
-    else:
-        device = get_device(question.device)
-        environment = environment_of(device, {**process_environment(question.device), **os.environ})
-        times = nominal(environment)
-
-    def room() -> int:
-        if hardware is not None:
-            return hardware.memory_bytes
-        return environment.device.capacity_bytes - device.used_by_others()
-
-    def profiled() -> Profiled:
-        return build_profile(tracer, times(uniform), uniform, needs=needs)
-
-    plain = Settled({}, tracer, uniform, budget)
-    space = load_space(SPACE)
-    return settle(plain, tracer.head, space, times=times, room=room, profiled=profiled, inexact=False, needs=needs)
-
-
-def _modelled(hardware: Hardware, uniform: Uniform) -> OpTimes:
-    return of_hardware(hardware, uniform).times
-
-
-def _times(question: Question, uniform: Uniform, fixed: Mapping[str, Choice]) -> tuple[Times, int]:
+def _times(question: Question, uniform: Uniform, heads: Sequence[Graph]) -> tuple[Times, int]:
     """Op times, and the bytes of the device that others hold."""
     if question.hardware is not None:
-        return of_hardware(question.hardware, uniform), 0
+        return of_hardware(question.hardware, uniform, heads), 0
     device = get_device(question.device)
     environment = environment_of(device, {**process_environment(question.device), **os.environ})
-    times = of_device(environment, uniform, workload_key(question.spec, fixed), question.plan_path)
+    times = of_device(environment, uniform, heads, workload_key(question.spec), question.plan_path)
     return times, device.used_by_others()
 
 
-def workload_key(spec: WorkloadSpec, fixed: Mapping[str, Choice]) -> str:
+def workload_key(spec: WorkloadSpec) -> str:
     """What a search files op times under."""
-    named = [{name: dump_choice(choice) for name, choice in fixed.items()}] if fixed else []
-    return json.dumps([spec.model_dump(mode="json"), spec.model, *named], default=str)
+    return json.dumps([spec.model_dump(mode="json"), spec.model], default=str)
 
 
 def _own_sets(choices: Mapping[str, Choice]) -> tuple[Choice, ...]:

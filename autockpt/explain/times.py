@@ -27,13 +27,15 @@ class Times:
     note: str
 
 
-def of_device(environment: Environment, uniform: Uniform, workload_key: str, plan: Path | None = None) -> Times:
+def of_device(
+    environment: Environment, uniform: Uniform, heads: Sequence[Graph], workload_key: str, plan: Path | None = None
+) -> Times:
     """Op times of the device at hand, from the plan's run directory or the cache; else rates of common hardware."""
-    graphs = [graph for _, graph in uniform.values()]
+    graphs = [*(graph for _, graph in uniform.values()), *heads]
     if (found := _of_run(plan, graphs)) is not None:
         return Times(found, "measured", f"op times were measured on {found.environment.device.name}, in the plan's run")
     lean = (uniform.get("recompute") or uniform["save"])[1]
-    if (cached := cached_op_times(environment, lean, workload_key)) is not None:
+    if (cached := cached_op_times(environment, [lean, *heads], workload_key)) is not None:
         return Times(cached, "measured", f"op times were measured on {environment.device.name} by an earlier search")
     return Times(
         nominal_op_times(environment, *graphs),
@@ -43,9 +45,10 @@ def of_device(environment: Environment, uniform: Uniform, workload_key: str, pla
     )
 
 
-def of_hardware(hardware: Hardware, uniform: Uniform) -> Times:
+def of_hardware(hardware: Hardware, uniform: Uniform, heads: Sequence[Graph]) -> Times:
     """Op times of a device that is described, not at hand."""
     times = roofline_times(hardware, [graph for _, graph in uniform.values()])
+    times = times.completed(roofline_times(hardware, heads))
     return Times(times, "modelled", f"seconds are modelled by a roofline of {hardware.name}, nothing was timed")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.profiling import Profiled
-from autockpt.schema import Budget, Choice, Problem, format_binary, plan_hash
+from autockpt.schema import Assignment, Budget, Choice, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans
-from autockpt.solvers import Ruling, exact, refine
-from autockpt.solvers.refine import shifted
+from autockpt.solvers import Ruling, refine
+from autockpt.solvers.refine import Offsets, solved
 
 CALLS = 4  # ghost runs that one question may take
 TABLE_CALLS = 2  # and one line of the table of budgets
@@ -26,7 +26,7 @@ class Answers:
         self.profiled = profiled
         self.overhead = profiled.predictor.device.overhead_bytes
         self._remembered: dict[tuple[Choice, ...], Ruling] = {}
-        self._offsets: tuple[int, ...] | None = None
+        self._offsets: Offsets = {}
         known = known_plans([u.name for u in profiled.blocks], kinds)
         self.save_all = self.reach(known[NONE])
         self.lean = self._leanest(known)
@@ -50,7 +50,7 @@ class Answers:
         found = refine(problem, self.profiled.rule, max_calls=calls, offsets=self._offsets, remembered=self._remembered)
         self._offsets = found.offsets
         if found.feasible:
-            return self.reach(found.choices)
+            return self.reach(self.profiled.plan(found.choices))
         return self.lean if self.lean.peak_bytes <= budget_bytes else None
 
     def _gains(self) -> bool:
@@ -59,7 +59,7 @@ class Answers:
 
     def _leanest(self, known: Mapping[str, Mapping[str, Choice]]) -> Reach:
         found = refine(self.profiled.problem(0), self.profiled.rule, max_calls=CALLS, remembered=self._remembered)
-        plans = [self.reach(choices) for choices in (found.choices, *known.values())]
+        plans = [self.reach(choices) for choices in (self.profiled.plan(found.choices), *known.values())]
         return min(plans, key=lambda r: (r.peak_bytes, r.step_seconds))
 
     def next_threshold(self, above: int, seconds: float) -> int | None:
@@ -71,7 +71,7 @@ class Answers:
         worthwhile = WORTH * abs(self.profiled.profile.save_all_seconds)
 
         def promises(budget: int) -> bool:
-            answer = exact(self._model(budget))
+            answer = self._model(budget)
             return answer.feasible and answer.seconds < seconds - worthwhile
 
         if high <= low or not promises(high):
@@ -83,12 +83,12 @@ class Answers:
 
     def model_seconds(self, budget_bytes: int) -> float | None:
         """Seconds over saving everything that the corrected model promises for a budget; None where nothing fits."""
-        answer = exact(self._model(budget_bytes))
+        answer = self._model(budget_bytes)
         return answer.seconds if answer.feasible else None
 
-    def _model(self, budget_bytes: int) -> Problem:
-        problem = self.profiled.problem(budget_bytes - self.overhead)
-        return shifted(problem, self._offsets) if self._offsets is not None else problem
+    def _model(self, budget_bytes: int) -> Assignment:
+        """The best plan by the problem's own numbers, corrected by what ghost runs showed."""
+        return solved(self.profiled.problem(budget_bytes - self.overhead), self._offsets)
 
 
 def why(answers: Answers, choices: Mapping[str, Choice], budget_bytes: int | None) -> Why:

@@ -258,8 +258,8 @@ class Packer:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
     ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. ``parameters`` are its own.
-    Tensors of subclasses stay, whatever they hold; a warning names each kind once. ``watch``: a sentinel that is to know
-    what leaves.
+    Tensors of subclasses stay, whatever they hold; a warning names each kind once. ``watch``: a sentinel that is to
+    know what leaves.
     """
 
     def __init__(

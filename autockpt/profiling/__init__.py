@@ -7,11 +7,13 @@ from autockpt.profiling.nominal import nominal_op_times
 from autockpt.profiling.predictor import Needs, Predictor
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.profiling.profile import (
+    Heads,
     Profiled,
     Traces,
     Uniform,
     build_profile,
     cached_op_times,
+    head_graphs,
     leanest,
     measure_op_times,
     uniform_graphs,
@@ -22,6 +24,7 @@ from autockpt.profiling.profile import (
 from autockpt.profiling.roofline import roofline_times
 
 __all__ = [
+    "Heads",
     "Needs",
     "Predictor",
     "Profiled",
@@ -35,6 +38,7 @@ __all__ = [
     "cached_op_times",
     "capability_of",
     "device_peak",
+    "head_graphs",
     "leanest",
     "measure_op_times",
     "nominal_op_times",

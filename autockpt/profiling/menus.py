@@ -48,8 +48,28 @@ def build_menus(
             for (of_kind, choice), graph in variants.items()
             if of_kind == kind
         }
-        menus.append(Menu(kind=kind, representative=unit.name, items=_items(plain, index, unit.name, changes)))
+        times = (plain.seconds(unit.name, "forward"), plain.seconds(unit.name, "backward"))
+        items = _items(_Change(0, 0, 0, *times, 0.0, 0.0), _saved_levels(plain, index, unit.name), changes)
+        menus.append(Menu(kind=kind, representative=unit.name, items=items))
     return tuple(menus)
+
+
+def head_menu(
+    base: Graph, head: Unit, variants: Mapping[Choice, Graph], simulation: Callable[[Graph], Simulation]
+) -> Menu:
+    """The menu of the output head, ``save`` first; ``variants`` are ghost runs with a choice on it alone.
+
+    Its chunks run inside of the loss, not inside of its module, so its seconds are what the whole step gains or loses.
+    """
+    units = [*(u.name for u in base.blocks()), head.name]
+    plain, index = _Run.of(base, units, simulation), len(units) - 1
+    changes: dict[Choice, _Change] = {}
+    for choice, graph in variants.items():
+        run = _Run.of(graph, units, simulation)
+        seconds = run.simulation.step_seconds - plain.simulation.step_seconds
+        changes[choice] = _Change(*_byte_changes(plain, run, index), 0.0, seconds, 0.0, 0.0, run.host_bytes)
+    items = _items(_Change(0, 0, 0, 0.0, 0.0, 0.0, 0.0), _saved_levels(plain, index, head.name), changes)
+    return Menu(kind=head.kind, representative=head.name, items=items)
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,11 @@ class _Run:
         parts = segments(graph, units)
         peaks = {s.key: peak for s, peak in zip(parts, segment_peaks(graph, parts), strict=True)}
         return cls(graph, units, parts, peaks, simulation(graph))
+
+    def peak(self, key: tuple, parts: Sequence[Segment]) -> int:
+        """Most bytes in a segment of another run's ``parts``; where this run has none, in the nearest before it."""
+        keys = [s.key for s in parts]
+        return next(self.peaks[k] for k in reversed(keys[: keys.index(key) + 1]) if k in self.peaks)
 
     def foreign_bytes(self, key: tuple, mine: set[str]) -> int:
         """Bytes of activations made outside the units ``mine`` and alive at the peak of a segment."""
@@ -137,7 +162,7 @@ def _byte_changes(plain: _Run, variant: _Run, index: int) -> tuple[int, int, int
         kept_at, own, neighbours = _places(plain.parts, m, index)
         if kept_at is None:
             continue
-        kept = variant.peaks.get(kept_at, plain.peaks[kept_at]) - plain.peaks[kept_at]
+        kept = variant.peak(kept_at, plain.parts) - plain.peaks[kept_at]
         shared = max(0, variant.foreign_bytes(kept_at, mine) - plain.foreign_bytes(kept_at, mine))
         both = []
         for place in ("forward", "backward"):
@@ -188,10 +213,9 @@ def _copy_seconds(plain: Simulation, variant: Simulation, times: Mapping[str, fl
     return max(0.0, seen, max(0.0, out) + max(0.0, back))
 
 
-def _items(plain: _Run, index: int, name: str, changes: Mapping[Choice, _Change]) -> tuple[MenuItem, ...]:
+def _items(still: _Change, levels: tuple[int, int, int], changes: Mapping[Choice, _Change]) -> tuple[MenuItem, ...]:
     """Menu items on a common level: differences on top of what the unit holds when it saves, never below zero."""
-    still = _Change(0, 0, 0, plain.seconds(name, "forward"), plain.seconds(name, "backward"), 0.0, 0.0)
-    kept, forward, backward = _saved_levels(plain, index, name)
+    kept, forward, backward = levels
     kept = max(kept, *(-c.kept for c in changes.values()), 0)
     forward = max(forward, *(-c.forward for c in changes.values()), 0)
     backward = max(backward, *(-c.backward for c in changes.values()), 0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from autockpt.profiling.segments import Segment, segment_peaks, segments
 from autockpt.schema.choices import SAVE
-from autockpt.schema.graph import Graph
+from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.problem import Option, Point, Problem, UnitOptions
 from autockpt.schema.profile import Menu, MenuItem
 
@@ -20,6 +20,7 @@ def build_problem(
     margin: int = 0,
     host_budget: int | None = None,
     base_seconds: float | None = None,
+    head: Unit | None = None,
 ) -> Problem:
     """The problem whose points are the segments of ``base``: every unit's forward and backward, and the times between.
 
@@ -27,15 +28,15 @@ def build_problem(
     saving everything gives the real bytes exactly, gradients that accumulate and every micro-batch included. ``price``
     multiplies the extra seconds of a choice kind, ``margin`` bytes are left free of ``budget``, ``host_budget`` bounds
     what all units move to the host. ``base_seconds`` is the save-everything step time; without it, the units' own share
-    of it.
+    of it. An output ``head`` that has a menu is a unit like the blocks, and the last one.
     """
     by_kind = {menu.kind: menu for menu in menus}
-    blocks = base.blocks()
-    units = [_unit(block.name, by_kind.get(block.kind), price or {}) for block in blocks]
+    planned = [*base.blocks(), *([head] if head is not None else [])]
+    units = [_unit(unit.name, by_kind.get(unit.kind), price or {}) for unit in planned]
     saving = [unit.options[0] for unit in units]
     if base_seconds is None:
-        base_seconds = sum(_own_seconds(by_kind[b.kind].items[0]) for b in blocks if b.kind in by_kind)
-    parts = segments(base, [block.name for block in blocks])
+        base_seconds = sum(_own_seconds(by_kind[u.kind].items[0]) for u in planned if u.kind in by_kind)
+    parts = segments(base, [unit.name for unit in planned])
     before = [0]
     for option in saving:
         before.append(before[-1] + option.kept)
@@ -46,15 +47,16 @@ def build_problem(
         budget=budget - margin,
         host_budget=host_budget,
         base_seconds=base_seconds,
+        head=None if head is None else head.name,
     )
 
 
-def point_bytes(base: Graph, graph: Graph) -> tuple[int | None, ...]:
+def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[int | None, ...]:
     """Bytes that another plan's ghost run really has at the points of ``base``'s problem, in their order.
 
     None where it has no op there; a part of it that ``base`` lacks counts to the point before it.
     """
-    names = [block.name for block in base.blocks()]
+    names = [unit.name for unit in (*base.blocks(), *([head] if head is not None else []))]
     places = {s.key: i for i, s in enumerate(segments(base, names))}
     out: list[int | None] = [None] * len(places)
     parts = segments(graph, names)

@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
-from autockpt.profiling.menus import build_menus, representatives
+from autockpt.profiling.menus import build_menus, head_menu, representatives
 from autockpt.profiling.predictor import Needs, Predictor, simulation_of
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.schema import (
@@ -47,6 +47,13 @@ LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
 Uniform = Mapping[str, tuple[dict[str, Choice], Graph]]  # uniform plans and their ghost runs by choice kind
 
 
+class Heads(NamedTuple):
+    """The output head and the ghost runs in which it has a choice and everything else saves."""
+
+    unit: Unit
+    graphs: Mapping[Choice, Graph]
+
+
 class Traces(Protocol):
     """Whoever can ghost-run a plan."""
 
@@ -66,16 +73,16 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Profiled:
-    """A profiled workload: ``base`` is the ghost run with every layer on save; sizes in bytes.
+    """A profiled workload: ``base`` is the ghost run with everything on save; sizes in bytes.
 
-    ``fixed`` are choices besides those for layers, in ``base`` and in every plan that the solver makes.
+    ``head`` is the output head where there is anything to choose for it, with a kind, and so a menu, of its own.
     """
 
     profile: Profile
     base: Graph
     predictor: Predictor
     used_by_others: int = 0
-    fixed: Mapping[str, Choice] = field(default_factory=dict)
+    head: Unit | None = None
     _rulings: dict[str, Ruling] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -85,34 +92,48 @@ class Profiled:
 
     @property
     def blocks(self) -> tuple[Unit, ...]:
-        """The units that plans are made for, in order of execution."""
+        """The repeated units that plans are made for, in order of execution."""
         return self.base.blocks()
 
-    def whole(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
-        """A plan of the solver's with the choices that all have."""
-        return {**choices, **self.fixed}
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units that plans are made for: the blocks, then the output head where it has choices."""
+        return (*self.blocks, *([self.head] if self.head is not None else []))
 
-    def problem(self, budget: int, price: Mapping[str, float] | None = None, margin: int = 0) -> Problem:
-        """The planning problem of this workload. ``budget`` in bytes, without the device's own overhead."""
+    def plan(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+        """A plan of the solver's as it is written down: an output head that saves is not named."""
+        head = self.head.name if self.head is not None else None
+        return {name: choice for name, choice in choices.items() if name != head or choice != SAVE}
+
+    def problem(
+        self, budget: int, price: Mapping[str, float] | None = None, margin: int = 0, *, plain_head: bool = False
+    ) -> Problem:
+        """The planning problem of this workload. ``budget`` in bytes, without the device's own overhead.
+
+        With a ``plain_head`` the output head can only save.
+        """
+        menus = self.profile.menus
+        if plain_head and self.head is not None:
+            menus = (*menus[:-1], menus[-1].model_copy(update={"items": menus[-1].items[:1]}))
         return build_problem(
             self.base,
-            self.profile.menus,
+            menus,
             budget=budget,
             price=price,
             margin=margin,
             host_budget=self.host_budget,
             base_seconds=self.profile.save_all_seconds,
+            head=self.head,
         )
 
     def rule(self, choices: Mapping[str, Choice]) -> Ruling:
         """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""
-        choices = self.whole(choices)
         key = plan_hash(choices)
         if key not in self._rulings:
             graph = self.predictor.graph(choices)
             said = self.predictor.known(choices) or self.predictor.learn(choices, graph)
             peak = self.predictor.least_bytes(graph, said.peak_bytes)
-            self._rulings[key] = Ruling(peak, None, point_bytes(self.base, graph), said.host_bytes)
+            self._rulings[key] = Ruling(peak, None, point_bytes(self.base, graph, self.head), said.host_bytes)
         return self._rulings[key]
 
     def keep_within(self, budget: int) -> None:
@@ -121,14 +142,16 @@ class Profiled:
             self.predictor.keep_within(budget)
             self._rulings.clear()
 
-    def smallest_peak(self, known: Iterable[Mapping[str, Choice]], calls: int = LEAN_CALLS) -> int:
+    def smallest_peak(
+        self, known: Iterable[Mapping[str, Choice]], calls: int = LEAN_CALLS, *, plain_head: bool = False
+    ) -> int:
         """The least reachable peak in bytes, overhead included: the leanest the solver finds, or of ``known`` plans.
 
-        Plans over the host budget do not count; saving everything never is. ``calls``: ghost runs to spend.
+        Plans over the host budget do not count; saving everything never is. ``calls``: ghost runs to spend;
+        ``plain_head``: only plans with one count.
         """
-        lean = refine(self.problem(0), self.rule, max_calls=calls)
-        nothing = dict.fromkeys((unit.name for unit in self.blocks), SAVE)
-        plans = (self.whole(lean.choices), *known, self.whole(nothing))
+        lean = refine(self.problem(0, plain_head=plain_head), self.rule, max_calls=calls)
+        plans = (lean.choices, *known, {})
         return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
 
     def needs(self, smallest_peak: int) -> str:
@@ -141,26 +164,41 @@ class Profiled:
 
 
 def measure_op_times(
-    runs: Runs, uniform: Uniform, workload: str, *, room: int, host_budget: int | None = None
+    runs: Runs,
+    uniform: Uniform,
+    workload: str,
+    *,
+    room: int,
+    host_budget: int | None = None,
+    head: Heads | None = None,
 ) -> OpTimes:
     """Op times of this workload on the device: from the cache, or measured in real steps.
 
-    Ops are timed with the leanest of the ``uniform`` plans attached; then those that fit into ``room`` bytes are timed
-    whole, in turns, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
+    Ops are timed with the leanest of the ``uniform`` plans attached, those of other output heads (``head``, as
+    ``head_graphs`` gives them) with these besides; then the uniform plans that fit into ``room`` bytes are timed whole,
+    in turns, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
     Raises DeviceOutOfMemory where even the leanest does not run.
     """
     device = runs.environment.device
     lean, graph = leanest(within_host(uniform, device, host_budget))
     disk = wants_disk(uniform, device, host_budget)
-    if (known := cached_op_times(runs.environment, graph, workload, disk=disk)) is not None:
+    heads = [] if head is None else [{head.unit.name: choice} for choice in head.graphs]
+    runnable = [graph, *(head.graphs.values() if head is not None else [])]
+    if (known := cached_op_times(runs.environment, runnable, workload, disk=disk)) is not None:
         return known
-    payload: dict[str, Any] = {
-        "choices": {name: dump_choice(c) for name, c in lean.items()},
-        "cycles": TIMED_CYCLES,
-        "disk": disk,
-    }
-    found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
-    times = OpTimes(environment=runs.environment, **found)
+
+    def timed(choices: Mapping[str, Choice], cycles: int, disk: bool = False) -> OpTimes:
+        dumped = {name: dump_choice(choice) for name, choice in choices.items()}
+        payload = {"choices": dumped, "cycles": cycles, "disk": disk}
+        found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
+        return OpTimes(environment=runs.environment, **found)
+
+    # a plain head may be what does not fit
+    first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
+    times = timed({**lean, **first}, TIMED_CYCLES, disk)
+    for choices in others:
+        with suppress(DeviceOutOfMemory):
+            times = times.completed(timed({**lean, **choices}, 1))
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
     allowed = within_host(uniform, device, host_budget)
     fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
@@ -194,10 +232,12 @@ def _over_host(graph: Graph, device: DeviceInfo, host_budget: int | None) -> boo
     return host_budget is not None and host_bytes_of(graph.copies, device.kind, host_budget) > host_budget
 
 
-def cached_op_times(environment: Environment, graph: Graph, workload: str, *, disk: bool = False) -> OpTimes | None:
-    """Op times of an earlier run on the same device and versions, if they cover ``graph`` and this workload, and where
+def cached_op_times(
+    environment: Environment, graphs: Iterable[Graph], workload: str, *, disk: bool = False
+) -> OpTimes | None:
+    """Op times of an earlier run on the same device and versions, if they cover the graphs and this workload, and where
     asked for the disk."""
-    known = cache.lookup(environment, _key(workload), graph.signatures)
+    known = cache.lookup(environment, _key(workload), {text for graph in graphs for text in graph.signatures})
     return None if known is not None and disk and not known.disk_out_bandwidth else known
 
 
@@ -217,15 +257,18 @@ def leanest(graphs: Uniform) -> tuple[dict[str, Choice], Graph]:
     return min(graphs.values(), key=lambda pair: pair[1].peak_bytes)
 
 
-def uniform_graphs(traces: Traces, blocks: Sequence[Unit], kinds: Sequence[str]) -> Uniform:
+def uniform_graphs(
+    traces: Traces, blocks: Sequence[Unit], kinds: Sequence[str], besides: Mapping[str, Choice] | None = None
+) -> Uniform:
     """Ghost runs of every unit on the same choice, by choice kind. Kinds that this model refuses are left out.
 
+    ``besides`` are choices for other units, in each of them.
     Raises ConflictError where it refuses all but ``save``.
     """
     found: dict[str, tuple[dict[str, Choice], Graph]] = {}
     refused = None
     for kind in kinds:
-        choices = dict.fromkeys((u.name for u in blocks), parse_choice(kind))
+        choices = {**dict.fromkeys((u.name for u in blocks), parse_choice(kind)), **(besides or {})}
         try:
             found[kind] = (choices, traces.trace(choices))
         except ConflictError as error:
@@ -233,6 +276,17 @@ def uniform_graphs(traces: Traces, blocks: Sequence[Unit], kinds: Sequence[str])
     if refused is not None and set(found) <= {SAVE.kind}:
         raise refused
     return found
+
+
+def head_graphs(traces: Traces, head: Unit | None, choices: Iterable[Choice]) -> Heads | None:
+    """Ghost runs with each choice on the output head alone. Choices that this model refuses are left out."""
+    if head is None:
+        return None
+    graphs: dict[Choice, Graph] = {}
+    for choice in choices:
+        with suppress(ConflictError):
+            graphs[choice] = traces.trace({head.name: choice})
+    return Heads(head, graphs)
 
 
 def build_profile(
@@ -244,17 +298,15 @@ def build_profile(
     host_budget: int | None = None,
     extra: Iterable[Choice] = (),
     needs: Needs | None = None,
-    fixed: Mapping[str, Choice] | None = None,
+    head: Heads | None = None,
 ) -> Profiled:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
     ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
-    ``needs`` as for ``Predictor``; ``fixed`` choices besides those for layers, which the ``uniform`` plans have, too.
-    Where the host budget (bytes) binds, choices that offload come with the disk tier as well, if its bandwidth is
-    known.
+    ``needs`` as for ``Predictor``; ``head`` are the ghost runs of ``head_graphs``. Where the host budget (bytes) binds,
+    choices that offload come with the disk tier as well, if its bandwidth is known.
     """
     base = uniform["save"][1]
-    others = dict(fixed or {})
     predictor = Predictor(traces.trace, times, host_budget, needs)
     for choices, graph in uniform.values():
         predictor.learn(choices, graph)
@@ -262,21 +314,27 @@ def build_profile(
     for unit in representatives(base.blocks()).values():
         choices = [choice for kind in uniform if (choice := parse_choice(kind)) != SAVE]
         if Selective().kind in uniform:
-            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE, **others}))
+            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
             most = MOST_SETS_BESIDE if Remake().kind in uniform else MOST_SETS
             choices += selective_front(again, unit, times, most)
         if Remake().kind in uniform:
-            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE, **others}))
+            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
             choices += remake_front(again, unit, times)
         if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
             moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
             choices += [choice for choice in moving if choice.kind in uniform]
         for choice in (*choices, *(c for c in extra if c != SAVE)):
             if (unit.kind, choice) not in variants:
-                variants[unit.kind, choice] = predictor.graph({unit.name: choice, **others})
+                variants[unit.kind, choice] = predictor.graph({unit.name: choice})
         if RECOMPUTE.kind not in uniform:
             variants.pop((unit.kind, RECOMPUTE), None)
     menus = build_menus(base, variants, predictor.simulation)
+    unit = None
+    if head is not None and head.graphs:
+        unit = head.unit.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})
+        menus = (*menus, head_menu(base, unit, head.graphs, predictor.simulation))
+        for choice, graph in head.graphs.items():
+            predictor.learn({unit.name: choice}, graph)
     profile = Profile(
         op_times=times,
         menus=menus,
@@ -284,4 +342,4 @@ def build_profile(
         save_all_seconds=predictor.simulation(base).step_seconds,
         leanest_peak_bytes=min(graph.peak_bytes for _, graph in uniform.values()),
     )
-    return Profiled(profile, base, predictor, used_by_others, others)
+    return Profiled(profile, base, predictor, used_by_others, unit)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -38,13 +39,13 @@ class Segment:
 def segments(graph: Graph, units: Sequence[str]) -> tuple[Segment, ...]:
     """All ops of a cycle in consecutive segments, in order; empty ones are left out.
 
-    ``units`` names the units in order of execution. A unit's segment runs from its first op to its last; where two
-    overlap, the earlier one ends as the later begins.
+    ``units`` names the units in order of execution: blocks, perhaps with the output head behind them. A unit's segment
+    runs from its first op to its last; where two overlap, the earlier one ends as the later begins.
     """
     n = len(graph.ops)
     phase = np.fromiter((PHASES.index(op.phase) for op in graph.ops), dtype=np.int64, count=n)
     place = {name: i for i, name in enumerate(units)}
-    unit = np.fromiter((place.get(op.unit or "", -1) for op in graph.ops), dtype=np.int64, count=n)
+    unit = np.fromiter(_owners(graph, place), dtype=np.int64, count=n)
     optimizer = phase == PHASES.index("optimizer")
     end = int(np.flatnonzero(optimizer)[0]) if optimizer.any() else n
     batch = micro_batch_of(phase)[:end]
@@ -55,6 +56,18 @@ def segments(graph: Graph, units: Sequence[str]) -> tuple[Segment, ...]:
     if end < n:
         out.append(Segment(int(batch[-1]) if end else 0, "optimizer", None, 0, end, n))
     return tuple(out)
+
+
+def _owners(graph: Graph, place: Mapping[str, int]) -> Iterator[int]:
+    """For each op the place of its unit, -1 for none. Outside of blocks the module says which it is."""
+
+    @cache
+    def around(module: str) -> int:
+        if module in place or not module:
+            return place.get(module, -1)
+        return around(module.rpartition(".")[0])
+
+    return (around(op.module) if op.unit is None else place.get(op.unit, -1) for op in graph.ops)
 
 
 def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarray, n: int) -> list[Segment]:

@@ -52,6 +52,7 @@ class Problem(Data):
     points: tuple[Point, ...]
     budget: int
     host_budget: int | None = Field(default=None, description="most bytes of all units together on the host")
+    head: str | None = Field(default=None, description="the output head, where it is among the units: the last of them")
     base_seconds: float = Field(default=0.0, description="step time when every unit saves everything")
 
 

@@ -45,6 +45,10 @@ class OpTimes(Data):
     disk_out_bandwidth: float = Field(default=0.0, description="the same to a file; 0: not measured")
     disk_in_bandwidth: float = Field(default=0.0, description="and back")
 
+    def completed(self, other: OpTimes) -> OpTimes:
+        """These, with the seconds of those ops that only ``other`` knows."""
+        return self.model_copy(update={"seconds": other.seconds | self.seconds})
+
 
 class Profile(Data):
     """The menus of every kind of unit, with the save-everything cycle they add to."""

@@ -2,7 +2,8 @@
 
 A Problem adds bytes up linearly; the referee (a ghost run of the very plan) knows better, but costs 50 to 250 ms a
 call. Its readings shift the points' base bytes, so that the linear model is exact at the plan just seen and nearly so
-around it.
+around it. Plans whose output heads differ are not near one another (logits are the largest blocks there are, and an
+allocator's fragmentation goes by them), so the readings of each head correct the model for that head alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autockpt.solvers.ledger import Ledger
 
 Solver = Callable[[Problem], Assignment]
 Plan = Mapping[str, Choice]
+Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice
 SLACK_SHARE = 0.002  # of the budget: most that a single change may be over it by the model and still be tried
 POSITIONS = 2  # positions tried per kind of change among units with equal options
 FASTER = 1e-6  # share of the step time; smaller gains are not worth a call
@@ -50,12 +52,12 @@ class Refined:
 
     ``calls`` counts referee calls, remembered rulings not included; ``settled`` says that no single change is left
     that the corrected model deems possible (False: the calls ran out first). ``offsets`` (bytes per point) correct the
-    linear model around the plan and may be handed to the next ``refine`` of the same graph.
+    linear model around the plan and may be handed to the next ``refine`` of the same graph; by the head's choice.
     """
 
     assignment: Assignment
     ruling: Ruling
-    offsets: tuple[int, ...]
+    offsets: Offsets
     calls: int
     settled: bool
 
@@ -76,7 +78,7 @@ def refine(
     *,
     solve: Solver = exact,
     max_calls: int = 12,
-    offsets: Sequence[int] | None = None,
+    offsets: Offsets | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Ruling] | None = None,
     faster: float = FASTER,
 ) -> Refined:
@@ -90,7 +92,7 @@ def refine(
     if max_calls < 1:
         raise ValueError(f"refine needs at least one referee call, got max_calls={max_calls}")
     court = _Court(problem, referee, max_calls, {} if remembered is None else remembered)
-    search = _Refinement(problem, court, solve, list(offsets or [0] * len(problem.points)), faster)
+    search = _Refinement(problem, court, solve, offsets or {}, faster)
     settled = search.run()
     return search.result(settled)
 
@@ -122,8 +124,8 @@ class _Court:
 
 
 class _Refinement:
-    def __init__(self, problem: Problem, court: _Court, solve: Solver, offsets: list[int], faster: float) -> None:
-        self.problem, self.court, self.solve, self.offsets = problem, court, solve, offsets
+    def __init__(self, problem: Problem, court: _Court, solve: Solver, offsets: Offsets, faster: float) -> None:
+        self.problem, self.court, self.solve, self.offsets = problem, court, solve, dict(offsets)
         self.faster = faster
         self.best: dict[str, Choice] | None = None
         self.leanest: dict[str, Choice] | None = None
@@ -150,7 +152,7 @@ class _Refinement:
         """Solve under corrected bytes until the solver has nothing better to propose; False where calls ran out."""
         seen: set[tuple[Choice, ...]] = set()
         for _ in range(ROUNDS_PER_CALL * self.court.limit):
-            proposal = self.solve(self._corrected())
+            proposal = solved(self._within_host(), self.offsets, self.solve)
             self.method, self.gap = proposal.method, proposal.gap
             if self.best is not None and not self._promises_more(proposal):
                 return True
@@ -163,17 +165,22 @@ class _Refinement:
             if key in seen and (fits or not proposal.feasible):
                 return True
             seen.add(key)
-            if fits or not proposal.feasible:
-                self.offsets = observed
-            else:  # the stronger of the two corrections puts every plan refused so far out of reach
-                self.offsets = [max(a, b) for a, b in zip(self.offsets, observed, strict=True)]
+            if not fits and proposal.feasible:
+                # the stronger of the two corrections puts every plan refused so far out of reach
+                known = self._offsets(proposal.choices)
+                observed = tuple(max(a, b) for a, b in zip(known, observed, strict=True))
+            self.offsets[_head(self.problem, proposal.choices)] = observed
             if not self._fits_host(ruling):
                 self.host_offset = max(self.host_offset, self._host_excess(proposal.choices, ruling))
         return False
 
-    def _corrected(self) -> Problem:
-        """The problem with what the referee's rulings taught about its bytes."""
-        problem = shifted(self.problem, self.offsets)
+    def _offsets(self, plan: Plan) -> Sequence[int]:
+        """What rulings on plans with the same head taught about the points' bytes."""
+        return self.offsets.get(_head(self.problem, plan), (0,) * len(self.problem.points))
+
+    def _within_host(self) -> Problem:
+        """The problem with what rulings taught about the host's bytes."""
+        problem = self.problem
         if problem.host_budget is None or not self.host_offset:
             return problem
         return problem.model_copy(update={"host_budget": max(0, problem.host_budget - self.host_offset)})
@@ -188,7 +195,7 @@ class _Refinement:
     def _ask(self, plan: Plan) -> Ruling | None:
         ruling = self.court.ask(plan)
         if ruling is not None:
-            self.error = abs(ruling.peak_bytes - peak_of(shifted(self.problem, self.offsets), plan))
+            self.error = abs(ruling.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
         return ruling
 
     def _promises_more(self, proposal: Assignment) -> bool:
@@ -213,7 +220,8 @@ class _Refinement:
     def _improve_by_one_change(self) -> bool | None:
         """Try single changes to cheaper options; True at the first that passes, None where calls ran out."""
         assert self.best is not None
-        self.offsets = self._observed(self.best, self._ruling(self.best))
+        head = _head(self.problem, self.best)
+        self.offsets[head] = self._observed(self.best, self._ruling(self.best))
         before = self.best
         for plan in self._changes():
             ruling = self._ask(plan)
@@ -221,7 +229,7 @@ class _Refinement:
                 return None
             self._note(plan, ruling)
             if self.best is not before:
-                self.offsets = self._observed(self.best, ruling)
+                self.offsets[head] = self._observed(self.best, ruling)
                 return True
         return False
 
@@ -233,12 +241,14 @@ class _Refinement:
         """
         assert self.best is not None
         picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
-        ledger = Ledger(shifted(self.problem, self.offsets), picks)
+        ledger = Ledger(shifted(self.problem, self._offsets(self.best)), picks)
         ceiling = self.problem.budget + min(self.error, int(SLACK_SHARE * abs(self.problem.budget)))
         host = self._ruling(self.best).host_bytes
         host_room = None if self.problem.host_budget is None else self.problem.host_budget - host
         kinds: dict[tuple[object, int, int], list[tuple[int, int, float]]] = {}
         for i, unit in enumerate(self.problem.units):
+            if unit.name == self.problem.head:
+                continue
             for j, option in enumerate(unit.options):
                 gain = unit.options[picks[i]].seconds - option.seconds
                 if host_room is not None and option.host - unit.options[picks[i]].host > host_room:
@@ -252,18 +262,18 @@ class _Refinement:
         units = self.problem.units
         return [{**self.best, units[i].name: units[i].options[j].choice} for _, _, i, j in tried]
 
-    def _observed(self, plan: Plan, ruling: Ruling) -> list[int]:
+    def _observed(self, plan: Plan, ruling: Ruling) -> tuple[int, ...]:
         """Offsets per point that make the linear model agree with a ruling."""
         if ruling.point_bytes is None:
             error = ruling.peak_bytes - peak_of(self.problem, plan)
-            return [error] * len(self.problem.points)
+            return (error,) * len(self.problem.points)
         unseen = self._unseen(ruling.peak_bytes, ruling.point_bytes)
-        return [
-            old if seen is None else seen - linear + (unseen if _depends(point) else 0)
-            for old, seen, linear, point in zip(
-                self.offsets, ruling.point_bytes, point_values(self.problem, plan), self.problem.points, strict=True
-            )
-        ]
+        linear = point_values(self.problem, plan)
+        points = zip(self._offsets(plan), ruling.point_bytes, linear, self.problem.points, strict=True)
+        return tuple(
+            old if seen is None else seen - value + (unseen if _depends(point) else 0)
+            for old, seen, value, point in points
+        )
 
     def _unseen(self, peak: int, seen: Sequence[int | None]) -> int:
         """Bytes that no point shows (an allocator's fragmentation), put down to those that choices can change.
@@ -299,8 +309,24 @@ class _Refinement:
             gap=self.gap,
             method=f"{self.method}, refined",
         )
-        offsets = tuple(self._observed(plan, ruling))
-        return Refined(assignment, ruling, offsets, self.court.calls, settled)
+        self.offsets[_head(self.problem, plan)] = self._observed(plan, ruling)
+        return Refined(assignment, ruling, self.offsets, self.court.calls, settled)
+
+
+def solved(problem: Problem, offsets: Offsets, solve: Solver = exact) -> Assignment:
+    """The best plan under bytes corrected by ``offsets``, those of each head for plans with that head."""
+    if problem.head is None:
+        return solve(shifted(problem, offsets.get(None, ())))
+    *others, head = problem.units
+    answers = []
+    for option in head.options:
+        units = (*others, head.model_copy(update={"options": (option,)}))
+        answers.append(solve(shifted(problem.model_copy(update={"units": units}), offsets.get(option.choice, ()))))
+    return min(answers, key=lambda a: (not a.feasible, a.seconds if a.feasible else a.peak))
+
+
+def _head(problem: Problem, plan: Plan) -> Choice | None:
+    return None if problem.head is None else plan[problem.head]
 
 
 def _index(unit: UnitOptions, choice: Choice) -> int:
@@ -314,6 +340,8 @@ def _depends(point: Point) -> bool:
 
 def shifted(problem: Problem, offsets: Sequence[int]) -> Problem:
     """The problem with bytes added to the base of each of its points."""
+    if not any(offsets):
+        return problem
     points = tuple(
         p if offset == 0 else Point.model_construct(base=p.base + offset, prefix=p.prefix, own=p.own, phase=p.phase)
         for p, offset in zip(problem.points, offsets, strict=True)

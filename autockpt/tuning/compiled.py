@@ -30,11 +30,10 @@ from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 from autockpt.tuning.compiled_engine import CompiledEngine
 from autockpt.tuning.engine import Found
-from autockpt.tuning.head import Settled
 from autockpt.tuning.job import Clock, Job
 from autockpt.tuning.outcome import make_plan, scored_rows
 from autockpt.tuning.scoring import COMPILING, STEPS, RealSteps, confirmation
-from autockpt.tuning.stages import enter_run, job_of, kept, outcome_of, uniform_plans
+from autockpt.tuning.stages import Traced, enter_run, job_of, kept, outcome_of, uniform_plans
 
 IN_GRAPHS = ("save", "recompute")
 """Choices that can be part of a compiled graph, compile_budget besides."""
@@ -61,17 +60,17 @@ def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> 
             if "recompute" not in inside:
                 raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
             uniform, space, refused = uniform_plans(tracer, request.space.restricted(inside))
-        settled = Settled({}, tracer, uniform, request.budget)
+        traced = Traced(tracer, uniform, None, space, refused)
         outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
         left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
-        job = job_of(request, tracer, settled, space, (*refused, *left_out, _NOT_PREDICTED))
+        job = job_of(request, traced, request.budget, (*left_out, _NOT_PREDICTED))
         job = replace(job, settings={**job.settings, "compile": mode})
         with clock.stage("build"):
             environment = measurer.environment
-        run = enter_run(stack, request, job, environment, tracer.units, settled)
+        run = enter_run(stack, request, job, environment, tracer.units)
         run.write_environment(environment)
         run.write_graph(uniform["save"][1])
-        return kept(request, _found(request, mode, job, tracer, settled, measurer, run, clock))
+        return kept(request, _found(request, mode, job, traced, measurer, run, clock))
 
 
 def _refuse(request: SearchRequest, device_kind: str) -> None:
@@ -95,8 +94,7 @@ def _found(
     request: SearchRequest,
     mode: CompileMode,
     job: Job,
-    tracer: Tracer,
-    settled: Settled,
+    traced: Traced,
     measurer: WorkerMeasurer,
     run: RunDirectory,
     clock: Clock,
@@ -104,6 +102,7 @@ def _found(
     environment = measurer.environment
     info = environment.device
     room = info.capacity_bytes - used_by_others(measurer)
+    tracer, uniform = traced.tracer, traced.uniform
     blocks = [unit for unit in tracer.units if unit.role == "block"]
 
     def resolve(most: int, least: int) -> ResolvedBudget:
@@ -113,9 +112,9 @@ def _found(
     def eager(share: float) -> dict[str, dict[str, Choice]]:
         """The eager solver's plan for a budget at the same place between the eager peaks."""
         with clock.part("eager solver"):
-            times = nominal_op_times(environment, settled.uniform["recompute"][1])
-            profiled = build_profile(settled.traces, times, settled.uniform)
-            peaks = [profiled.predictor.predict(choices).peak_bytes for choices, _ in settled.uniform.values()]
+            times = nominal_op_times(environment, uniform["recompute"][1])
+            profiled = build_profile(tracer, times, uniform)
+            peaks = [profiled.predictor.predict(choices).peak_bytes for choices, _ in uniform.values()]
             size = min(peaks) + int((max(peaks) - min(peaks)) * min(max(share, 0.0), 1.0))
             problem = profiled.problem(size - info.overhead_bytes)
             refined = refine(problem, profiled.rule, max_calls=REFEREE_CALLS)

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from autockpt.errors import AutockptError
-from autockpt.profiling import Needs, Predictor, Profiled, Uniform, tracer_for, uniform_graphs
+from autockpt.profiling import Needs, Predictor, Profiled, tracer_for
 from autockpt.profiling.menus import representatives
-from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, SearchSpace, Unit, WorkloadSpec, plan_hash
+from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Unit, WorkloadSpec, plan_hash
 from autockpt.schema.files import ScratchFolder
 from autockpt.tracing import Tracer
 from autockpt.workload.shallow import shallow_twin
@@ -26,10 +26,8 @@ OPS_PER_CANDIDATE = 120_000  # ghost-run for one candidate: fewer ghost runs of 
 FEWEST_CALLS, MOST_CALLS = 6, 8
 
 
-def twin_uniform(
-    stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph, space: SearchSpace, hardware: Hardware
-) -> tuple[Tracer, Uniform] | None:
-    """A tracer of the shallow twin, kept open by ``stack``, and its ghost runs; None where the model has no such twin.
+def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph, hardware: Hardware) -> Tracer | None:
+    """A tracer of the shallow twin, kept open by ``stack``; None where the model has no such twin.
 
     ``base`` is the ghost run of the whole model with every unit on save.
     """
@@ -43,9 +41,9 @@ def twin_uniform(
     try:
         small = stack.enter_context(tracer_for(hardware, twin, fallback=False))
         alike = small.trace()
-        if len(small_blocks := alike.blocks()) != TWIN_BLOCKS or _matching(alike, base) is None:
+        if len(alike.blocks()) != TWIN_BLOCKS or _matching(alike, base) is None:
             return None
-        return small, uniform_graphs(small, small_blocks, space.choices)
+        return small
     except AutockptError:
         return None
 
@@ -58,18 +56,23 @@ def transplanted(
     ``needs`` says what a ghost run of the whole model takes of the device.
     """
     times = small.profile.op_times
-    predictor = Predictor(Remembering(traces, base, small.fixed), times, small.host_budget, needs)
-    predictor.learn(small.fixed, base)
+    predictor = Predictor(Remembering(traces, base), times, small.host_budget, needs)
+    predictor.learn({}, base)
     by_kind = {menu.kind: menu for menu in small.profile.menus}
     twins = _matching(small.base, base) or {}
     menus = tuple(
         by_kind[twins[kind]].model_copy(update={"kind": kind, "representative": unit.name})
         for kind, unit in representatives(base.blocks()).items()
     )
+    head = small.head
+    if head is not None:
+        head = head.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})
     lean = dict.fromkeys((unit.name for unit in base.blocks()), menus[-1].items[-1].choice)
     lean |= {name: RECOMPUTE for name in lean if RECOMPUTE in [item.choice for item in menus[-1].items]}
-    leanest = predictor.graph({**lean, **small.fixed})
-    predictor.learn({**lean, **small.fixed}, leanest)
+    leanest = predictor.graph(lean)
+    predictor.learn(lean, leanest)
+    if head is not None:
+        menus = (*menus, small.profile.menus[-1].model_copy(update={"kind": head.kind}))
     profile = small.profile.model_copy(
         update={
             "menus": menus,
@@ -78,7 +81,7 @@ def transplanted(
             "leanest_peak_bytes": min(base.peak_bytes, leanest.peak_bytes),
         }
     )
-    profiled = Profiled(profile, base, predictor, small.used_by_others, small.fixed)
+    profiled = Profiled(profile, base, predictor, small.used_by_others, head)
     profiled.rule(lean)  # its graph is at hand
     return profiled
 
@@ -89,20 +92,15 @@ def calls_per_candidate(base: Graph) -> int:
 
 
 class Remembering:
-    """Ghost runs by plan, the last few remembered; ``base``, that of the choices ``fixed`` alone, always."""
+    """Ghost runs by plan, the last few remembered; ``base``, that of saving everything, always."""
 
-    def __init__(
-        self,
-        trace: Callable[[Mapping[str, Choice]], Graph],
-        base: Graph | None = None,
-        fixed: Mapping[str, Choice] | None = None,
-    ) -> None:
-        self._trace, self._base, self._fixed = trace, base, plan_hash(fixed or {})
+    def __init__(self, trace: Callable[[Mapping[str, Choice]], Graph], base: Graph | None = None) -> None:
+        self._trace, self._base, self._nothing = trace, base, plan_hash({})
         self._graphs: OrderedDict[str, Graph] = OrderedDict()
 
     def __call__(self, choices: Mapping[str, Choice]) -> Graph:
         key = plan_hash(choices)
-        if self._base is not None and key == self._fixed:
+        if self._base is not None and key == self._nothing:
             return self._base
         if key not in self._graphs:
             self._graphs[key] = self._trace(choices)

@@ -40,15 +40,19 @@ def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
     predictor, device = profiled.predictor, profiled.predictor.device
     known = known_plans([u.name for u in profiled.blocks], space.choices)
     predictions = {name: predictor.predict(choices) for name, choices in known.items()}
-    smallest = profiled.smallest_peak(known.values())
-    size = budget.resolve(predictions[NONE].peak_bytes, smallest, device.capacity_bytes - profiled.used_by_others)
+    smallest = plain = profiled.smallest_peak(known.values())
+    if profiled.head is not None and budget.kind == "activation_share":
+        plain = profiled.smallest_peak(known.values(), plain_head=True)
+    size = budget.resolve(predictions[NONE].peak_bytes, plain, device.capacity_bytes - profiled.used_by_others)
     resolved = ResolvedBudget(asked=budget.text, bytes=size, covers=covers(device.kind))
-    refined = refine(profiled.problem(size - device.overhead_bytes), profiled.rule, max_calls=REFEREE_CALLS)
-    if not refined.feasible:
-        raise infeasible(profiled, size, smallest)
-    choices = profiled.whole(refined.choices)
-    predictions[OURS] = predictor.predict(choices)
     binding = predictions[NONE].peak_bytes > size
+    choices = known[NONE]
+    if binding:
+        refined = refine(profiled.problem(size - device.overhead_bytes), profiled.rule, max_calls=REFEREE_CALLS)
+        if not refined.feasible:
+            raise infeasible(profiled, size, smallest)
+        choices = profiled.plan(refined.choices)
+    predictions[OURS] = predictor.predict(choices)
     return Foreseen(resolved, predictions, choices, smallest, binding)
 
 

@@ -11,6 +11,7 @@ from autockpt.errors import InfeasibleError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import Profiled
 from autockpt.schema import (
+    SAVE,
     Budget,
     Choice,
     Prediction,
@@ -86,7 +87,7 @@ class Engine:
     ) -> None:
         self.profiled, self.scorer, self.space, self.limits = profiled, scorer, space, limits
         self.storage, self.clock = storage, clock
-        self.seeds = {name: profiled.whole(choices) for name, choices in (seeds or {}).items()}
+        self.seeds = {name: dict(choices) for name, choices in (seeds or {}).items()}
         self.referee_calls = referee_calls
         self.listener = clock.listener
         self.asked = budget
@@ -99,8 +100,11 @@ class Engine:
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
         self.smallest_peak = profiled.smallest_peak(self.known.values(), calls=max(2, referee_calls // 2))
+        self.plain_smallest = self.smallest_peak  # a share of a range is of plans as everybody knows them
+        if profiled.head is not None and budget.kind == "activation_share":
+            self.plain_smallest = profiled.smallest_peak(self.known.values(), plain_head=True)
         # Until the baselines have run, the best guess of what the budget is in bytes.
-        size = budget.resolve(self._predict(self.known[NONE]).peak_bytes, self.smallest_peak, self.room)
+        size = budget.resolve(self._predict(self.known[NONE]).peak_bytes, self.plain_smallest, self.room)
         self.budget = ResolvedBudget(asked=budget.text, bytes=size, covers=covers(self.device.kind))
         self.started = time.monotonic()
         self.stopped = ""
@@ -180,7 +184,7 @@ class Engine:
         return self._solved(parameters)
 
     def _whole(self, candidate: Candidate) -> Candidate:
-        return Candidate(self.profiled.whole(candidate.choices), candidate.fits)
+        return Candidate(self.profiled.plan(candidate.choices), candidate.fits)
 
     def _solved(self, parameters: Parameters, calls: int | None = None) -> Candidate:
         found = from_knobs(
@@ -203,7 +207,7 @@ class Engine:
         solved = (self._solved({"margin": m}).choices for m in self.space.margins)
         plans = [*self.known.values(), *self.seeds.values(), *solved]
         menus = self._menus()
-        labels: list[Parameters] = [{name: label(plan[name]) for name in menus} for plan in plans]
+        labels: list[Parameters] = [{name: label(plan.get(name, SAVE)) for name in menus} for plan in plans]
         return [point for point in labels if all(point[n] in menu for n, menu in menus.items())]
 
     def _hidden(self, plain: Parameters) -> list[Parameters]:
@@ -233,7 +237,7 @@ class Engine:
         known = {name: c for name, c in self.known.items() if not self._over_host(c)}
         peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.book.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
-        leanest = min(self.smallest_peak + unseen_bytes(self.book.scored), *peaks.values())
+        leanest = min(self.plain_smallest + unseen_bytes(self.book.scored), *peaks.values())
         size = self.asked.resolve(peaks[NONE], leanest, self.room)
         self.budget = self.budget.model_copy(update={"bytes": size})
         none = self.book.find(self.known[NONE])
@@ -264,7 +268,7 @@ class Engine:
                 self._try(choices, name, "baseline", {}, enforce=False)
             else:
                 self.listener.advance()
-        if not (self.book.scored or self.profiled.fixed) and self.scorer.source == "measured":
+        if not self.book.scored and self.profiled.head is None and self.scorer.source == "measured":
             raise self._infeasible()
 
     def _open_study(self) -> Study:
@@ -360,7 +364,7 @@ class Engine:
         optimum = exact(self._problem(prices.scale, 0))
         if not optimum.feasible:
             return False
-        bound = prices.predict(self.unpriced, self.profiled.whole(optimum.choices)) - prices.error_seconds
+        bound = prices.predict(self.unpriced, optimum.choices) - prices.error_seconds
         noise = best.measured.noise if best.measured is not None else 0.0
         return best.score_seconds * (1 - noise) <= bound
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autockpt.schema import Budget, Choice, Listener, SearchSpace, StageTime, WorkloadSpec
-from autockpt.schema.choices import dump_choice
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,7 @@ class Limits:
 class Job:
     """One question: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
 
-    ``fixed`` are choices that every plan of ours has besides those for blocks, ``seeds`` plans to try early, by name;
-    ``host_budget`` bounds what offloading may claim on the host, in bytes.
+    ``seeds`` are plans to try early, by name; ``host_budget`` bounds what offloading may claim on the host, in bytes.
     """
 
     name: str
@@ -54,15 +52,13 @@ class Job:
     limits: Limits
     notes: tuple[str, ...] = field(default=())
     host_budget: int | None = None
-    fixed: Mapping[str, Choice] = field(default_factory=dict)
     seeds: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
 
     @property
     def workload_key(self) -> str:
         """What op times other than those of single ops depend on."""
         described = self.spec.model_dump(mode="json") if self.spec else dict(self.settings)
-        fixed = [{name: dump_choice(choice) for name, choice in self.fixed.items()}] if self.fixed else []
-        return json.dumps([described, self.name, *fixed], default=str)
+        return json.dumps([described, self.name], default=str)
 
 
 class Clock:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autockpt.schema import (
+    SAVE,
     Choice,
     Comparison,
     Environment,
@@ -85,6 +86,19 @@ def make_plan(
         baselines=tuple(rows[:-1]),
         notes=tuple(notes),
     )
+
+
+def listed_units(units: Sequence[Unit], head: Unit | None, choices: Mapping[str, Choice]) -> tuple[Unit, ...]:
+    """The units that a plan lists: the output head only where it has a choice."""
+    return (*units, *([head] if head is not None and choices.get(head.name, SAVE) != SAVE else []))
+
+
+def said_of_head(head: Unit | None, choices: Mapping[str, Choice]) -> tuple[str, ...]:
+    """A note on what a plan does with the output head, where that is anything."""
+    if head is None or (choice := choices.get(head.name, SAVE)) == SAVE:
+        return ()
+    bits = "bit-equal with plain training's" if choice.exact else "equal to plain training's only up to rounding"
+    return (f"The output head runs with `{head.name}: {choice}`: gradients are {bits}.",)
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool | None]:

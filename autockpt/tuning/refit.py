@@ -8,31 +8,25 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autockpt.schema import Choice, Problem, Trial, option_of
+from autockpt.schema import SAVE, Choice, Problem, Trial, option_of
+from autockpt.schema.choices import choice_kinds
 
 PRIOR_WEIGHT = 0.3  # one measured trial outweighs the profile about three to one
 PRIOR_ERROR = 0.2  # of the profile's prices, as a share: what is within the noise of measurements leaves them alone
+HEAD_WEIGHT = 0.03  # the same for what only the output head may do
 SCALE_RANGE = (0.2, 5.0)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """``seconds ≈ base_seconds + Σ scale[kind] · priced seconds``; ``error_seconds`` is the largest miss so far.
-
-    ``others`` are seconds that choices of units outside of the problem (the output head's) add to that.
-    """
+    """``seconds ≈ base_seconds + Σ scale[kind] · priced seconds``; ``error_seconds`` is the largest miss so far."""
 
     base_seconds: float
     scale: dict[str, float] = field(default_factory=dict)
     error_seconds: float = 0.0
-    others: dict[str, float] = field(default_factory=dict)
 
     def predict(self, problem: Problem, choices: Mapping[str, Choice]) -> float:
         """Step seconds of an assignment. ``problem`` must carry unscaled prices."""
-        return self.priced(problem, choices) + sum(self.others.get(name, 0.0) for name in _others(problem, choices))
-
-    def priced(self, problem: Problem, choices: Mapping[str, Choice]) -> float:
-        """The same without ``others``."""
         return self.base_seconds + sum(
             self.scale.get(kind, 1.0) * seconds for kind, seconds in _features(problem, choices).items()
         )
@@ -43,27 +37,27 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
 
     ``problem`` must carry unscaled prices.
     """
+    head_only = set(choice_kinds("head")) - set(choice_kinds("block"))
     scored = [t for t in trials if math.isfinite(t.score_seconds) and priced(problem, t.choices)]
     if not scored:
         return Fit(problem.base_seconds)
     rows = [_features(problem, t.choices) for t in scored]
     kinds = sorted({kind for row in rows for kind in row})
-    others = sorted({name for t in scored for name in _others(problem, t.choices)})
     seconds = np.array([t.score_seconds for t in scored])
     matrix = np.array([[1.0] + [row.get(kind, 0.0) for kind in kinds] for row in rows])
-    beside = np.array([[float(name in _others(problem, t.choices)) for name in others] for t in scored])
     # The prior pulls each scale to 1 with the weight of a fraction of a typical trial, and with no less than the noise
-    # asks for: what a choice adds in all may be less than that, and its scale would be noise. The base is left free.
+    # asks for: what a choice adds in all may be less than that, and its scale would be noise. The base is left free,
+    # the output head's price nearly so: a small difference of large numbers, of which not even the sign is sure.
+    head = np.array([kind in head_only for kind in kinds], dtype=bool)
     spread = np.maximum(np.abs(matrix[:, 1:]).max(axis=0, initial=0.0), 1e-9)
-    weight = np.maximum(PRIOR_WEIGHT * spread, _noise_seconds(scored) / PRIOR_ERROR)
-    prior = np.hstack([np.zeros((len(kinds), 1)), np.diag(weight), np.zeros((len(kinds), len(others)))])
-    left = np.vstack([np.hstack([matrix, beside]), prior])
-    right = np.concatenate([seconds, weight])
-    solution, *_ = np.linalg.lstsq(left, right, rcond=None)
-    priced_kinds, added = solution[1 : 1 + len(kinds)], solution[1 + len(kinds) :]
-    scale = {kind: float(np.clip(value, *SCALE_RANGE)) for kind, value in zip(kinds, priced_kinds, strict=True)}
-    rest = seconds - matrix[:, 1:] @ np.array([scale[kind] for kind in kinds]) - beside @ added
-    partial = Fit(float(np.median(rest)), scale, others=dict(zip(others, map(float, added), strict=True)))
+    noisy = np.where(head, 0.0, _noise_seconds(scored) / PRIOR_ERROR)
+    weight = np.maximum(np.where(head, HEAD_WEIGHT, PRIOR_WEIGHT) * spread, noisy)
+    left = np.vstack([matrix, np.hstack([np.zeros((len(kinds), 1)), np.diag(weight)])])
+    solution, *_ = np.linalg.lstsq(left, np.concatenate([seconds, weight]), rcond=None)
+    low, high = np.where(head, -np.inf, SCALE_RANGE[0]), np.where(head, np.inf, SCALE_RANGE[1])
+    scale = dict(zip(kinds, map(float, np.clip(solution[1:], low, high)), strict=True))
+    rest = seconds - matrix[:, 1:] @ np.array([scale[kind] for kind in kinds])
+    partial = Fit(float(np.median(rest)), scale)
     errors = [abs(partial.predict(problem, t.choices) - t.score_seconds) for t in scored]
     return replace(partial, error_seconds=max(errors))
 
@@ -85,20 +79,15 @@ def unseen_bytes(trials: Sequence[Trial]) -> int:
 
 def priced(problem: Problem, choices: Mapping[str, Choice]) -> bool:
     """Whether the problem knows a price for every choice: plans from elsewhere may have others."""
-    return all(choices.get(unit.name) in [option.choice for option in unit.options] for unit in problem.units)
-
-
-def _others(problem: Problem, choices: Mapping[str, Choice]) -> list[str]:
-    """What a plan has for units that the problem does not decide on."""
-    inside = {unit.name for unit in problem.units}
-    return [f"{name}: {choice}" for name, choice in choices.items() if name not in inside and choice.kind != "save"]
+    offered = {unit.name: [option.choice for option in unit.options] for unit in problem.units}
+    return all(choice in offered.get(name, [SAVE]) for name, choice in choices.items())
 
 
 def _features(problem: Problem, choices: Mapping[str, Choice]) -> dict[str, float]:
     """Priced extra seconds by choice kind, over all units."""
     total: dict[str, float] = {}
     for unit in problem.units:
-        choice = choices[unit.name]
+        choice = choices.get(unit.name, SAVE)
         if choice.kind != "save":
             total[choice.kind] = total.get(choice.kind, 0.0) + option_of(unit, choice).seconds
     return total

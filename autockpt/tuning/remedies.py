@@ -6,7 +6,7 @@ Every change is judged with the same choice on every layer, so a search after it
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,26 +15,29 @@ from typing import Any, get_args
 import torch
 
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError
-from autockpt.profiling import Needs, Predictor, Uniform, promised_bytes, tracer_for, uniform_graphs
+from autockpt.profiling import Needs, Predictor, Uniform, nominal_op_times, promised_bytes, tracer_for, uniform_graphs
 from autockpt.schema import (
     Choice,
+    Environment,
     Graph,
     Hardware,
+    OpTimes,
     Prediction,
     SearchRequest,
     WorkloadSpec,
     format_bytes,
     plan_hash,
 )
-from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema.choices import CHUNKED_LOSS, ChunkedLoss
 from autockpt.schema.remedy import WayOut
 from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer
-from autockpt.tuning.head import FixedTracer, Times
 from autockpt.tuning.job import Clock
-from autockpt.tuning.stages import blocks_of
+from autockpt.tuning.stages import CHUNKS, blocks_of
 
+Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
 MOST = 3
+WORTH = 0.01  # by less the head's chunks are no way out
 SHARD, MOST_RANKS = "--shard", 64
 LORA_RANK = 16
 SHORTEST = 128  # tokens
@@ -115,6 +118,29 @@ def explained(
         return error
     with clock.stage("look for ways out"):
         return with_ways_out(error, ways_out(request.workload, settings, uniform, bench, chunked=request.allow_inexact))
+
+
+def way_out(
+    error: InfeasibleError, tracer: Tracer, uniform: Uniform, overhead: int, way: str = "--allow-inexact"
+) -> InfeasibleError:
+    """The same error; its remedy names the ``way`` to inexact choices where a ghost run shows that they lower the
+    smallest peak."""
+    if tracer.head is None:
+        return error
+    choices, graph = min(uniform.values(), key=lambda pair: pair[1].peak_bytes)
+    chunked = tracer.trace({**choices, tracer.head.name: ChunkedLoss(tokens=CHUNKS[0])}).peak_bytes
+    if chunked >= graph.peak_bytes * (1 - WORTH):
+        return error
+    remedy = (
+        f"{error.remedy} Or add {way}: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
+        f"{format_bytes(chunked + overhead)}, with gradients equal up to rounding."
+    )
+    return InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak)
+
+
+def nominal(environment: Environment) -> Times:
+    """Nominal rates of the kind of device."""
+    return lambda graphs: nominal_op_times(environment, *graphs)
 
 
 def with_ways_out(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:
@@ -275,7 +301,7 @@ class _Variant:
         for kind in sorted(fitting, key=lambda kind: fitting[kind].step_seconds or 0.0):
             if tracer is not self._tracer:
                 choices, _ = self._uniform[kind]
-                whole = _fitting(self._bench, {kind: (choices, self._fixed(tracer).trace(choices))})
+                whole = _fitting(self._bench, {kind: (choices, tracer.trace(choices))})
                 if kind not in whole:
                     continue
                 fitting[kind] = whole[kind]
@@ -292,14 +318,17 @@ class _Variant:
             relative_cost=(best.step_seconds or 0.0) / work / standard if standard else 1.0,
         )
 
-    def _fixed(self, tracer: Tracer) -> FixedTracer:
-        return FixedTracer(tracer, {tracer.head.name: CHUNKED_LOSS} if self._change.chunked and tracer.head else {})
+    @property
+    def _besides(self) -> dict[str, Choice]:
+        """What the output head does."""
+        head = self._tracer.head
+        return {head.name: CHUNKED_LOSS} if self._change.chunked and head is not None else {}
 
     def _run(self, kind: str) -> bool:
         """Ghost-run a choice on every layer, once; whether it can be attached."""
         if kind not in self._uniform:
             try:
-                self._uniform |= uniform_graphs(self._fixed(self._tracer), blocks_of(self._tracer), (kind,))
+                self._uniform |= uniform_graphs(self._tracer, blocks_of(self._tracer), (kind,), self._besides)
             except ConflictError:
                 return False
         return True
@@ -311,7 +340,8 @@ def _fitting(bench: Bench, uniform: Uniform) -> dict[str, Prediction]:
 
 def _predictions(bench: Bench, uniform: Uniform) -> dict[str, Prediction]:
     graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
-    predictor = Predictor(lambda choices: graphs[plan_hash(choices)], bench.times(uniform), needs=bench.needs)
+    times = bench.times(list(graphs.values()))
+    predictor = Predictor(lambda choices: graphs[plan_hash(choices)], times, needs=bench.needs)
     return {kind: predictor.predict(choices) for kind, (choices, _) in uniform.items()}
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
     Profiled,
-    Uniform,
     build_profile,
     cached_op_times,
     leanest,
@@ -35,7 +33,6 @@ from autockpt.schema import (
     SearchRequest,
     SearchSpace,
     Silence,
-    Unit,
     load_space,
     parse_budget,
     parse_size,
@@ -43,14 +40,13 @@ from autockpt.schema import (
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
 from autockpt.tuning.compiled import compiled_search
-from autockpt.tuning.head import Settled, nominal, settle, units_of, way_out
 from autockpt.tuning.job import Clock, Job, Limits
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.pairing import Pairing
-from autockpt.tuning.remedies import Bench, explained
+from autockpt.tuning.remedies import Bench, explained, nominal, way_out
 from autockpt.tuning.scoring import RealSteps, confirmation
 from autockpt.tuning.simulated import simulate_search
-from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, job_of, kept, uniform_plans
+from autockpt.tuning.stages import Traced, enter_run, find_plan, foresee_plan, job_of, kept, traced
 from autockpt.workload import fingerprint, from_live, refuse_simulated
 
 
@@ -79,28 +75,19 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
             stack.enter_context(worker)
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
-            uniform, space, refused = uniform_plans(tracer, request.space)
-        settled = Settled({}, tracer, uniform, request.budget)
+            found = traced(tracer, request.space, request.allow_inexact)
         # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
         variables = {**process_environment(request.device), **os.environ}
         here = environment_of(device, variables) if worker is None else worker.environment
-        if space.head or request.allow_inexact:
-            with clock.stage("weigh the output head"):
-
-                def others() -> int:
-                    return device.used_by_others() if worker is None else used_by_others(worker)
-
-                settled = _settled(settled, tracer, space, here, others, request.host_budget, request.allow_inexact)
-        stack.enter_context(_naming_ways_out(request, tracer, uniform, device, here, clock))
-        job = job_of(request, tracer, settled, space, refused)
-        units = units_of(tracer.units, tracer.head, settled.fixed)
+        stack.enter_context(_naming_ways_out(request, found, device, here, clock))
+        job = job_of(request, found, request.budget)
         if worker is None:
-            outcome = _dry_run(job, units, settled, clock, device, here)
+            outcome = _dry_run(job, found, clock, device, here)
         else:
             with clock.stage("build"):
                 environment = worker.environment
-            run = enter_run(stack, request, job, environment, tracer.units, settled)
-            outcome = _searched(job, units, settled, worker, run, request.storage or run.storage, clock)
+            run = enter_run(stack, request, job, environment, tracer.units)
+            outcome = _searched(job, found, worker, run, request.storage or run.storage, clock)
         return kept(request, outcome)
 
 
@@ -168,34 +155,27 @@ def search(
         measurer = stack.enter_context(LocalMeasurer(workload, host_budget=host))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_workload(workload))
-            uniform, chosen, refused = uniform_plans(tracer, chosen)
-        settled = Settled({}, tracer, uniform, parsed)
+            found = traced(tracer, chosen, allow_inexact)
         environment = measurer.environment
-        if chosen.head or allow_inexact:
-            with clock.stage("weigh the output head"):
-                others = partial(used_by_others, measurer)
-                settled = _settled(settled, tracer, chosen, environment, others, host, allow_inexact)
         if not allow_inexact:
             way = "allow_inexact=True"
-            stack.enter_context(_naming_the_way_out(tracer, uniform, environment.device.overhead_bytes, way))
-        said = (*([settled.note] if settled.note else []), *workload.notes, *uniform["save"][1].notes, *refused)
+            stack.enter_context(_naming_the_way_out(found, environment.device.overhead_bytes, way))
+        said = (*workload.notes, *found.uniform["save"][1].notes, *found.notes)
         job = Job(
             name=type(model).__name__,
             spec=None,
             settings=dict(workload.settings),
             notes=said,
-            budget=settled.budget,
-            space=chosen,
+            budget=parsed,
+            space=found.space,
             limits=limits,
             host_budget=host,
-            fixed=settled.fixed,
         )
         run = None
         if out is not None:
-            run = _directory_of_live(job, measurer, tracer, Path(out), parsed.text, settled)
+            run = _directory_of_live(job, measurer, tracer, Path(out), parsed.text)
             stack.enter_context(run.lock())
-        units = units_of(tracer.units, tracer.head, settled.fixed)
-        outcome = _searched(job, units, settled, measurer, run, run.storage if run else "sqlite://", clock)
+        outcome = _searched(job, found, measurer, run, run.storage if run else "sqlite://", clock)
     if outcome.plan is None:
         raise KeyboardInterrupt
     return outcome.plan
@@ -219,9 +199,7 @@ def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
     return Limits(trials, timeout, seed)
 
 
-def _directory_of_live(
-    job: Job, measurer: Measurer, tracer: Tracer, out: Path, budget: str, settled: Settled
-) -> RunDirectory:
+def _directory_of_live(job: Job, measurer: Measurer, tracer: Tracer, out: Path, budget: str) -> RunDirectory:
     """The run's directory of a live model: its question is the structure and everything else that was said."""
     environment = measurer.environment
     question = {
@@ -233,14 +211,13 @@ def _directory_of_live(
         "device": environment.device.model_dump(mode="json", exclude={"overhead_bytes"}),
         "seed": job.limits.seed,
         **({"host_budget": job.host_budget} if job.host_budget is not None else {}),
-        **({"fixed": settled.described} if settled.fixed else {}),
     }
     return RunDirectory.enter(out, question, model=job.name, device=environment.device.kind, budget=budget)
 
 
 @contextmanager
 def _naming_ways_out(
-    request: SearchRequest, tracer: Tracer, uniform: Uniform, device: Device, environment: Environment, clock: Clock
+    request: SearchRequest, found: Traced, device: Device, environment: Environment, clock: Clock
 ) -> Iterator[None]:
     """A budget that nothing fits is said with changes of the job that would fit."""
     try:
@@ -248,69 +225,46 @@ def _naming_ways_out(
     except InfeasibleError as error:
         if request.budget.kind not in ("bytes", "auto"):
             overhead = environment.device.overhead_bytes
-            raise error if request.allow_inexact else way_out(error, tracer, uniform, overhead) from None
+            raise error if request.allow_inexact else way_out(error, found.tracer, found.uniform, overhead) from None
         room = environment.device.capacity_bytes - device.used_by_others()
         budget = min(request.budget.size or room, room)
-        bench = Bench(budget, device.torch_device, nominal(environment), tuple(uniform), seconds=False)
-        raise explained(error, request, tracer.settings, uniform, bench, clock) from None
+        bench = Bench(budget, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
+        raise explained(error, request, found.tracer.settings, found.uniform, bench, clock) from None
 
 
 @contextmanager
-def _naming_the_way_out(
-    tracer: Tracer, uniform: Uniform, overhead: int, way: str = "--allow-inexact"
-) -> Iterator[None]:
+def _naming_the_way_out(found: Traced, overhead: int, way: str) -> Iterator[None]:
     """A budget that nothing fits is said to be within reach of the ``way`` to inexact choices where that is so."""
     try:
         yield
     except InfeasibleError as error:
-        raise way_out(error, tracer, uniform, overhead, way) from None
+        raise way_out(error, found.tracer, found.uniform, overhead, way) from None
 
 
-def _settled(
-    plain: Settled,
-    tracer: Tracer,
-    space: SearchSpace,
-    environment: Environment,
-    others: Callable[[], int],
-    host_budget: int | None,
-    inexact: bool,
-) -> Settled:
-    """What the output head does in every plan; ``others``: device bytes in use, asked for only where they count."""
-    times = nominal(environment)
-
-    def profiled() -> Profiled:
-        return build_profile(plain.traces, times(plain.uniform), plain.uniform, host_budget=host_budget)
-
-    def room() -> int:
-        return environment.device.capacity_bytes - others()
-
-    return settle(plain, tracer.head, space, times=times, room=room, profiled=profiled, inexact=inexact)
-
-
-def _profiled(job: Job, settled: Settled, measurer: Measurer, clock: Clock) -> Profiled:
+def _profiled(job: Job, found: Traced, measurer: Measurer, clock: Clock) -> Profiled:
     """Op times, menus and predictions of the workload on the measurer's device."""
-    uniform = settled.uniform
     device = measurer.environment.device
     others = used_by_others(measurer)
     room = device.capacity_bytes - device.overhead_bytes - others
     try:
         with clock.part("measured steps"):
-            times = measure_op_times(measurer, uniform, job.workload_key, room=room, host_budget=job.host_budget)
+            times = measure_op_times(
+                measurer, found.uniform, job.workload_key, room=room, host_budget=job.host_budget, head=found.heads
+            )
     except DeviceOutOfMemory as error:
         raise InfeasibleError(
             f"the leanest plan does not run on this device: {error.message}",
             remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
-            smallest_peak=leanest(uniform)[1].peak_bytes,
+            smallest_peak=leanest(found.uniform)[1].peak_bytes,
         ) from None
     return build_profile(
-        settled.traces, times, uniform, used_by_others=others, host_budget=job.host_budget, fixed=settled.fixed
+        found.tracer, times, found.uniform, used_by_others=others, host_budget=job.host_budget, head=found.heads
     )
 
 
 def _searched(
     job: Job,
-    units: Sequence[Unit],
-    settled: Settled,
+    found: Traced,
     measurer: Measurer,
     run: RunDirectory | None,
     storage: str,
@@ -319,19 +273,18 @@ def _searched(
     """Profile on the device, search by real steps, write the plan."""
     confirm = confirmation(job.spec, measurer, host_budget=job.host_budget)
     with clock.stage("profile"):
-        profiled = _profiled(job, settled, measurer, clock)
+        profiled = _profiled(job, found, measurer, clock)
     # on other devices a plan's first cycle after another's has its memory to get first
     pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
-    return find_plan(job, units, profiled, RealSteps(measurer, clock, confirm, pairing), run, storage, clock)
+    return find_plan(job, found.tracer, profiled, RealSteps(measurer, clock, confirm, pairing), run, storage, clock)
 
 
-def _dry_run(
-    job: Job, units: Sequence[Unit], settled: Settled, clock: Clock, device: Device, environment: Environment
-) -> SearchOutcome:
+def _dry_run(job: Job, found: Traced, clock: Clock, device: Device, environment: Environment) -> SearchOutcome:
     """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
-    _, graph = leanest(within_host(settled.uniform, environment.device, job.host_budget))
-    disk = wants_disk(settled.uniform, environment.device, job.host_budget)
-    times = cached_op_times(environment, graph, job.workload_key, disk=disk)
+    _, graph = leanest(within_host(found.uniform, environment.device, job.host_budget))
+    disk = wants_disk(found.uniform, environment.device, job.host_budget)
+    graphs = [graph, *(found.heads.graphs.values() if found.heads else [])]
+    times = cached_op_times(environment, graphs, job.workload_key, disk=disk)
     if times is None:
         note = (
             "no op times of this workload are known on this device: choices were ranked by nominal rates, "
@@ -339,14 +292,14 @@ def _dry_run(
         )
         job = replace(job, notes=(*job.notes, note))
     with clock.stage("solve"):
-        times_used = times or nominal_op_times(environment, graph)
+        times_used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
         others = device.used_by_others()
         profiled = build_profile(
-            settled.traces,
+            found.tracer,
             times_used,
-            settled.uniform,
+            found.uniform,
             used_by_others=others,
             host_budget=job.host_budget,
-            fixed=settled.fixed,
+            head=found.heads,
         )
-    return foresee_plan(job, units, profiled, clock, seconds=times is not None)
+    return foresee_plan(job, found.tracer, profiled, clock, seconds=times is not None)

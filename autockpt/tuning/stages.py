@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from autockpt.errors import PlanError, UsageError
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import Profiled, Uniform, uniform_graphs
+from autockpt.profiling import Heads, Profiled, Traces, Uniform, head_graphs, uniform_graphs
 from autockpt.schema import (
     SAVE,
+    Budget,
     Choice,
     Comparison,
     DeviceInfo,
     Environment,
+    Graph,
     Plan,
     PlanStatus,
     SearchOutcome,
@@ -21,16 +24,52 @@ from autockpt.schema import (
     SearchSpace,
     StageTime,
     Unit,
+    parse_choice,
 )
+from autockpt.schema.choices import ChunkedLoss
 from autockpt.tracing import Tracer
 from autockpt.tuning.candidates import REFEREE_CALLS
 from autockpt.tuning.dryrun import foresee
 from autockpt.tuning.engine import Engine, Found
-from autockpt.tuning.head import Settled
 from autockpt.tuning.job import Clock, Job, Limits
-from autockpt.tuning.outcome import make_plan, plain, scored_rows, simulated_rows
+from autockpt.tuning.outcome import listed_units, make_plan, plain, said_of_head, scored_rows, simulated_rows
 from autockpt.tuning.scoring import Scorer
 from autockpt.workload import fingerprint
+
+CHUNKS = (256, 1024, 4096)
+"""Tokens of a chunk, where head and loss run in chunks: fewer hold fewer logits, more keep a device busier."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Ghost runs that a search begins with, and the space without choices that the model refuses.
+
+    ``uniform`` are plans with one choice on every layer, ``heads`` those with a choice on the output head alone. With a
+    ``twin``, a shallow model that stands for a deep one, they are of that; ``base`` is the whole model's plain step.
+    """
+
+    tracer: Tracer
+    uniform: Uniform
+    heads: Heads | None
+    space: SearchSpace
+    notes: tuple[str, ...] = ()
+    twin: Traces | None = None
+    base: Graph | None = None
+
+
+def traced(tracer: Tracer, space: SearchSpace, inexact: bool, notes: Sequence[str] = ()) -> Traced:
+    """Ghost-run what a search begins with. Raises UsageError for a model without blocks to choose for."""
+    uniform, space, refused = uniform_plans(tracer, space)
+    if inexact and tracer.head is None:
+        refused = (*refused, "--allow-inexact changes nothing: the model has no output head")
+    heads = head_graphs(tracer, tracer.head, head_choices(space, inexact))
+    return Traced(tracer, uniform, heads, space, (*notes, *refused))
+
+
+def head_choices(space: SearchSpace, inexact: bool) -> tuple[Choice, ...]:
+    """What the output head may do besides saving."""
+    chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
+    return (*map(parse_choice, space.head), *(chunked if inexact else ()))
 
 
 def uniform_plans(tracer: Tracer, space: SearchSpace) -> tuple[Uniform, SearchSpace, tuple[str, ...]]:
@@ -62,43 +101,43 @@ def allowed(space: SearchSpace, uniform: Uniform) -> tuple[SearchSpace, tuple[st
     return space.restricted((*uniform, *space.head)), (note,)
 
 
-def job_of(request: SearchRequest, tracer: Tracer, settled: Settled, space: SearchSpace, refused: Sequence[str]) -> Job:
-    """The question of a described workload, with what became known of it; ``refused``: notes of ``uniform_plans``."""
-    seeds, doubts = _seeds(request, tracer, settled.fixed)
+def job_of(request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = ()) -> Job:
+    """The question of a described workload, with what became known of it."""
+    tracer = found.tracer
+    seeds, doubts = _seeds(request, found)
     return Job(
         name=request.workload.model,
         spec=request.workload,
         settings=dict(tracer.settings),
         notes=(
             *request.notes,
-            *([settled.note] if settled.note else []),
             *tracer.notes,
-            *settled.uniform["save"][1].notes,
-            *refused,
+            *(found.base or found.uniform["save"][1]).notes,
+            *found.notes,
+            *notes,
             *doubts,
         ),
-        budget=settled.budget,
-        space=space,
+        budget=budget,
+        space=found.space,
         limits=Limits(request.trials, request.timeout, request.seed),
         host_budget=request.host_budget,
-        fixed=settled.fixed,
         seeds=seeds,
     )
 
 
-def _seeds(
-    request: SearchRequest, tracer: Tracer, fixed: Mapping[str, Choice]
-) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
-    """The choices for blocks of the plan to start from. Raises PlanError where it belongs to another model."""
+def _seeds(request: SearchRequest, found: Traced) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
+    """The plan to start from, with choices for units that are planned for. Raises PlanError for another model's."""
+    tracer = found.tracer
     plan = request.start
     if plan is None:
         return {}, ()
     blocks = [u.name for u in tracer.units if u.role == "block"]
-    chosen = plan.choices_for(tracer.units, tracer.head)
-    rest = {name: choice for name, choice in chosen.items() if name not in blocks and choice != SAVE}
-    left_out = sorted(name for name, choice in rest.items() if choice != fixed.get(name))
+    heads = found.heads
+    chosen = {n: c for n, c in plan.choices_for(tracer.units, tracer.head).items() if c != SAVE}
+    kept = {n: c for n, c in chosen.items() if n in blocks or (heads and n == heads.unit.name and c in heads.graphs)}
+    left_out = sorted(set(chosen) - set(kept))
     notes = (f"of the plan to start from, {', '.join(left_out)} was left out",) if left_out else ()
-    return {f"{plan.status} plan": {name: chosen.get(name, SAVE) for name in blocks}}, notes
+    return {f"{plan.status} plan": {**dict.fromkeys(blocks, SAVE), **kept}}, notes
 
 
 def kept(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:
@@ -119,7 +158,6 @@ def enter_run(
     job: Job,
     environment: Environment,
     units: Sequence[Unit],
-    settled: Settled,
     *,
     device: str | None = None,
 ) -> RunDirectory:
@@ -127,10 +165,9 @@ def enter_run(
 
     Raises RunDirectoryError where it is another question's, corrupt or in use.
     """
-    more = {"fixed": settled.described} if settled.fixed else {}
     run = RunDirectory.enter(
         request.out,
-        request.question(environment, model_fingerprint=fingerprint(units), **more),
+        request.question(environment, model_fingerprint=fingerprint(units)),
         model=job.name,
         device=device or environment.device.kind,
         budget=request.budget.text,
@@ -177,7 +214,7 @@ def outcome_of(
 
 def find_plan(
     job: Job,
-    units: Sequence[Unit],
+    tracer: Tracer,
     profiled: Profiled,
     scorer: Scorer,
     run: RunDirectory | None,
@@ -211,11 +248,12 @@ def find_plan(
     rows = scored_rows(engine.known, found.trials, found.best, job.host_budget)
     plan = None
     if found.best is not None:
+        found.notes.extend(said_of_head(tracer.head, found.best.choices))
         notes = (*job.notes, *found.notes) if scorer.source == "simulated" else found.notes
         plan = make_plan(
             job,
             found.best.choices,
-            units,
+            listed_units(tracer.units, tracer.head, found.best.choices),
             environment,
             found.budget,
             source=scorer.source,
@@ -238,7 +276,7 @@ def find_plan(
     )
 
 
-def foresee_plan(job: Job, units: Sequence[Unit], profiled: Profiled, clock: Clock, *, seconds: bool) -> SearchOutcome:
+def foresee_plan(job: Job, tracer: Tracer, profiled: Profiled, clock: Clock, *, seconds: bool) -> SearchOutcome:
     """The solver's plan and what ghost runs say of it and of the well-known ones; nothing is tried or written.
 
     ``seconds``: whether op times are good for more than ranking. Raises InfeasibleError.
@@ -246,17 +284,18 @@ def foresee_plan(job: Job, units: Sequence[Unit], profiled: Profiled, clock: Clo
     with clock.stage("solve"):
         foreseen = foresee(profiled, job.budget, job.space)
     environment = profiled.profile.op_times.environment
+    notes = (*job.notes, *said_of_head(tracer.head, foreseen.choices))
     rows = simulated_rows(foreseen.predictions, seconds=seconds, host_budget=job.host_budget)
     return SearchOutcome(
         plan=make_plan(
             job,
             foreseen.choices,
-            units,
+            listed_units(tracer.units, tracer.head, foreseen.choices),
             environment,
             foreseen.budget,
             source="simulated",
             rows=rows,
-            notes=job.notes,
+            notes=notes,
             host_budget=job.host_budget,
         ),
         source="simulated",
@@ -269,5 +308,5 @@ def foresee_plan(job: Job, units: Sequence[Unit], profiled: Profiled, clock: Clo
         stopped="dry run",
         smallest_peak=foreseen.smallest_peak,
         stages=tuple(clock.stages),
-        notes=job.notes,
+        notes=notes,
     )

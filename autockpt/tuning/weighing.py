@@ -57,7 +57,7 @@ def foreseen(problem: Problem, trials: Sequence[Trial]) -> Foreseen:
     for trial in scored:
         expected = fitted.predict(problem, trial.choices)
         if trial.predicted is not None and trial.predicted.step_seconds is not None:
-            prices = fitted.priced(problem, trial.choices) - profile.priced(problem, trial.choices)
+            prices = fitted.predict(problem, trial.choices) - profile.predict(problem, trial.choices)
             simulated = trial.predicted.step_seconds + prices
             expected = simulated if simulated > 0 else expected
         seconds[trial.number] = max(expected, 1e-9)

@@ -23,7 +23,8 @@ def test_a_budget(tmp_path: Path) -> None:
     assert said.fits and said.budget is not None and said.smallest_peak <= said.peak_bytes <= said.budget.bytes
     assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
     assert max(said.curve.total) == said.peak_bytes
-    (front,) = said.fronts
+    front, head = said.fronts
+    assert head.units == "lm_head" and {str(b.choice) for b in head.bargains} <= {"save", "chunked_softmax"}
     assert sum(b.taken for b in front.bargains) == front.count == len(said.choices)
     assert said.why is not None and said.why.chosen.peak_bytes == said.peak_bytes and said.why.best is None
     assert any(step.ours for step in said.budgets)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from autockpt.profiling import build_profile, tracer_for, uniform_graphs
+from autockpt.profiling import build_profile, head_graphs, tracer_for, uniform_graphs
 from autockpt.schema import SAVE, WorkloadSpec, load_space, plan_hash
+from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.tracing import Tracer
 from autockpt.tuning import depth
 from autockpt.tuning.simulated import modelled
@@ -38,18 +39,24 @@ def test_the_menus_are_those_of_the_whole_model(spec: WorkloadSpec, lora: int | 
         tracer = stack.enter_context(tracer_for(card, spec))
         blocks = [u for u in tracer.units if u.role == "block"]
         whole = uniform_graphs(tracer, blocks, space.choices)
-        twin = depth.twin_uniform(stack, spec, tracer, whole["save"][1], space, card)
-        assert twin is not None and len(twin[1]["save"][1].blocks()) == depth.TWIN_BLOCKS
-        times = modelled(card, {**twin[1], **{f"whole {k}": v for k, v in whole.items()}})
-        mine = depth.transplanted(build_profile(twin[0], times, twin[1]), whole["save"][1], tracer.trace)
-        real = build_profile(tracer, times, whole)
+        twin = depth.open_twin(stack, spec, tracer, whole["save"][1], card)
+        assert twin is not None
+        small_blocks = [u for u in twin.units if u.role == "block"]
+        assert len(small_blocks) == depth.TWIN_BLOCKS
+        small = uniform_graphs(twin, small_blocks, space.choices)
+        heads = [head_graphs(traces, tracer.head, [CHUNKED_SOFTMAX]) for traces in (twin, tracer)]
+        graphs = [graph for _, graph in (*small.values(), *whole.values())]
+        times = modelled(card, [*graphs, *(graph for head in heads if head for graph in head.graphs.values())])
+        mine = depth.transplanted(build_profile(twin, times, small, head=heads[0]), whole["save"][1], tracer.trace)
+        real = build_profile(tracer, times, whole, head=heads[1])
         assert [m.representative for m in mine.profile.menus] == [m.representative for m in real.profile.menus]
         for menu, reference in zip(mine.profile.menus, real.profile.menus, strict=True):
             for item, other in zip(menu.items, reference.items, strict=True):
                 assert (item.choice, item.kept_bytes) == (other.choice, other.kept_bytes)
                 assert item.forward_seconds == pytest.approx(other.forward_seconds)
                 assert item.recompute_seconds == pytest.approx(other.recompute_seconds)
-        assert {u.name for u in mine.problem(0).units} == {u.name for u in blocks}
+                assert item.backward_seconds == pytest.approx(other.backward_seconds)
+        assert {u.name for u in mine.problem(0).units} == {u.name for u in blocks} | {"lm_head"}
         plan = {u.name: whole["recompute"][0][u.name] if i < 5 else SAVE for i, u in enumerate(blocks)}
         assert mine.predictor.predict(plan) == real.predictor.predict(plan)
 
@@ -59,7 +66,7 @@ def test_shallow_models_have_no_twin(spec: WorkloadSpec) -> None:
     with ExitStack() as stack:
         tracer = stack.enter_context(Tracer.from_spec(small))
         base = tracer.trace()
-        assert depth.twin_uniform(stack, small, tracer, base, load_space("knobs"), load_hardware("cpu")) is None
+        assert depth.open_twin(stack, small, tracer, base, load_hardware("cpu")) is None
 
 
 def test_deeper_models_get_fewer_ghost_runs_per_candidate() -> None:

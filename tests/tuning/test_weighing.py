@@ -53,7 +53,7 @@ def test_a_plan_of_which_nothing_is_expected_keeps_what_was_measured() -> None:
     assert expected.weigh({7: 0.9}, {7: 0.1}) == {7: 0.9}
     weighed = expected.weigh({1: 1.0, 2: 1.0, 7: 0.9}, dict.fromkeys((1, 2, 7), 0.02))
     assert weighed[7] == 0.9 and weighed[1] < weighed[2]
-    stranger = trial(1, 1.0, 0.01).model_copy(update={"choices": {"elsewhere": SAVE}})
+    stranger = trial(1, 1.0, 0.01).model_copy(update={"choices": {"elsewhere": RECOMPUTE}})
     assert foreseen(problem(), [stranger]).seconds == {}
 
 
