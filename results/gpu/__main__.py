@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         archive.pack(out)
 
     if not given.pages:
-        environment, trouble = _prepared(out, given.wheels, given.shapes, any(i.name == "contract" for i in chosen))
+        more = [name for item in chosen for name in item.needs]
+        environment, trouble = _prepared(out, given.wheels, given.shapes, list(dict.fromkeys(more)))
         if trouble:
             print(trouble, file=sys.stderr)
             return 2
@@ -79,21 +80,24 @@ def _parts(text: str) -> set[int] | None:
     return {int(piece) for piece in pieces}
 
 
-def _prepared(out: Path, wheels: Path | None, shapes: str, tests: bool) -> tuple[dict[str, str], str]:
-    """Variables for all processes, and why nothing can run here (empty where it can): all that is missing, by name."""
+def _prepared(out: Path, wheels: Path | None, shapes: str, more: list[str]) -> tuple[dict[str, str], str]:
+    """Variables for all processes, and why nothing can run here (empty where it can): all that is missing, by name.
+
+    ``more``: packages that the items to come need beside what the project itself does.
+    """
     out.mkdir(parents=True, exist_ok=True)
     if wheels is not None and not wheels.is_dir():
         return {}, f"--wheels {wheels}: there is no such folder"
     began = time.monotonic()
     try:
-        found = packages.wanted(packages.requirements(tests), wheels)
+        found = packages.wanted(packages.requirements(more), wheels)
     except ImportError as error:
         return {}, f"{error}: transformers brings it, which has to be installed, and so has torch"
     if found.words:
         return {}, found.words
     environment = _environment(out, packages.unpack(found.wheels, out))
     unpacked = time.monotonic() - began
-    warm = packages.warmed(environment, tests)
+    warm = packages.warmed(environment, more)
     taken = ", ".join("-".join(path.name.split("-")[:2]) for path in found.wheels.values()) or "nothing"
     print(f"from wheels: {taken}, in {unpacked:.1f} s. Importing everything once: {warm['seconds']:.1f} s", flush=True)
     write_start(out, {"from wheels": taken, "unpacking": round(unpacked, 1), "first imports": warm["seconds"]})

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from results.gpu.packages import LORA, TESTS
+
 PARTS = {
     1: "Runtime",
     2: "Offload",
@@ -21,7 +23,8 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Item:
-    """``limit``: seconds after which the process is ended; ``least``: with fewer left it is not begun."""
+    """``limit``: seconds after which the process is ended; ``least``: with fewer left it is not begun. ``needs``:
+    packages that only this one needs."""
 
     part: int
     name: str
@@ -29,6 +32,7 @@ class Item:
     limit: int
     least: int = 45
     subject: str = ""
+    needs: tuple[str, ...] = ()
 
     @property
     def slug(self) -> str:
@@ -74,7 +78,7 @@ def _all_of(shapes: Any) -> list[Item]:
         Item(1, "bits", f"{here}.runtime:bits", 150),
         Item(1, "released", f"{here}.runtime:released", 150),
         Item(1, "host cost", f"{here}.runtime:host_cost", 90),
-        Item(1, "contract", f"{here}.contract:contract", 480, 120),
+        Item(1, "contract", f"{here}.contract:contract", 480, 120, needs=(*TESTS, *LORA)),
         Item(2, "stress", f"{here}.offload:stress", 180),
         Item(2, "host budget", f"{here}.offload:host_budget", 90),
         Item(2, "disk tier", f"{here}.offload:disk_tier", 90),
@@ -84,7 +88,8 @@ def _all_of(shapes: Any) -> list[Item]:
     found += [Item(4, name, f"{here}.foresight:foresight", 200, 60, subject=name) for name in shapes.foresight]
     for name, task in shapes.tasks.items():
         limit = min(540, 150 + len(task.budgets) * (task.seconds + 90) + 150 * len(task.compiled))
-        found.append(Item(task.part, name, f"{here}.jobs:job", limit, min(150, limit), subject=name))
+        needs = LORA if "lora" in task.spec else ()
+        found.append(Item(task.part, name, f"{here}.jobs:job", limit, min(150, limit), subject=name, needs=needs))
     for name, (_, budgets) in shapes.searches.items():
         found.append(Item(5, f"searches {name}", f"{here}.jobs:searches", 60 + 75 * len(budgets), 90, subject=name))
     return found

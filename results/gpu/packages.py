@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "packages"
-TESTS = ("pytest", "hypothesis")  # for the contract of part 1
+TESTS, LORA = ("pytest", "hypothesis"), ("peft",)  # for the contract suite, for jobs with LoRA
 MODULES = (
     *("torch", "transformers.models.llama.modeling_llama", "scipy.special", "optuna", "pydantic", "typer", "rich"),
     *("yaml", "jinja2", "autockpt.cli.app", "autockpt.measuring", "autockpt.tracing", "results.gpu.jobs"),
@@ -66,11 +66,11 @@ class Wanted:
         )
 
 
-def requirements(tests: bool) -> list[str]:
-    """This project's own, as pyproject.toml has them; with what its tests need."""
+def requirements(more: Iterable[str]) -> list[str]:
+    """This project's own, as pyproject.toml has them, and of those for its development the ones in ``more``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    more = [text for text in project["optional-dependencies"]["dev"] if text.startswith(TESTS)] if tests else []
-    return [*project["dependencies"], *(text for text in more if not text.startswith("pytest-"))]
+    asked = [text for text in project["optional-dependencies"]["dev"] if text.partition(">")[0] in more]
+    return [*project["dependencies"], *asked]
 
 
 def wanted(roots: Iterable[str], folder: Path | None) -> Wanted:
@@ -128,15 +128,18 @@ def unpack(wheels: Mapping[str, Path], out: Path) -> Path:
     return target
 
 
-def warmed(environment: Mapping[str, str], tests: bool) -> dict[str, Any]:
+def warmed(environment: Mapping[str, str], more: Iterable[str]) -> dict[str, Any]:
     """Import everything once in a process of its own: what is ``missing``, the GPUs, and the ``seconds`` it took.
 
     The first import from a cold disk takes many times what later ones do, and should not be part of an item's time.
     """
     began = time.monotonic()
-    names = (*MODULES, *(TESTS if tests else ()))
     ran = subprocess.run(
-        [sys.executable, "-c", _IMPORTS, *names], env=dict(environment), cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", _IMPORTS, *MODULES, *more],
+        env=dict(environment),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     try:
         found = json.loads(ran.stdout.splitlines()[-1])

@@ -134,7 +134,10 @@ _TINY: dict[str, str | int | bool] = {"model": "llama-tiny", "batch_size": 4, "s
 
 TINY = Shapes(
     device="cpu",
-    tests=("hooks_on_units and sequential", "shared_and_skipped", "everywhere and cnn and save"),
+    tests=(
+        *("hooks_on_units and sequential", "shared_and_skipped", "everywhere and cnn and save"),
+        "two_steps and sequential and offload",
+    ),
     processes=1,
     attention=_TINY,
     bits={"fp32": _TINY | {"batch_size": 2}, "autocast": _TINY | {"batch_size": 2, "autocast": "bf16"}},

@@ -322,17 +322,18 @@ def test_unpacked_packages_come_before_all_but_this_checkout(tmp_path, monkeypat
 
 
 def test_what_pyproject_asks_for_is_what_is_looked_for():
-    names = packages.requirements(tests=True)
-    assert {"torch", "transformers", "optuna", "pydantic", "scipy", "typer", "pytest", "hypothesis"} <= {
-        name.partition(">")[0] for name in names
-    }
-    assert not packages.wanted(names, None).missing  # these tests run with all of them
-    assert "pytest" not in " ".join(packages.requirements(tests=False))
+    needs = {name for shapes in (CARD, TINY) for item in items_of(shapes) for name in item.needs}
+    assert needs == {"pytest", "hypothesis", "peft"}  # of the contract suite, and of jobs with LoRA
+    asked = packages.requirements(needs)
+    names = {name.partition(">")[0] for name in asked}
+    assert needs | {"torch", "transformers", "optuna", "pydantic", "scipy", "typer"} <= names
+    assert not packages.wanted(asked, None).missing  # these tests run with all of them
+    assert not needs & {name.partition(">")[0] for name in packages.requirements(())}
 
 
 def test_a_module_that_cannot_be_imported_is_said_before_anything_runs(monkeypatch):
     monkeypatch.setattr(packages, "MODULES", ("json", "no_such_module", "nor_such_a_one"))
-    found = packages.warmed(dict(os.environ), tests=False)
+    found = packages.warmed(dict(os.environ), ())
     assert [words.split()[0] for words in found["missing"]] == ["no_such_module", "nor_such_a_one"]
     assert found["seconds"] > 0
 
