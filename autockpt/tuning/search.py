@@ -22,6 +22,7 @@ from autockpt.profiling import (
     leanest,
     measure_op_times,
     nominal_op_times,
+    refused_choices,
     used_by_others,
     wants_disk,
     within_host,
@@ -307,6 +308,24 @@ def _profiled(job: Job, settled: Settled, measurer: Measurer, clock: Clock) -> P
     )
 
 
+def _without_refused(job: Job, settled: Settled, measurer: Measurer) -> tuple[Job, Settled]:
+    """The question without choices that the device refuses."""
+    refused = refused_choices(measurer, settled.uniform["save"][0], job.space.choices)
+    if not refused:
+        return job, settled
+
+    def left(uniform: Uniform) -> Uniform:
+        return {kind: pair for kind, pair in uniform.items() if kind not in refused}
+
+    space = job.space.restricted(tuple(k for k in (*job.space.choices, *job.space.head) if k not in refused))
+    note = f"not on this device: {', '.join(refused)} ({next(iter(refused.values()))})"
+    twin = settled.twin and (settled.twin[0], left(settled.twin[1]))
+    return (
+        replace(job, space=space, notes=(*job.notes, note)),
+        replace(settled, uniform=left(settled.uniform), twin=twin, plain=left(settled.plain)),
+    )
+
+
 def _searched(
     job: Job,
     units: Sequence[Unit],
@@ -319,6 +338,7 @@ def _searched(
     """Profile on the device, search by real steps, write the plan."""
     confirm = confirmation(job.spec, measurer, host_budget=job.host_budget)
     with clock.stage("profile"):
+        job, settled = _without_refused(job, settled, measurer)
         profiled = _profiled(job, settled, measurer, clock)
     # on other devices a plan's first cycle after another's has its memory to get first
     pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
