@@ -13,6 +13,7 @@ from autockpt.explain.subject import Question, Subject, open_subject
 from autockpt.explain.why import Answers, budget_steps, why
 from autockpt.profiling import said_of
 from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Explanation, Largest
 
 
@@ -133,7 +134,7 @@ def _limits(
 def _of_device(question: Question, kind: str) -> tuple[str, ...]:
     if question.hardware is not None:
         return (said_of(question.hardware),)
-    if kind != "cuda":
+    if kind in WITHOUT_STREAMS:
         return ()
     return (
         "bytes are those that tensors hold, and the context: what the caching allocator reserves beyond them is not in",

@@ -18,6 +18,7 @@ _ALLOCATOR = {
     "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     "cpu": ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
 }
+_ANY_ALLOCATOR = ("PYTORCH_ALLOC_CONF",)
 
 
 def environment_of(device: Device, variables: Mapping[str, str] = os.environ) -> Environment:
@@ -26,7 +27,7 @@ def environment_of(device: Device, variables: Mapping[str, str] = os.environ) ->
     ``variables`` are the environment variables of the process that measures.
     """
     versions = installed_versions()
-    names = _ALLOCATOR.get(device.kind, ())
+    names = _ALLOCATOR.get(device.kind, _ANY_ALLOCATOR)
     if settings := [f"{name}={variables[name]}" for name in names if name in variables]:
         versions["allocator settings"] = " ".join(settings)
     return Environment(device=device.describe(), versions=versions, platform=platform.platform())

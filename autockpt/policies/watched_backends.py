@@ -24,6 +24,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import device_of
 
 KNOWN = ("cpu", "cuda", "meta")
+WATCHING = ("selective", "keep_attention", "remake")
 
 
 class _Nothing(TorchDispatchMode):

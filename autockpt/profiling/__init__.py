@@ -21,6 +21,7 @@ from autockpt.profiling.profile import (
     wants_disk,
     within_host,
 )
+from autockpt.profiling.refusals import refused_choices
 from autockpt.profiling.roofline import roofline_times
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "nominal_op_times",
     "point_bytes",
     "promised_bytes",
+    "refused_choices",
     "roofline_times",
     "said_of",
     "torch_device",

@@ -20,6 +20,7 @@ from autockpt.profiling import (
     leanest,
     measure_op_times,
     nominal_op_times,
+    refused_choices,
     used_by_others,
     wants_disk,
     within_host,
@@ -262,6 +263,18 @@ def _profiled(job: Job, found: Traced, measurer: Measurer, clock: Clock) -> Prof
     )
 
 
+def _without_refused(job: Job, found: Traced, measurer: Measurer) -> tuple[Job, Traced]:
+    """The question, and what was traced for it, without choices that the device refuses."""
+    refused = refused_choices(measurer, found.uniform["save"][0], job.space.choices)
+    if not refused:
+        return job, found
+
+    space = job.space.restricted(tuple(k for k in (*job.space.choices, *job.space.head) if k not in refused))
+    note = f"not on this device: {', '.join(refused)} ({next(iter(refused.values()))})"
+    uniform = {kind: pair for kind, pair in found.uniform.items() if kind not in refused}
+    return replace(job, space=space, notes=(*job.notes, note)), replace(found, uniform=uniform, space=space)
+
+
 def _searched(
     job: Job,
     found: Traced,
@@ -273,6 +286,7 @@ def _searched(
     """Profile on the device, search by real steps, write the plan."""
     confirm = confirmation(job.spec, measurer, host_budget=job.host_budget)
     with clock.stage("profile"):
+        job, found = _without_refused(job, found, measurer)
         profiled = _profiled(job, found, measurer, clock)
     # on other devices a plan's first cycle after another's has its memory to get first
     pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None

@@ -1,0 +1,46 @@
+"""Choices that the device itself refuses, which only real steps tell: see ``policies.watched_backends``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from autockpt.errors import ConflictError, DeviceOutOfMemory
+from autockpt.policies.watched_backends import KNOWN, WATCHING
+from autockpt.schema.choices import SAVE, Choice, dump_choice, parse_choice
+
+if TYPE_CHECKING:
+    from autockpt.measuring import Measurer, StepRunner
+
+
+def run_once(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """One cycle with ``payload["choices"]``: what refused it, or an empty text. Runs where the model lives."""
+    try:
+        with runner.attached({name: parse_choice(choice) for name, choice in payload["choices"].items()}):
+            runner.run_cycle()
+    except ConflictError as error:
+        return {"refused": error.message}
+    return {"refused": ""}
+
+
+def refused_choices(measurer: Measurer, plain: Mapping[str, Choice], kinds: Iterable[str]) -> dict[str, str]:
+    """Those of ``kinds`` that a step on the device refuses, and why. ``plain``: the plan in which blocks save.
+
+    Steps run only where nobody knows the device's backend yet. What does not fit there counts as not refused: whatever
+    fits will say so itself.
+    """
+    found: dict[str, str] = {}
+    if measurer.environment.device.kind in KNOWN:
+        return found
+    for kind in kinds:
+        if kind not in WATCHING:
+            continue
+        choices = {name: parse_choice(kind) if choice == SAVE else choice for name, choice in plain.items()}
+        payload = {"choices": {name: dump_choice(choice) for name, choice in choices.items()}}
+        try:
+            said = measurer.call("autockpt.profiling.refusals:run_once", payload)["refused"]
+        except DeviceOutOfMemory:
+            continue
+        if said:
+            found[kind] = said
+    return found
