@@ -59,6 +59,7 @@ class Accelerator:
         self.made: list[Stream] = []
         self.module = SimpleNamespace(
             is_initialized=lambda: self.opened,
+            _is_in_bad_fork=lambda: True,  # so torch.manual_seed leaves the states alone
             device_count=lambda: 2,
             get_device_name=lambda device: f"card {device.index}",
             get_rng_state=lambda index: self.states[index].clone(),

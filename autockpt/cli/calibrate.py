@@ -23,7 +23,8 @@ def calibrate(
         Path | None, typer.Option("--out", metavar="FILE", help="File to write. Default: the device's name, here.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="cuda, cuda:1 or cpu. Default: the best there is.")
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, xpu, … Default: the best there is."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,

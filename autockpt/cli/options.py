@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autockpt.schema.workload import WorkloadSpec
 
 DeviceName = Annotated[
-    str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1. Default: the best there is.")
+    str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1, xpu, … Default: the best there is.")
 ]
 
 

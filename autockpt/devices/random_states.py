@@ -72,7 +72,7 @@ class RandomStates:
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
+def all_random_states_kept() -> Iterator[None]:
     """All random states are afterwards as before."""
     before = RandomStates()
     try:

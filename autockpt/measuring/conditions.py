@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 import torch
 
+from autockpt.devices import random_states
+
 
 def seed_all(seed: int, device: torch.device) -> None:
     """Seed every generator a step may draw from: Python's, NumPy's where loaded, PyTorch's on CPU and device."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    random_states.seed(device, seed)
 
 
 @contextmanager

@@ -105,11 +105,11 @@ class LocalMeasurer:
 
     @contextmanager
     def _opened(self) -> Iterator[StepRunner]:
-        """The runner, with its GPU as the current one: seeds and events are that one's."""
+        """The runner, with its device as the current one: seeds and events are that one's."""
         if self._snapshot is None:
             raise MeasurementError("this measurer is closed", remedy="Make a new one.")
         device = self._device.torch_device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with torch.accelerator.device_index(device.index) if device.type != "cpu" else nullcontext():
             yield self._runner
 
 

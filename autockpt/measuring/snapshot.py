@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autockpt.devices.random_states import RandomStates
 from autockpt.errors import MeasurementError, UsageError
 from autockpt.schema.sizes import format_bytes
 from autockpt.workload import Workload, nested_tensors
@@ -31,7 +30,7 @@ class Snapshot:
         self._undo: list[Undo] = []
         roots = (workload.model, workload.optimizer, workload.scaler, workload.batch, *workload.snapshot)
         try:
-            self._undo.append(_random_states())
+            self._undo.append(RandomStates().put_back)
             self._undo.append(_storages(nested_tensors(*roots)))
             # One by one: what was parked before something fails must be known, to be put back.
             for undo in _parked_gradients(workload):
@@ -184,24 +183,5 @@ def _refill(storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> Undo:
 def _gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Undo:
     def undo() -> None:
         parameter.grad = gradient
-
-    return undo
-
-
-def _random_states() -> Undo:
-    """The states of Python's, NumPy's (where loaded) and PyTorch's generators, on every device in use."""
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-
-    def undo() -> None:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
 
     return undo

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from autockpt.devices import random_states
 from autockpt.errors import ConflictError
 
 Place = tuple[str, int]
@@ -47,7 +48,7 @@ class Conditions:
         """As then. Random states are not put back at the end: ``random_states_kept`` does that once for many."""
         torch.set_rng_state(self._cpu)
         for place, state in self._devices:
-            _set_random_state(place, state)
+            random_states.set_random_state(*place, state)
         with ExitStack() as stack:
             if self._default_device != torch.get_default_device():
                 stack.enter_context(self._default_device)
@@ -66,13 +67,12 @@ def random_states_kept(places: Sequence[Place]) -> Iterator[None]:
     finally:
         torch.set_rng_state(cpu)
         for place, state in devices:
-            _set_random_state(place, state)
+            random_states.set_random_state(*place, state)
 
 
 def _random_state(place: Place) -> torch.Tensor:
-    module: Any = torch.get_device_module(place[0])
     try:
-        return module.get_rng_state(place[1])
+        return random_states.random_state(*place)
     except RuntimeError as error:
         if "capture" not in str(error):
             raise
@@ -81,11 +81,6 @@ def _random_state(place: Place) -> torch.Tensor:
             "read then",
             remedy="Use save for units inside of captured graphs.",
         ) from error
-
-
-def _set_random_state(place: Place, state: torch.Tensor) -> None:
-    module: Any = torch.get_device_module(place[0])
-    module.set_rng_state(state, place[1])
 
 
 def _autocast_now(kinds: set[str]) -> _Autocast:

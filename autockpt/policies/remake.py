@@ -24,6 +24,7 @@ from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native, refuse_transforms
 from autockpt.policies.tape import unpack
 from autockpt.policies.taping import Tape, current, running, tape_of
+from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 from autockpt.schema.names import strip_prefixes
 
@@ -68,6 +69,7 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
     refuse_native(module, state.unit)
+    refuse_changed(module, state, args, kwargs)
     tensors: list[torch.Tensor] = []
     take_apart((args, kwargs), tensors, [])
     tape = Tape(state.unit, tensors, state.keep)

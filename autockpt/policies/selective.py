@@ -20,6 +20,7 @@ from autockpt.policies.conflicts import refuse_late_writes
 from autockpt.policies.keeping import KeepingReplay, ScopeState, run_scope
 from autockpt.policies.recompute import run_twice
 from autockpt.policies.replay import ReplayState
+from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Remake, Selective
 from autockpt.schema.names import strip_prefixes
 
@@ -45,6 +46,7 @@ def run_keep_attention(module: nn.Module, state: ReplayState, /, *args: Any, **k
 def _run(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
+    refuse_changed(module, state, args, kwargs)
     return run_twice(module, state, args, kwargs, KeepingReplay)
 
 

@@ -1,4 +1,5 @@
-"""Ops whose results change as soon as a dispatch mode looks on, one that does nothing included."""
+"""Ops whose results change as soon as a dispatch mode looks on, one that does nothing included: those of the CPU's and
+CUDA's backends. ``watched_backends`` asks the others."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def device_peak(
     """
     room = (hardware.memory_bytes if limit is None else limit) - hardware.context_bytes
     workspace = graph.resident.get("matrix workspaces", 0)
-    if hardware.kind not in ("cuda", "rocm"):
+    if not hardware.caches:
         most = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
         return _peak(hardware, most, most, workspace, most <= room)
     peak = replay(events(graph, cycles), expandable_segments=expandable_segments)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autockpt.errors import UsageError
 from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak
 from autockpt.schema import Graph, Hardware, WorkloadSpec
 from autockpt.tracing import Tracer
@@ -13,14 +14,17 @@ from autockpt.tracing import Tracer
 SAFETY = 0.02
 """Share of what a caching allocator is simulated to reserve that a promise adds to it: no model of fragmentation knows
 every request that libraries make."""
-CACHING = ("cuda", "rocm")
-
-_TORCH_DEVICES = {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "cpu": "cpu"}
 
 
 def torch_device(hardware: Hardware) -> torch.device:
-    """The device that a step on this hardware would name."""
-    return torch.device(_TORCH_DEVICES[hardware.kind])
+    """The device that a step on this hardware would name. Raises UsageError where this PyTorch does not know it."""
+    try:
+        return torch.device("cuda" if hardware.kind == "rocm" else hardware.kind)
+    except RuntimeError:
+        raise UsageError(
+            f"this PyTorch does not know {hardware.kind} devices, which {hardware.name} describes one of",
+            remedy="Install the package that gives PyTorch this backend.",
+        ) from None
 
 
 def tracer_for(hardware: Hardware, spec: WorkloadSpec, *, fallback: bool = True) -> Tracer:
@@ -73,12 +77,12 @@ class Promise:
 
     @property
     def _share(self) -> float:
-        return SAFETY if self.hardware.kind in CACHING else 0.0
+        return SAFETY if self.hardware.caches else 0.0
 
 
 def said_of(hardware: Hardware) -> str:
     """What is in a ``Promise``, for people."""
-    if hardware.kind not in CACHING:
+    if not hardware.caches:
         return "bytes are those that tensors hold"
     return (
         "peaks are what a caching allocator kept to the budget would reserve, fragmentation included, with the context "

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from autockpt.devices import Device
-from autockpt.errors import DeviceOutOfMemory, MeasurementError
+from autockpt.devices.random_states import all_random_states_kept
+from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring.environment import environment_of
 from autockpt.profiling import probes
 from autockpt.schema.device import Environment
@@ -63,7 +64,7 @@ SIZES = {
         large_copy=16 * MIB,
         repeats=3,
     ),
-    ("cuda", False): Sizes(
+    ("accelerator", False): Sizes(
         squares=(256, 512, 1024, 2048, 4096, 8192),
         skinny=((4096, 64, 4096), (8192, 256, 1024), (2048, 4096, 256), (64, 4096, 4096)),
         traffic=(MIB, 8 * MIB, 32 * MIB, 128 * MIB, 512 * MIB, 1536 * MIB),
@@ -76,7 +77,7 @@ SIZES = {
         large_copy=256 * MIB,
         repeats=9,
     ),
-    ("cuda", True): Sizes(
+    ("accelerator", True): Sizes(
         squares=(512, 2048, 4096),
         skinny=((4096, 64, 4096), (2048, 4096, 256)),
         traffic=(8 * MIB, 128 * MIB, 768 * MIB),
@@ -97,15 +98,14 @@ SMALL_KERNEL = 256  # elements: nothing but the start of a kernel
 def measure_machine(device: Device, *, quick: bool = False, tell: Tell = lambda what: None) -> Machine:
     """Measure a device: rates, bandwidths, overheads. ``tell`` hears what is being measured.
 
-    Raises MeasurementError for a kind of device that cannot be measured, and DeviceOutOfMemory where it is too full.
+    Raises MeasurementError where the device's backend cannot be measured, and DeviceOutOfMemory where it is too full.
     """
-    if (device.kind, quick) not in SIZES:
-        raise MeasurementError(f"measuring a {device.kind} device is not possible", remedy="Use cuda or cpu.")
+    sizes = SIZES["cpu" if device.kind == "cpu" else "accelerator", quick]
     started = time.perf_counter()
     environment = environment_of(device)
     try:
-        with torch.random.fork_rng(devices=[device.torch_device] if device.kind == "cuda" else []):
-            return _measure(device, SIZES[device.kind, quick], tell, started, environment)
+        with all_random_states_kept():
+            return _measure(device, sizes, tell, started, environment)
     except Exception as error:
         if device.out_of_memory(error):
             raise DeviceOutOfMemory(
@@ -134,7 +134,7 @@ def _measure(device: Device, sizes: Sizes, tell: Tell, started: float, environme
     watch = probes.watch_seconds(clock, sizes.repeats)
     tell("copies off the device and back")
     links = probes.time_links(clock, small=sizes.copy, large=sizes.large_copy)
-    described = environment_of(device) if device.kind == "cuda" else environment  # libraries are loaded by now
+    described = environment_of(device) if device.kind != "cpu" else environment  # libraries are loaded by now
     return Machine.model_validate(
         {
             "kind": _kind(device),
@@ -185,7 +185,7 @@ def _dtypes(device: Device) -> tuple[str, ...]:
 
 
 def _attention_dtype(device: Device) -> torch.dtype:
-    if device.kind != "cuda":
+    if device.kind == "cpu":
         return torch.float32
     return torch.bfloat16 if "bfloat16" in _dtypes(device) else torch.float16
 

@@ -25,24 +25,27 @@ if TYPE_CHECKING:
     from autockpt.measuring import StepRunner
 
 COPY_PROBE_BYTES, COPY_PROBES, COPY_ROUNDS = 4 * 2**20, 8, 5
-CUDA_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the time that queueing a copy takes
-# The GPU is kept busy while the host queues so many ops: else it would wait for the host between two events, and ops
+QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the time that queueing a copy takes
+# The device is kept busy while the host queues so many ops: else it would wait for the host between two events, and ops
 # would seem to take as long as launching them. A launch queue holds about a thousand entries, and an op makes three.
+# Where the backend has no `_sleep` as CUDA has, short ops do seem to take so long.
 OPS_AHEAD, SECONDS_AHEAD_PER_OP, CLOCK_HERTZ = 200, 1e-4, 2e9
 DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
 WATCH_ROUNDS = 3
 
 
 class _OpTimer(TorchDispatchMode):
-    """Seconds of every op by signature and, apart, of the optimizer phase."""
+    """Seconds of every op by signature and, apart, of the optimizer phase: by events on an accelerator."""
 
-    def __init__(self, cuda: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
+        self._sleep = getattr(torch.get_device_module(device), "_sleep", None)
         self.phase = "forward"
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.optimizer: float = 0.0
         self.ops = 0
-        self._pending: list[tuple[str, Any, Any]] | None = [] if cuda else None
+        self._pending: list[tuple[str, Any, Any]] | None = [] if device.type != "cpu" else None
         self._until_ahead = 0
         # what else runs on the core is no part of an op; with more threads the processor's time is that of all of them
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -55,10 +58,11 @@ class _OpTimer(TorchDispatchMode):
         name = signature(func, args, kwargs)
         if self._pending is not None:
             self._get_ahead()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+            stream = torch.accelerator.current_stream(self._device)
+            begin.record(stream)
             out = func(*args, **kwargs)
-            end.record()
+            end.record(stream)
             self._pending.append((name if self.phase != "optimizer" else "", begin, end))
             return out
         start = self._now()
@@ -67,9 +71,11 @@ class _OpTimer(TorchDispatchMode):
         return out
 
     def _get_ahead(self) -> None:
-        """Every so often, give the GPU as much to wait for as the host needs to queue the next ops."""
+        """Every so often, give the device as much to wait for as the host needs to queue the next ops."""
+        if self._sleep is None:
+            return
         if not self._until_ahead:
-            torch.cuda._sleep(int(OPS_AHEAD * SECONDS_AHEAD_PER_OP * CLOCK_HERTZ))
+            self._sleep(int(OPS_AHEAD * SECONDS_AHEAD_PER_OP * CLOCK_HERTZ))
             self._until_ahead = OPS_AHEAD
         self._until_ahead -= 1
 
@@ -82,7 +88,7 @@ class _OpTimer(TorchDispatchMode):
 
     def finish(self) -> None:
         if self._pending is not None:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize(self._device)
             for name, begin, end in self._pending:
                 self._add(name, begin.elapsed_time(end) / 1e3)
             self._pending.clear()
@@ -95,7 +101,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
     it is watched, and the copy bandwidths, with ``payload["disk"]`` those of the disk tier too.
     """
     choices = {name: parse_choice(c) for name, c in payload["choices"].items()}
-    cuda = runner.device.kind == "cuda"
+    device = runner.device.torch_device
     seconds: dict[str, list[float]] = defaultdict(list)
     optimizer: list[float] = []
     residue: list[float] = []
@@ -103,7 +109,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         runner.run_cycle()
         for _ in range(int(payload.get("cycles", 2))):
             plain = runner.time_cycle()
-            timer = _OpTimer(cuda)
+            timer = _OpTimer(device)
             with timer:
                 runner.run_cycle(mark=timer.mark)
             timer.finish()
@@ -118,8 +124,8 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "optimizer_seconds": statistics.median(optimizer),
         "host_seconds": max(0.0, statistics.median(residue)),
-        # a GPU's host works ahead of it as a rule, and hides that
-        "watch_seconds": 0.0 if cuda else watch_seconds(Clock(runner.device.torch_device), WATCH_ROUNDS),
+        # an accelerator's host works ahead of it as a rule, and hides that
+        "watch_seconds": watch_seconds(Clock(device), WATCH_ROUNDS) if device.type == "cpu" else 0.0,
         "copy_out_bandwidth": out,
         "copy_in_bandwidth": back,
         "disk_out_bandwidth": disk[0],
@@ -138,7 +144,7 @@ def _copy_bandwidths(runner: StepRunner) -> tuple[float, float]:
     Many copies of the size of one activation, in buffers that earlier rounds used: as in the steady state of training.
     """
     transport = transport_for(runner.device.torch_device)
-    size = COPY_PROBE_BYTES if runner.device.kind == "cpu" else CUDA_COPY_PROBE_BYTES
+    size = COPY_PROBE_BYTES if runner.device.kind == "cpu" else QUEUED_COPY_PROBE_BYTES
     sources = [torch.ones(size, dtype=torch.uint8, device=runner.device.torch_device) for _ in range(COPY_PROBES)]
     best_out = best_back = float("inf")
     for _ in range(COPY_ROUNDS):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from autockpt.devices import host_bytes_of
 from autockpt.schema import Choice, DeviceInfo, Graph, OpTimes, Prediction, plan_hash
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.simulator import Simulation, simulate
 
 Trace = Callable[[Mapping[str, Choice]], Graph]
@@ -32,7 +33,7 @@ def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
     """Bytes over time and step time of a traced cycle on the device that ``times`` are of."""
     device = times.environment.device
     out, back = times.copy_out_bandwidth, times.copy_in_bandwidth
-    one_tier = device.kind == "cpu"  # there both are the same file
+    one_tier = device.kind in WITHOUT_STREAMS  # there both are the same file
     return simulate(
         graph,
         times.seconds,

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
+from autockpt.devices.random_states import all_random_states_kept
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, Remake
 from autockpt.schema.machine import ElementTime, Links, ProductTime, Traffic
@@ -29,8 +30,8 @@ LEAST_SAMPLE = 2e-3  # seconds: shorter samples are repeated until they last tha
 class Clock:
     """Seconds of a function on one device: the median of ``repeats`` samples after a warm-up.
 
-    On one CPU thread the processor's own time counts, so that what else runs on the machine is no part of it; on a GPU
-    events on the device, so that the host is none.
+    On one CPU thread the processor's own time counts, so that what else runs on the machine is no part of it; on an
+    accelerator events on the device, so that the host is none.
     """
 
     device: torch.device
@@ -44,12 +45,13 @@ class Clock:
 
     def sample(self, fn: Callable[[], Any], calls: int) -> float:
         """Seconds of ``calls`` calls."""
-        if self.device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+        if self.device.type != "cpu":
+            begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+            stream = torch.accelerator.current_stream(self.device)
+            begin.record(stream)
             for _ in range(calls):
                 fn()
-            end.record()
+            end.record(stream)
             end.synchronize()
             return begin.elapsed_time(end) / 1e3
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -214,7 +216,7 @@ def watch_seconds(clock: Clock, cycles: int) -> float:
 
     Of tiny layers, in turns plainly and with ``remake``, which notes every op. The random state is left as it was.
     """
-    with torch.random.fork_rng(devices=[clock.device] if clock.device.type == "cuda" else []):
+    with all_random_states_kept():
         layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(WATCHED_LAYERS)]
         model = nn.Sequential(*layers).to(clock.device)
         batch = torch.rand(1, 8, 16, device=clock.device)
@@ -255,16 +257,16 @@ def _ops_of(workload: Workload) -> int:
 def _host_seconds(clock: Clock, fn: Callable[[], Any]) -> float:
     if clock.device.type == "cpu":
         return clock.sample(fn, 1)
-    torch.cuda.synchronize(clock.device)
+    torch.accelerator.synchronize(clock.device)
     start = time.perf_counter()
     fn()
     seconds = time.perf_counter() - start  # not synchronised: the host's part
-    torch.cuda.synchronize(clock.device)
+    torch.accelerator.synchronize(clock.device)
     return seconds
 
 
 def time_links(clock: Clock, *, small: int, large: int) -> Links:
-    """Copies off the device and back: as offload does them on a CPU, pinned and pageable on a GPU."""
+    """Copies off the device and back: as offload does them on a CPU, pinned and pageable on an accelerator."""
     if clock.device.type == "cpu":
         small_out, small_back = _by_transport(clock.device, small, max(1, large // small))
         return Links(out=small_out, back=small_back, small_out=small_out, small_back=small_back)

@@ -36,6 +36,7 @@ from autockpt.schema import (
     parse_choice,
     plan_hash,
 )
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.solvers import Ruling, refine
 
 TIMED_CYCLES = 2
@@ -177,9 +178,11 @@ def measure_op_times(
 def wants_disk(uniform: Uniform, device: DeviceInfo, host_budget: int | None) -> bool:
     """Whether plans with the disk tier are worth a look: where the host cannot take what offloading everything sends.
 
-    Not on the CPU, where the one tier there is a file already.
+    Not where the one tier there is a file already, as on the CPU.
     """
-    return device.kind != "cpu" and any(_over_host(graph, device, host_budget) for _, graph in uniform.values())
+    return device.kind not in WITHOUT_STREAMS and any(
+        _over_host(graph, device, host_budget) for _, graph in uniform.values()
+    )
 
 
 def within_host(uniform: Uniform, device: DeviceInfo, host_budget: int | None) -> Uniform:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
@@ -15,7 +13,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
+from autockpt.devices.random_states import RandomStates, TorchStates
 from autockpt.runtime.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 from autockpt.schema.base import Data
 
@@ -109,10 +109,7 @@ def kept_state(model: nn.Module) -> Iterator[None]:
     """Gradients, buffers and random states as they were, whatever the block does. Gradients are set aside inside it."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(owner, name, b, b.detach().clone()) for owner, name, b in _buffers(model)]
-    cpu, python = torch.get_rng_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    random_states = RandomStates()
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -124,23 +121,18 @@ def kept_state(model: nn.Module) -> Iterator[None]:
             for owner, name, buffer, before in buffers:
                 owner._buffers[name] = buffer
                 buffer.copy_(before)
-        torch.set_rng_state(cpu)
-        random.setstate(python)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        random_states.put_back()
 
 
 def deterministically(run: Callable[[], T]) -> T:
-    """What ``run()`` gives under deterministic algorithms: strictly where CUDA is in use and the step allows it.
+    """What ``run()`` gives under deterministic algorithms: strictly on accelerators, if the step allows it.
 
     Unless it is strict, PyTorch leaves the backward of fused attention as it is, with a warning
     (``attention_backward.cu`` of torch 2.11 to 2.13). ``run`` begins anew where it has an operation without a
     deterministic kernel, or where CUBLAS_WORKSPACE_CONFIG was not set before the process's first matrix product
     (``alertCuBLASConfigNotDeterministic`` looks once).
     """
-    if torch.cuda.is_initialized():
+    if kinds_in_use():
         try:
             with deterministic_algorithms(strict=True):
                 return run()
@@ -206,7 +198,4 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _digest_of_random_state() -> str:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return " ".join(map(_digest, states))
+    return " ".join(map(_digest, TorchStates().tensors))

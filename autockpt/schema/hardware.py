@@ -6,17 +6,18 @@ in bytes, times in seconds. ``efficiency`` says which share of each peak real ke
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data
-from autockpt.schema.device import Environment
+from autockpt.schema.device import WITHOUT_STREAMS, Environment
 from autockpt.schema.sizes import parse_size
 
 HardwareKind = Literal["cuda", "rocm", "mps", "cpu"]
+KINDS: tuple[str, ...] = get_args(HardwareKind)
 MATRIX_DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 # What any device of the last twenty years lies between; outside, a unit was most likely mistaken.
@@ -80,7 +81,7 @@ class Hardware(Data):
 
     name: str = Field(min_length=1)
     description: str = ""
-    kind: HardwareKind
+    kind: HardwareKind | str = Field(description="cuda, rocm, mps or cpu; of a calibrated file what PyTorch calls it")
     capability: tuple[int, int] | None = Field(
         default=None, description="compute capability of an NVIDIA GPU, [8, 9]: which kernels it takes"
     )
@@ -118,6 +119,14 @@ class Hardware(Data):
     sources: dict[str, str] = Field(default_factory=dict, description="by figure: where it is from")
     environment: Environment | None = Field(default=None, description="of a calibrated file: where it was measured")
     measured: str | None = Field(default=None, description="date of the calibration, yyyy-mm-dd")
+
+    @model_validator(mode="after")
+    def _known_kind(self) -> Hardware:
+        """Where PyTorch itself has named the kind, it may be any accelerator's."""
+        measured_on = self.environment.device.kind if self.environment is not None else None
+        if self.kind not in (*KINDS, measured_on):
+            raise ValueError(f"unknown kind {self.kind!r}; known are {', '.join(KINDS)}, others have to be calibrated")
+        return self
 
     @field_validator("capability")
     @classmethod
@@ -221,9 +230,14 @@ class Hardware(Data):
         return self.memory_bytes - self.context_bytes
 
     @property
+    def caches(self) -> bool:
+        """Whether PyTorch's allocator there keeps what is freed, in segments. Taken to follow CUDA's rules."""
+        return self.kind not in WITHOUT_STREAMS
+
+    @property
     def has_copy_queues(self) -> bool:
         """Whether copies run beside compute."""
-        return self.kind in ("cuda", "rocm")
+        return self.kind not in WITHOUT_STREAMS
 
 
 def _known_dtype(name: str) -> None:
@@ -251,7 +265,7 @@ def _ordered(matrix: dict[str, float], vector: float | None, kind: str | None) -
             f"float32: {matrix['float32']:g} FLOP/s is below vector_flops ({vector:g}), which a matrix product can "
             "always use; correct one of the two"
         )
-    if kind == "cpu":  # a CPU without instructions for a 16-bit type emulates it
+    if kind not in ("cuda", "rocm", "mps"):  # a CPU without instructions for a 16-bit type emulates it
         return
     for name in ("tf32", "bfloat16", "float16"):
         if name in matrix and matrix[name] < 0.99 * matrix["float32"]:

@@ -30,7 +30,7 @@ class SearchRequest(Data):
     workload: WorkloadSpec
     space: SearchSpace
     compile: CompileMode | None = Field(default=None, description="measure compiled steps")
-    device: str | None = Field(default=None, description="cpu, cuda, cuda:1; None: the best there is")
+    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, xpu, …; None: the best there is")
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
     start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices count for nothing")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data
+from autockpt.schema.device import WITHOUT_STREAMS
 
 _UNITS = {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)} | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 _NUMBER = r"[0-9]{1,15}(?:\.[0-9]{1,9})?"
@@ -71,7 +72,9 @@ def covers(device_kind: str) -> str:
     held = "weights, buffers, gradients, optimizer states, activations and transients of a whole step"
     if device_kind == "cuda":
         return f"{held}, as reserved by the allocator, and the CUDA context"
-    return f"{held}; not memory-mapped files, which offloaded activations lie in" if device_kind == "cpu" else held
+    if device_kind in WITHOUT_STREAMS:
+        return f"{held}; not memory-mapped files, which offloaded activations lie in"
+    return f"{held}, as reserved by the allocator"
 
 
 def parse_size(text: str) -> int:

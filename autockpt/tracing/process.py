@@ -21,6 +21,7 @@ from typing import IO, Any
 import torch
 
 from autockpt import errors
+from autockpt.devices.accelerator import kinds_in_use
 from autockpt.errors import AutockptError, GhostError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
@@ -182,12 +183,7 @@ class GhostProcess:
 
 def can_fork() -> bool:
     """Whether a forked child may use torch: on Linux, as long as no accelerator is in use."""
-    if sys.platform != "linux":
-        return False
-    return not any(
-        backend is not None and getattr(backend, "is_initialized", bool)()
-        for backend in (getattr(torch, name, None) for name in ("cuda", "xpu", "mtia", "hpu", "npu"))
-    )
+    return sys.platform == "linux" and not kinds_in_use()
 
 
 def _error(name: str, message: str, remedy: str) -> AutockptError:

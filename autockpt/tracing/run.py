@@ -15,6 +15,7 @@ from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Tier, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import RawGraph, Source, summarize
@@ -174,13 +175,14 @@ class GhostRun(Run):
         return raw
 
     def _imitate(self, device: torch.device, capability: Capability | None = None) -> None:
+        self._queues = device.type not in WITHOUT_STREAMS
         self._mode.on_cpu = device.type == "cpu"
         self._mode.on_cuda = device.type == "cuda"
         if self._mode.on_cuda:
             self._mode.capability = capability or capability_of(device)
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
-        return GhostTransport(self._mode, copy_queues=not self._mode.on_cpu, tier=tier)
+        return GhostTransport(self._mode, copy_queues=self._queues, tier=tier)
 
     def _explained(self, error: BaseException) -> AutockptError:
         if isinstance(error, AutockptError):

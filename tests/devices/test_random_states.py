@@ -5,7 +5,7 @@ import random
 import numpy
 import torch
 
-from autockpt.devices.random_states import RandomStates, TorchStates, random_states_kept, seed
+from autockpt.devices.random_states import RandomStates, TorchStates, all_random_states_kept, seed
 from tests.accelerator import KIND
 
 
@@ -19,7 +19,7 @@ def test_what_is_drawn_repeats_itself():
     before.put_back()
     assert drawn() == first
     before.put_back()
-    with random_states_kept():
+    with all_random_states_kept():
         drawn()
     assert drawn() == first
 
@@ -27,7 +27,7 @@ def test_what_is_drawn_repeats_itself():
 def test_every_device_of_a_kind_in_use_is_put_back(accelerator):
     assert len(TorchStates().tensors) == 1  # nothing but the CPU is in use
     accelerator.opened = True
-    with random_states_kept():
+    with all_random_states_kept():
         seed(torch.device(KIND, 0), 7)
         assert [int(state[0]) for state in accelerator.states] == [7, 7]
     assert [int(state[0]) for state in accelerator.states] == [0, 1]

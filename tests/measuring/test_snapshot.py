@@ -12,8 +12,10 @@ from torch import nn
 from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
 from autockpt.measuring import StepRunner
+from autockpt.measuring.conditions import seed_all
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.workload import Workload
+from tests.accelerator import KIND
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, bits, make_workload, same, train
 
 
@@ -43,6 +45,15 @@ def test_all_state_comes_back_bit_equal_in_the_same_objects(optimizer, trained):
         assert same(before[name], after[name]), name
     snapshot.restore()
     assert same(before["tensors"], bits(workload)["tensors"])
+
+
+def test_random_states_of_any_accelerator_come_back(accelerator):
+    accelerator.opened = True
+    snapshot = Snapshot(make_workload())
+    seed_all(5, torch.device(KIND))
+    assert [int(state[0]) for state in accelerator.states] == [5, 5]
+    snapshot.restore()
+    assert [int(state[0]) for state in accelerator.states] == [0, 1]
 
 
 def test_states_that_did_not_exist_are_gone_again():

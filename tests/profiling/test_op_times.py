@@ -1,4 +1,4 @@
-"""Timing ops by CUDA events, with clocks in the place of a GPU."""
+"""Timing by an accelerator's events, with clocks in its place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from autockpt.profiling import op_times
+from autockpt.profiling.probes import Clock
+from tests.accelerator import KIND
+
+DEVICE = torch.device(KIND, 1)
 
 
 class Gpu:
@@ -15,15 +19,20 @@ class Gpu:
 
     def __init__(self) -> None:
         self.now, self.waits = 0.0, 0
+        self.ended = 0.0
 
-    def event(self, enable_timing: bool) -> Any:
-        assert enable_timing
+    def event(self, device: torch.device, enable_timing: bool) -> Any:
+        assert enable_timing and device == DEVICE
         gpu = self
 
         class Event:
-            def record(self) -> None:
+            def record(self, stream: Any) -> None:
+                assert stream.name == "compute 1"
                 gpu.now += 1.5
                 self.at = gpu.now
+
+            def synchronize(self) -> None:
+                gpu.ended = gpu.now
 
             def elapsed_time(self, end: Any) -> float:
                 return 2 * (end.at - self.at)
@@ -35,12 +44,32 @@ class Gpu:
         self.waits += 1
 
 
-def test_ops_are_timed_by_events_with_the_gpu_kept_behind_the_host(monkeypatch):
-    gpu = Gpu()
-    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(torch.cuda, "_sleep", gpu.sleep)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    timer = op_times._OpTimer(cuda=True)
+@pytest.fixture
+def gpu(accelerator, monkeypatch) -> Gpu:
+    made = Gpu()
+    monkeypatch.setattr(torch, "Event", made.event)
+    accelerator.module._sleep = made.sleep
+    return made
+
+
+def test_a_clock_asks_the_devices_events(gpu):
+    calls: list[int] = []
+    assert Clock(DEVICE).sample(lambda: calls.append(1), 4) == pytest.approx(3e-3)
+    assert len(calls) == 4 and gpu.ended == gpu.now
+
+
+def test_without_a_way_to_keep_the_device_busy_ops_are_timed_all_the_same(gpu, accelerator):
+    del accelerator.module._sleep
+    timer = op_times._OpTimer(DEVICE)
+    with timer:
+        torch.ones(3).mul_(2)
+    timer.finish()
+    assert [len(times) for times in timer.seconds.values()] == [1] * len(timer.seconds) and timer.ops
+    assert accelerator.calls == ["wait"]
+
+
+def test_ops_are_timed_by_events_with_the_device_kept_behind_the_host(gpu):
+    timer = op_times._OpTimer(DEVICE)
     x = torch.ones(3)
     with timer:
         for _ in range(op_times.OPS_AHEAD + 1):

@@ -56,6 +56,24 @@ def test_an_observation_holds_everything_and_changes_nothing(model):
     assert not seen.differences(observe(model, forward_backward(model, x), steps=2))
 
 
+def test_an_accelerators_random_numbers_are_seen_and_are_the_users_again(model, accelerator):
+    accelerator.opened = True
+    x = torch.randn(8, 4)
+
+    def drawing(between):
+        loss = forward_backward(model, x)(between)
+        accelerator.states[1].add_(1)  # as dropout there does
+        return loss
+
+    seen = observe(model, drawing, steps=1)
+    assert [int(state[0]) for state in accelerator.states] == [0, 1]
+    accelerator.opened = False  # nothing is read where nothing was opened
+    assert observe(model, drawing, steps=1).differences(seen) == [
+        "step 1: random state after forward",
+        "step 1: random state after backward",
+    ]
+
+
 def test_the_last_bit_of_one_gradient_is_a_difference(model):
     x = torch.randn(8, 4)
     first = observe(model, forward_backward(model, x))
@@ -137,8 +155,8 @@ def test_deterministic_algorithms_are_put_back():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_on_cuda_strictly_first_and_leniently_where_the_step_has_no_such_kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+def test_on_an_accelerator_strictly_first_and_leniently_where_the_step_has_no_such_kernel(accelerator):
+    accelerator.opened = True
     modes: list[bool] = []
 
     def run(possible: bool) -> str:

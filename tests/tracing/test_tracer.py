@@ -292,6 +292,12 @@ def test_a_step_that_uses_the_original_model_is_refused_inside_this_process() ->
     assert all(p.grad is None for p in live.model.parameters())
 
 
+def test_a_process_that_uses_any_accelerator_is_not_forked(accelerator) -> None:
+    assert can_fork() is (sys.platform == "linux")
+    accelerator.opened = True
+    assert not can_fork()
+
+
 @pytest.mark.skipif(not can_fork(), reason="the child is only interrupted where it is forked")
 def test_an_interrupt_leaves_no_child_behind() -> None:
     def sleepy(model: nn.Module, batch: Tensor) -> Tensor:

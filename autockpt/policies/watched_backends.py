@@ -1,0 +1,111 @@
+"""Backends of which nobody knows yet whether a dispatch mode that looks on changes what they compute.
+
+Inside of a mode autocast casts less: an op whose kernel calls others is cast or not by the backend's own list, and
+where that is thin the matrix products inside run in another type. ``watching`` names the ops concerned on the CPU and
+on CUDA. On any other device each unit is compared with itself, once.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autockpt.devices.random_states import all_random_states_kept
+from autockpt.errors import ConflictError
+from autockpt.policies.arguments import take_apart
+from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.base import device_of
+
+KNOWN = ("cpu", "cuda", "meta")
+
+
+class _Nothing(TorchDispatchMode):
+    """Looks on and does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_changed(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ConflictError where looking on changes a bit of what this unit's forward gives or saves for backward.
+
+    Asked before each forward; on devices that are not ``KNOWN`` the unit runs twice more at the first one with these
+    settings of autocast, as a copy that shares its parameters.
+    """
+    kind = _kind(args, kwargs, module)
+    if kind in KNOWN:
+        return
+    known: set[Any] | None = state.__dict__.get("_cache_compared")
+    if known is None:
+        known = state._cache_compared = set()  # type: ignore[attr-defined]
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    settings = (kind, autocast and torch.get_autocast_dtype(kind), module.training)
+    if settings in known:
+        return
+    with all_random_states_kept():
+        plain = _bits(module, state, args, kwargs, nullcontext())
+    with all_random_states_kept():
+        watched = _bits(module, state, args, kwargs, _Nothing())
+    if plain != watched:
+        raise ConflictError(
+            f"{state.unit} gives other bits on this {kind} device as soon as its ops are watched, which selective, "
+            "keep_attention and remake do",
+            remedy=f"Use recompute, offload or save on {state.unit}.",
+        )
+    known.add(settings)
+
+
+def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> str:
+    kinds = [value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return next((kind for kind in kinds if kind not in KNOWN), kinds[0] if kinds else device_of(module).type)
+
+
+def _bits(
+    module: nn.Module,
+    state: Attachment,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: AbstractContextManager[Any],
+) -> list[str]:
+    """Digests of what a copy of the unit saves for backward and returns, in order."""
+    tensors: list[torch.Tensor] = []
+    take_apart((args, kwargs), tensors, [])
+    same = {id(parameter): parameter for parameter in module.parameters()}
+    own = {id(tensor): tensor.clone() for tensor in tensors if id(tensor) not in same}
+    try:
+        twin, args, kwargs = copy.deepcopy((module, args, kwargs), {**same, **own})
+    except Exception as error:
+        raise ConflictError(
+            f"{state.unit} cannot be copied to see whether watching its ops changes anything on this device: {error}",
+            remedy=f"Use recompute, offload or save on {state.unit}.",
+        ) from error
+    digests: list[str] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        digests.append(_digest(tensor))
+
+    with saved_tensors_hooks(note, _never), mode:
+        output = call_inner(twin, state, args, kwargs)
+    leaves: list[torch.Tensor] = []
+    take_apart(output, leaves, [])
+    return [*digests, *map(_digest, leaves)]
+
+
+def _never(packed: Any) -> torch.Tensor:
+    raise AssertionError("nobody runs backward here")
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    tensor = tensor.detach()
+    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(header + flat.numpy().tobytes(), digest_size=12).hexdigest()
