@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -267,7 +267,7 @@ def _gradient_of_the_input_only(model: nn.Module) -> dict[str, Tensor]:
     model.requires_grad_(False)
     x = batch().requires_grad_()
     model(x).backward()
-    return {"input": x.grad}
+    return {} if x.grad is None else {"input": x.grad}
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
@@ -331,10 +331,8 @@ def generated(seed: int) -> Callable[[Model], dict[str, Tensor]]:
                     torch.full((dice.choice((1 << 12, 1 << 14, 1 << 18)),), 7.0, device=DEVICE)
                 elif action == "stop":
                     hook = dice.choice(model.blocks).register_forward_hook(_stop)
-                    try:
+                    with suppress(_Stopped):
                         forward(n)
-                    except _Stopped:
-                        pass
                     hook.remove()
                 elif action == "part":
                     parameters = list(dice.choice(model.blocks).parameters())
