@@ -117,9 +117,9 @@ class Watch {
     }
   }
 
-  // What an actor did there up to a time is known to be over, for a reason that orders nothing else.
-  void forgive(const Range& range, int actor, uint64_t time) {
-    const auto over = [&](const Access& a) { return a.actor == actor && a.time <= time; };
+  // What came before a moment is known to be over there, for a reason that orders nothing else.
+  void forgive(const Range& range, const Clock& moment) {
+    const auto over = [&](const Access& a) { return a.actor >= 0 && a.time <= moment[a.actor]; };
     for (auto it = cells_.lower_bound(range.start); it != cells_.end() && it->first < range.stop; ++it) {
       auto& cell = it->second;
       if (over(cell.write)) cell.write = Access{};
@@ -374,7 +374,21 @@ Queues& queues() {
   return *all;
 }
 
-using Guarded = std::lock_guard<std::recursive_mutex>;
+// Whoever waits for the lock lets go of Python's own: its holder may need that, be it only to count references.
+class Guarded {
+ public:
+  explicit Guarded(std::recursive_mutex& lock) : lock_(lock) {
+    if (lock_.try_lock()) return;
+    PyThreadState* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    lock_.lock();
+    if (python) PyEval_RestoreThread(python);
+  }
+  ~Guarded() { lock_.unlock(); }
+  Guarded(const Guarded&) = delete;
+
+ private:
+  std::recursive_mutex& lock_;
+};
 
 bool opened = false, forked = false;
 
@@ -568,7 +582,7 @@ class Memory final : public c10::DeviceAllocator {
         ++it;
         continue;
       }
-      for (auto& mark : marks) queues().watch.forgive(block->range(), mark->stream, mark->index);
+      for (auto& mark : marks) queues().watch.forgive(block->range(), mark->clock);
       marks.clear();
       it = awaiting_.erase(it);
       back_to_pool(block);
@@ -1213,6 +1227,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
           each_tensor(results[i], [&](const Tensor& result) {
             const auto& target = into[i].at(n++);
             if (!target.defined() || !result.defined()) return;
+            // in evaluation the CPU gives no statistics, where other devices give ones that nobody reads
+            if (!result.numel() && std::strstr(name, "batch_norm")) return;
             TORCH_CHECK(target.sizes() == result.sizes() && target.scalar_type() == result.scalar_type(), name,
                         " gave ", result.sizes(), " ", result.scalar_type(), " where its meta kernel said ",
                         target.sizes(), " ", target.scalar_type());

@@ -1,0 +1,47 @@
+"""Scenarios under plans that move activations: bits of plain training, and no race, under every schedule."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.standin.inside import scenarios
+from tests.standin.inside.scenarios import PLANS, SCENARIOS, Block, Twofold, generated, run
+
+standin = torch.get_device_module("standin")
+SCHEDULES = ("lazy", "random:1", "copies-late", "compute-late", "random:2", "eager")
+ALL = os.environ.get("STANDIN_ALL") == "1"  # every plan under every schedule, and more of what is drawn by chance
+GENERATED = range(60 if ALL else 12)
+
+
+def _check(scenario, turn, block=Block, plans=PLANS):
+    """``turn`` says which schedule which plan runs under, where not all do."""
+    standin.set_schedule("random:7")
+    wanted = run(scenario, None, block)
+    standin.synchronize()
+    assert not standin.races()  # of the scenario's own making
+    for n, plan in enumerate(plans):
+        for schedule in SCHEDULES if ALL else (SCHEDULES[(turn + n) % len(SCHEDULES)],):
+            standin.set_schedule(schedule)
+            got = run(scenario, PLANS[plan], block)
+            standin.synchronize()
+            assert got.keys() == wanted.keys()
+            wrong = [key for key in wanted if not torch.equal(got[key], wanted[key])]
+            assert not wrong and not standin.races(), (schedule, plan, wrong, standin.races())
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(name):
+    _check(SCENARIOS[name], list(SCENARIOS).index(name))
+
+
+def test_one_saved_tensor_is_read_on_two_streams():
+    _check(scenarios.step, 0, Twofold)
+
+
+@pytest.mark.parametrize("seed", GENERATED)
+def test_generated_scenario(seed):
+    names = list(PLANS)
+    _check(generated(seed), seed, plans=PLANS if ALL else (names[seed % 5], names[(seed + 2) % 5]))

@@ -1,0 +1,373 @@
+"""What people do with streams, threads and graphs, on a small model: the same gradients are wanted under every plan.
+
+Each scenario takes a model and gives everything that it computed. What one stream makes and another uses is waited for
+here as it would be in a user's own code, so whatever is not ordered is this tool's.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autockpt.devices import disk
+from autockpt.runtime import attach
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
+
+standin = torch.get_device_module("standin")
+DEVICE = torch.device("standin", 0)
+BLOCKS = 4
+DISK = Offload(tier="disk")
+PLANS: dict[str, list[Choice]] = {
+    "offload": [OFFLOAD] * BLOCKS,
+    "every other": [OFFLOAD, SAVE, OFFLOAD, SAVE],
+    "disk": [DISK] * BLOCKS,
+    "inputs only": [RecomputeOffload()] * BLOCKS,
+    "mixed": [DISK, OFFLOAD, RECOMPUTE, RecomputeOffload(tier="disk")],
+}
+
+
+class Block(nn.Module):
+    """``stream``: where it computes, of the model's own two; None: wherever it is called."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.sin(self.up(self.norm(x)))))
+
+
+class Twofold(Block):
+    """Saves one tensor on two streams."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.up(self.norm(x)).sin()
+        side = _SIDES[0]
+        with on(side):
+            shared.record_stream(side)
+            left = shared * shared.cos()
+        left.record_stream(torch.accelerator.current_stream())
+        return x + self.down(left + shared.exp() * 0.1)
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[Block] = Block, width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(block(width) for _ in range(BLOCKS))
+        self.head = nn.Linear(width, 8)
+        self.streams: list[Any] = []  # blocks compute on these by turns
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n, block in enumerate(self.blocks):
+            with on(self.streams[n % len(self.streams)]) if self.streams else nullcontext():
+                x.record_stream(torch.accelerator.current_stream())
+                x = block(x)
+            x.record_stream(torch.accelerator.current_stream())
+        return self.head(x).float().pow(2).mean()
+
+
+_SIDES = [torch.Stream(DEVICE) for _ in range(2)]
+
+
+@contextmanager
+def on(stream: Any) -> Iterator[None]:
+    """Compute on that stream, after what was queued so far; whatever is queued later comes after that."""
+    before = torch.accelerator.current_stream()
+    stream.wait_event(before.record_event())
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        before.wait_event(stream.record_event())
+
+
+def batch(seed: int = 3) -> Tensor:
+    return torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            p.grad.record_stream(torch.accelerator.current_stream())  # which need not be the one that it was made on
+            found[name] = p.grad.clone()
+    model.zero_grad()
+    return found
+
+
+def step(model: nn.Module) -> dict[str, Tensor]:
+    model(batch()).backward()
+    return gradients(model)
+
+
+def _twice(model: nn.Module) -> dict[str, Tensor]:
+    return step(model) | {f"again {name}": g for name, g in step(model).items()}
+
+
+def _on_a_side_stream(model: nn.Module) -> dict[str, Tensor]:
+    with on(_SIDES[0]):
+        return step(model)
+
+
+def _forward_only(model: nn.Module) -> dict[str, Tensor]:
+    loss = model(batch(1)).detach()
+    torch.full((1 << 20,), 7.0, device=DEVICE)  # takes what was freed
+    return step(model) | {"loss": loss}
+
+
+def _graph_dropped_at_once(model: nn.Module) -> dict[str, Tensor]:
+    for seed in range(3):
+        loss = model(batch(seed))
+        del loss
+        held = [torch.full((1 << 13,), 7.0, device=DEVICE) for _ in range(12)]
+        del held
+    return step(model)
+
+
+def _partial_backward(model: Model) -> dict[str, Tensor]:
+    parameters = list(model.blocks[2].parameters())
+    found = torch.autograd.grad(model(batch()), parameters)
+    return {f"part {n}": g for n, g in enumerate(found)} | step(model)
+
+
+def _retain_graph(model: nn.Module) -> dict[str, Tensor]:
+    loss = model(batch())
+    loss.backward(retain_graph=True)
+    first = gradients(model)
+    loss.backward()
+    return first | {f"again {name}": g for name, g in gradients(model).items()}
+
+
+def _micro_batches(model: nn.Module) -> dict[str, Tensor]:
+    for seed in range(3):
+        (model(batch(seed)) / 3).backward()
+    return gradients(model)
+
+
+def _two_graphs(model: nn.Module) -> dict[str, Tensor]:
+    first, second, third = (model(batch(seed)) for seed in range(3))
+    second.backward()
+    del first
+    third.backward()
+    return gradients(model)
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
+
+
+def _exception_in_forward(model: Model) -> dict[str, Tensor]:
+    hook = model.blocks[2].register_forward_hook(_stop)
+    for _ in range(2):
+        try:
+            model(batch(1))
+        except _Stopped:
+            torch.full((1 << 14,), 7.0, device=DEVICE)
+    hook.remove()
+    return step(model)
+
+
+def _exception_in_backward(model: Model) -> dict[str, Tensor]:
+    hook = model.blocks[1].up.weight.register_hook(_stop)
+    for _ in range(2):
+        loss = model(batch(1))
+        try:
+            loss.backward()
+        except _Stopped:
+            del loss
+            torch.full((1 << 14,), 7.0, device=DEVICE)
+    hook.remove()
+    model.zero_grad()
+    return step(model)
+
+
+def _in_a_thread(work: Callable[[], None], stream: Any) -> None:
+    before = torch.accelerator.current_stream().record_event()
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            torch.accelerator.set_stream(stream)
+            stream.wait_event(before)
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    torch.accelerator.current_stream().wait_event(stream.record_event())
+
+
+def _backward_in_a_thread(model: nn.Module) -> dict[str, Tensor]:
+    loss = model(batch())
+    _in_a_thread(loss.backward, _SIDES[1])
+    return gradients(model)
+
+
+def _backward_on_another_stream(model: nn.Module) -> dict[str, Tensor]:
+    loss = model(batch())
+    with on(_SIDES[0]):
+        loss.backward()
+    return gradients(model)
+
+
+def _forward_on_another_stream(model: nn.Module) -> dict[str, Tensor]:
+    with on(_SIDES[0]):
+        loss = model(batch())
+    loss.backward()
+    return gradients(model)
+
+
+def _units_on_two_streams(model: Model) -> dict[str, Tensor]:
+    model.streams = list(_SIDES)
+    return _twice(model)
+
+
+def _every_other_unit_on_a_side_stream(model: Model) -> dict[str, Tensor]:
+    model.streams = [torch.accelerator.current_stream(), _SIDES[1]]
+    return _graph_dropped_at_once(model)
+
+
+def _autocast(model: nn.Module) -> dict[str, Tensor]:
+    with torch.autocast("standin", dtype=torch.bfloat16):
+        loss = model(batch())
+    loss.backward()
+    return gradients(model)
+
+
+def _evaluation_between(model: nn.Module) -> dict[str, Tensor]:
+    loss = model(batch())
+    with on(_SIDES[1]), torch.no_grad():
+        seen = model.eval()(batch(1))
+    model.train()
+    loss.backward()
+    return gradients(model) | {"seen": seen}
+
+
+def _gradient_of_the_input_only(model: nn.Module) -> dict[str, Tensor]:
+    model.requires_grad_(False)
+    x = batch().requires_grad_()
+    model(x).backward()
+    return {} if x.grad is None else {"input": x.grad}
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for seed in range(3):
+        model(batch(seed)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+SCENARIOS: dict[str, Callable[[Model], dict[str, Tensor]]] = {
+    name.strip("_").replace("_", " "): function
+    for name, function in list(globals().items())
+    if name.startswith("_") and getattr(function, "__annotations__", {}).get("return") == "dict[str, Tensor]"
+}
+
+
+def generated(seed: int) -> Callable[[Model], dict[str, Tensor]]:
+    """A scenario drawn by chance: graphs made, kept, dropped and run backward, on streams and threads as they come."""
+
+    def scenario(model: Model) -> dict[str, Tensor]:
+        dice = random.Random(seed)
+        streams = [None, None, *_SIDES]
+        model.streams = dice.choice([[], [], list(_SIDES), [_SIDES[1]]])
+        held: list[Tensor] = []
+        seen: dict[str, Tensor] = {}
+
+        def forward(n: int) -> Tensor:
+            cast = torch.autocast("standin", dtype=torch.bfloat16) if dice.random() < 0.2 else nullcontext()
+            with cast:
+                return model(batch(n))
+
+        def backward(loss: Tensor, retain: bool) -> None:
+            if dice.random() < 0.3:
+                _in_a_thread(lambda: loss.backward(retain_graph=retain), dice.choice(_SIDES))
+            else:
+                loss.backward(retain_graph=retain)
+
+        for n in range(8):
+            stream = dice.choice(streams)
+            with on(stream) if stream is not None else nullcontext():
+                action = dice.choice(("step", "forward", "backward", "twice", "drop", "look", "fill", "stop", "part"))
+                if action == "step":
+                    backward(forward(n), False)
+                elif action == "forward":
+                    held.append(forward(n))
+                elif action == "backward" and held:
+                    backward(held.pop(dice.randrange(len(held))), False)
+                elif action == "twice" and held:
+                    loss = held.pop(dice.randrange(len(held)))
+                    backward(loss, True)
+                    backward(loss, False)
+                    del loss
+                elif action == "drop" and held:
+                    held.pop(dice.randrange(len(held)))
+                elif action == "look":
+                    with torch.no_grad():
+                        seen[f"{n} loss"] = model(batch(n))
+                elif action == "fill":
+                    torch.full((dice.choice((1 << 12, 1 << 14, 1 << 18)),), 7.0, device=DEVICE)
+                elif action == "stop":
+                    hook = dice.choice(model.blocks).register_forward_hook(_stop)
+                    with suppress(_Stopped):
+                        forward(n)
+                    hook.remove()
+                elif action == "part":
+                    parameters = list(dice.choice(model.blocks).parameters())
+                    for i, found in enumerate(torch.autograd.grad(forward(n), parameters)):
+                        found.record_stream(torch.accelerator.current_stream())
+                        seen[f"{n} part {i}"] = found
+        for loss in held:
+            loss.backward()
+        return seen | gradients(model)
+
+    return scenario
+
+
+def run(
+    scenario: Callable[[Model], dict[str, Tensor]], plan: list[Choice] | None, block: type[Block] = Block
+) -> dict[str, Tensor]:
+    """What a scenario gives under a plan (None: plain training), on the host."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Model(block).to(DEVICE)
+    torch.manual_seed(5)
+    choices = {} if plan is None else {f"blocks.{n}": choice for n, choice in enumerate(plan)}
+    with attach(model, choices) if choices else nullcontext():
+        seen = scenario(model)
+    del model
+    return {name: value.cpu() for name, value in seen.items()}
+
+
+_all_of = disk._all_of
+
+
+def _announced(move: Any, file: Any, memory: Tensor, offset: int) -> None:
+    """The disk tier's own reading and writing of pinned memory, which no device sees."""
+    standin.device.host_touches(memory.data_ptr(), memory.nbytes, move is disk._pread)
+    _all_of(move, file, memory, offset)
+
+
+disk._all_of = _announced

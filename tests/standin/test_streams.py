@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+
+SCENARIOS = "tests/standin/inside/check_streams.py"
+
+
+def test_what_people_do_with_streams_threads_and_graphs(inside):
+    inside(SCENARIOS)
+
+
+@pytest.mark.slow
+def test_every_plan_under_every_schedule(inside):
+    inside(SCENARIOS, STANDIN_ALL="1")
