@@ -22,6 +22,8 @@ from autockpt.errors import ConflictError
 if TYPE_CHECKING:
     from autockpt.policies.sentinels import UnitSentinel
 
+_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
+
 
 class Attachment:
     """What one attached forward knows. Copied and pickled with its module; ``_cache…`` fields are left behind.
@@ -48,10 +50,12 @@ class Attachment:
 def acts(state: Attachment) -> bool:
     """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
 
-    Inside forward-mode AD (``torch.autograd.forward_ad``) units save as ever: what is dropped, moved or made again
-    would come back without its tangent, which forward over reverse needs.
+    Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what
+    is dropped, moved or made again would come back without its tangent, or outside of the transform.
     """
-    return state.active and torch.is_grad_enabled() and forward_ad._current_level < 0
+    if not state.active or not torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or (forward_ad._current_level < 0 and _transform() is None)
 
 
 class AttachedForward(functools.partial):

@@ -28,7 +28,7 @@ from autockpt.policies.conditions import Conditions, random_states_kept
 from autockpt.policies.conflicts import refuse_transforms
 from autockpt.policies.replay import Replay
 from autockpt.policies.saved import Kept, Watched
-from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, unpack
+from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
 
 _hooks_in_force: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
 _hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
@@ -200,6 +200,9 @@ class Call:
                 output = self._replay(*tensors)
         except Enough:
             output = None
+        except (StopIteration, LookupError) as error:  # an iterator or a list that the first run has used up
+            said = f"raised {type(error).__name__} when it ran again in backward, which it did not in forward"
+            raise differs(self.unit, said) from error
         filler.check()
         if self._watch is not None:
             self._watch.after_rerun()

@@ -79,6 +79,12 @@ def many_at_once(model: Model) -> list[Any]:
     return list(torch.autograd.grad(rows, list(model.parameters()), torch.eye(4), is_grads_batched=True))
 
 
+def by_torch_func(model: Model) -> list[Any]:
+    x = torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(1))
+    model.eval()  # torch.func takes no random numbers by itself
+    return [torch.func.grad(lambda t: losses(model(t)).sum())(x), *torch.func.jvp(model, (x,), (torch.ones_like(x),))]
+
+
 each_kind = pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
 
 
@@ -94,6 +100,16 @@ def test_forward_mode(kind: str) -> None:
 @pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
 def test_forward_mode_through_the_head(choice: Choice) -> None:
     assert_as_plain({"lm_head": choice}, with_tangents)
+
+
+@each_kind
+def test_transforms_of_torch_func(kind: str) -> None:
+    assert_as_plain(of_blocks(kind), by_torch_func)
+
+
+@pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
+def test_transforms_of_torch_func_through_the_head(choice: Choice) -> None:
+    assert_as_plain({"lm_head": choice}, by_torch_func)
 
 
 @each_kind

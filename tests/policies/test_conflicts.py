@@ -44,6 +44,30 @@ def test_other_errors_of_a_unit_stay_what_they_are(kind):
         model(torch.randn(4, 7))
 
 
+class Reading(nn.Module):
+    """Reads a line of a file in each forward."""
+
+    def __init__(self, lines: str) -> None:
+        super().__init__()
+        self.linear, self.lines = nn.Linear(8, 8), lines
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * float(next(OPEN[self.lines]))).tanh()
+
+
+OPEN: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"remake", "offload"}))
+def test_what_the_first_run_has_used_up_is_named(kind, tmp_path):
+    (tmp_path / "scales").write_text("2\n")
+    model = nn.Sequential(nn.Linear(8, 8), Reading(kind))
+    with (tmp_path / "scales").open() as OPEN[kind], attach(model, {"1": parse_choice(kind)}):
+        loss = model(torch.randn(4, 8)).sum()
+        with pytest.raises(ConflictError, match=r"1 .*again"):
+            loss.backward()
+
+
 class Masking(nn.Sequential):
     """Gives its layers a mask that was made in inference mode."""
 
