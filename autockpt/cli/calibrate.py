@@ -56,7 +56,7 @@ def calibrate(
         screen.print_json(hardware.model_dump_json(indent=2))
     else:
         like = described_like(machine.environment.device.name, hardware.kind, hardware.memory_bytes)
-        print_hardware(hardware, like, screen.results())
+        print_hardware(hardware, like, screen.results(), path=str(path))
     console.print(f"{path}: written, measured in {machine.seconds:.0f} s")
 
 

@@ -94,7 +94,15 @@ def _list_runs(out: Path, as_json: bool) -> None:
             rows.append({"run": path.name, "damaged": error.message})
             continue
         fastest = next(iter(best(trials, 1)), None)
-        rows.append({"run": path.name, "trials": len(trials), "best": describe_numbers(fastest) if fastest else None})
+        counted = sum(t.measured is not None for t in trials)
+        rows.append(
+            {
+                "run": path.name,
+                "trials": len(trials),
+                "measured": counted,
+                "best": describe_numbers(fastest) if fastest else None,
+            }
+        )
     if as_json:
         screen.print_json(json.dumps(rows, indent=2))
         return
@@ -102,5 +110,11 @@ def _list_runs(out: Path, as_json: bool) -> None:
         raise UsageError(f"there are no runs in {out}", remedy="Name a run's directory, or the folder with --out.")
     console = screen.results()
     for row in rows:
-        said = row.get("damaged") or f"{row['trials']} trials, best {row['best'] or 'none yet'}"
+        said = row.get("damaged") or f"{_counted(row)}, best {row['best'] or 'none yet'}"
         console.print(f"{row['run']}  {said}", soft_wrap=True)
+
+
+def _counted(row: dict[str, Any]) -> str:
+    """Trials as a search counts them: those that were measured, beside all that were looked at."""
+    measured = f", {row['measured']} measured" if row["measured"] not in (0, row["trials"]) else ""
+    return f"{row['trials']} trial{'' if row['trials'] == 1 else 's'}{measured}"

@@ -83,7 +83,8 @@ def _trace(spec: WorkloadSpec, plan: Path | None, hardware: Hardware | None) -> 
         if loaded is not None:
             choices = loaded.choices_for(tracer.units, tracer.head)
         graph = tracer.trace(choices)
-        settings = dict(tracer.settings) | ({"plan": f"{plan} ({loaded.status})"} if loaded else {})
+        settings = dict(tracer.settings) | ({"device": f"{hardware.name}, simulated"} if hardware else {})
+        settings |= {"plan": f"{plan} ({loaded.status})"} if loaded else {}
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)}), settings
 
 

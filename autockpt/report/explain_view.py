@@ -75,7 +75,8 @@ def _heading(said: Explanation) -> Text:
         state = f"{format_binary(room)} free" if room >= 0 else f"{format_binary(-room)} too much"
         text.append(f" of {format_binary(said.budget.bytes)} (budget {said.budget.asked}): ")
         text.append(state, style="green" if room >= 0 else "red")
-    text.append(f"; save everything {format_binary(said.save_all_peak)}, ")
+    head = any("block" not in choice.roles for choice in said.choices.values())  # the same in all plans here
+    text.append(f"; {'every layer on save' if head else 'save everything'} {format_binary(said.save_all_peak)}, ")
     text.append(f"leanest plan {format_binary(said.smallest_peak)} (simulated)")
     if said.measured_peak is not None and said.measured_seconds is not None:
         text.append(f"\nMeasured: {format_bytes(said.measured_peak)}, a step {words.seconds(said.measured_seconds)}")

@@ -10,6 +10,10 @@ from autockpt.report.words import seconds, share
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.sizes import format_bytes
 
+_MAIN = {f"matrix rate {dtype}" for dtype in ("bfloat16", "float16", "float32")} | {
+    "memory bandwidth", "launch, per op", "off the device", "back onto it", "memory", "context",
+    "share: matrix", "share: attention", "share: bandwidth",
+}  # fmt: skip
 Row = tuple[str, float | None, float | None, str]
 
 
@@ -53,8 +57,11 @@ def hardware_rows(measured: Hardware, like: Hardware | None) -> list[Row]:
     return [row for row in rows if row[1] or row[2]]
 
 
-def print_hardware(measured: Hardware, like: Hardware | None, console: Console) -> None:
-    """Print the table: what was measured, what the description of the same card says, and their ratio."""
+def print_hardware(measured: Hardware, like: Hardware | None, console: Console, *, path: str = "the file") -> None:
+    """Print the figures that decide most: what was measured, what the description of the same card says, their ratio.
+
+    The others are counted: they stand in the description, at ``path``.
+    """
     console.print(Text(f"{measured.description or measured.name} ({measured.kind})", style="bold"))
     table = plain_table()
     table.add_column("figure", no_wrap=True)
@@ -62,12 +69,15 @@ def print_hardware(measured: Hardware, like: Hardware | None, console: Console) 
     if like is not None:
         table.add_column(f"built-in: {like.name}", justify="right", no_wrap=True)
         table.add_column("ratio", justify="right", no_wrap=True)
-    for title, value, told, unit in hardware_rows(measured, like):
+    rows = hardware_rows(measured, like)
+    shown = [row for row in rows if row[0] in _MAIN]
+    for title, value, told, unit in shown:
         cells = [Text(title), Text(_written(value, unit))]
         if like is not None:
             cells += [Text(_written(told, unit)), Text(share(value / told) if value and told else "")]
         table.add_row(*cells)
     console.print(table)
+    console.print(Text(f"{len(rows) - len(shown)} more figures are in {path}", style="dim"))
 
 
 def _written(value: float | None, unit: str) -> str:

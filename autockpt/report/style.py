@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.box import Box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 # a rule under the heading and nothing else, so that what is printed can be cut and pasted
 RULE = Box("    \n    \n ── \n    \n    \n ── \n    \n    \n")
+_ANY_WIDTH = 10_000
 # what a verdict is called, and its colour
 VERDICTS = {
     "fits": ("yes", "green"),
@@ -21,9 +24,19 @@ VERDICTS = {
 }
 
 
+class _Table(Table):
+    """A table of which nothing is lost on a narrow screen: what does not fit is broken into lines, never cut."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if Measurement.get(console, options.update(max_width=_ANY_WIDTH), self).minimum > options.max_width:
+            for column in self.columns:
+                column.no_wrap, column.overflow = False, "fold"
+        yield from super().__rich_console__(console, options)
+
+
 def plain_table(**options: Any) -> Table:
     """An empty table in the project's look; two spaces between columns."""
-    return Table(box=RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", **options)
+    return _Table(box=RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", **options)
 
 
 def bullets(lines: Iterable[str], mark: str = "•") -> Table:

@@ -76,13 +76,13 @@ class Handle:
 
 def apply(
     model: nn.Module,
-    plan: Plan | str | Path,
+    plan: Plan | Mapping[str, Any] | str | Path,
     *,
     check_batch: Any = None,
     step: Callable[[nn.Module, Any], Tensor] | None = None,
     sentinels: Mode | None = None,
 ) -> Handle:
-    """Apply a plan, or a plan file, to a live model; the choices then act whenever gradients are enabled.
+    """Apply a plan, a plan file, or choices by unit name to a live model; they act whenever gradients are enabled.
 
     Nothing about the model changes but what its forward keeps: no submodule is replaced, ``state_dict``, parameter
     names, class and config stay as they are. With ``check_batch`` two steps on it are compared with plain training
@@ -103,12 +103,14 @@ def apply(
     Raises PlanError where the plan is malformed or belongs to another model; ConflictError where it cannot be attached
     safely, or where the check finds a difference; UsageError for other ``sentinels``.
     """
-    if not isinstance(plan, Plan | str | Path):
+    if not isinstance(plan, Plan | Mapping | str | Path):
         raise PlanError(
             f"a {type(plan).__name__} is no plan",
-            remedy="Give a plan file's path, or a Plan: autockpt.Plan(choices={'model.layers.0': 'recompute'}).",
+            remedy="Give a plan file's path, a Plan, or choices by unit name: {'model.layers.0': 'recompute'}.",
         )
-    if not isinstance(plan, Plan):
+    if isinstance(plan, Mapping):
+        plan = Plan(choices=dict(plan))
+    elif not isinstance(plan, Plan):
         plan = Plan.load(plan)
     choices = choices_for(model, plan)
     notes = _doubts(plan, model)

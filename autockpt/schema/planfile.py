@@ -181,7 +181,7 @@ def _is_same(plan: Plan, path: Path) -> bool:
 
 
 def render(plan: Plan, name: str = "plan.yaml") -> str:
-    """The file's text: a header that says how to load it, then one section per paragraph, the choices last."""
+    """The file's text: a header that says how to load it, the choices, then where they are from, a paragraph each."""
     data: dict[str, Any] = plan.model_dump(mode="json", exclude_defaults=True, exclude={"choices", "autockpt"})
     if plan.workload is not None:
         data["workload"] = plan.workload.model_dump(mode="json", exclude_none=True)
@@ -193,8 +193,8 @@ def render(plan: Plan, name: str = "plan.yaml") -> str:
         f"# Choices: {layers}; for the output head, by its name: {head}.", width=110, subsequent_indent="# "
     )
     sections = [_HEADER.format(name=name, kinds=kinds), f"autockpt: {plan.autockpt}\n"]
-    sections += [_section(key, data[key]) for key in Plan.model_fields if key in data]
-    return "".join(sections) + _section("choices", {p: dump_choice(c) for p, c in plan.choices.items()})
+    sections += [_section("choices", {p: dump_choice(c) for p, c in plan.choices.items()}), "\n"]
+    return "".join(sections) + "".join(_section(key, data[key]) for key in Plan.model_fields if key in data)
 
 
 def _section(key: str, value: Any) -> str:

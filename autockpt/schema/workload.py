@@ -12,6 +12,8 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd", "none"]
 Ddp = Literal["buckets", "views"]
 
+MOST = 1 << 24  # sequences of a batch, or tokens of a sequence
+
 
 class WorkloadSpec(Data):
     """A reproducible description of the user's training step; enough for a fresh process to build it again.
@@ -21,9 +23,9 @@ class WorkloadSpec(Data):
     """
 
     model: str = Field(description="hub id, directory, config.json, built-in shape, or package.module:factory")
-    batch_size: int | None = Field(default=None, gt=0)
-    seq_len: int | None = Field(default=None, gt=0, description="tokens per sequence (text models)")
-    pad_to: int | None = Field(default=None, gt=0, description="length that sequences are padded to")
+    batch_size: int | None = Field(default=None, gt=0, le=MOST)
+    seq_len: int | None = Field(default=None, gt=0, le=MOST, description="tokens per sequence (text models)")
+    pad_to: int | None = Field(default=None, gt=0, le=MOST, description="length that sequences are padded to")
     packed: bool = Field(default=False, description="no padding, so no attention mask")
     dtype: Dtype | None = Field(default=None, description="type of the weights")
     autocast: Literal["bf16", "fp16"] | None = None

@@ -31,6 +31,7 @@ from autockpt.tracing.transport import NotingTransport
 from autockpt.tracing.units import refine, unit_of
 from autockpt.workload import Workload, build, discover_head, discover_units, explain
 from autockpt.workload.failures import location, summary
+from autockpt.workload.storages import storage_bytes
 
 _STATES_PER_WEIGHT = 4  # weights, gradients, and two states
 _MOST_OF_MEMORY = 0.7
@@ -246,16 +247,18 @@ def _check_fits(spec: WorkloadSpec) -> None:
     mode.building = True
     try:
         with mode:
-            needed = (
-                _STATES_PER_WEIGHT * build(_traced(spec).model_copy(update={"weights": False}), "cpu").resident_bytes()
-            )
+            workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
+            weights = _STATES_PER_WEIGHT * storage_bytes(workload.model.parameters())
+            batch = workload.resident_bytes() - storage_bytes(workload.model.parameters())
     except Exception:  # whatever it is, the real attempt will say it better
         return
-    if free is not None and needed > _MOST_OF_MEMORY * free:
+    if free is not None and weights + batch > _MOST_OF_MEMORY * free:
+        taken, smaller = f"{weights / 2**30:.1f} GiB for weights, gradients and optimizer states", "configuration"
+        if batch > weights:
+            taken, smaller = f"{batch / 2**30:.1f} GiB for its batch alone", "batch or shorter sequences"
         raise TracingError(
-            f"a real step takes more than {needed / 2**30:.1f} GiB for weights, gradients and optimizer states; "
-            f"{free / 2**30:.1f} GiB are free",
-            remedy="Trace a smaller configuration of the same model, or use a machine with more memory.",
+            f"a real step takes more than {taken}; {free / 2**30:.1f} GiB are free",
+            remedy=f"Trace a smaller {smaller} of the same model, or use a machine with more memory.",
         )
 
 

@@ -201,7 +201,7 @@ def outcome_of(
         binding=found.binding,
         interrupted=found.interrupted,
         resumed=found.resumed,
-        measured_trials=sum(t.score is not None for t in found.trials),
+        measured_trials=sum(t.score is not None or source == "simulated" for t in found.trials),
         stopped=found.stopped,
         run_directory=run.path if run else None,
         plan_path=run.plan_path if run and plan else None,

@@ -36,7 +36,7 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     broken = make_run(tmp_path / "results", "40%")
     (broken.path / "trials.jsonl").write_text("x\n")
     result = autockpt("history")
-    assert result.code == 0 and "3 trials, best 448 ms" in result.out and "trials.jsonl:1" in result.out
+    assert result.code == 0 and "3 trials, 2 measured, best 448 ms" in result.out and "trials.jsonl:1" in result.out
     assert len(autockpt("history", "--json").json) == 2
 
 

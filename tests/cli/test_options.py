@@ -24,7 +24,9 @@ def test_without_a_model_there_is_a_remedy() -> None:
         workload_spec({})
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "fp8"), ("optimizer", "lion"), ("max_grad_norm", -1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("dtype", "fp8"), ("optimizer", "lion"), ("max_grad_norm", -1.0), ("seq_len", 10**11)]
+)
 def test_values_that_are_not_allowed_name_the_option(field: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"--{field.replace('_', '-')} {value}"):
         workload_spec({"model": "x", field: value})

@@ -22,7 +22,7 @@ def test_measured_beside_the_built_in_description() -> None:
 
 def test_alone_where_there_is_none() -> None:
     text = drawn(None)
-    assert "ratio" not in text and "8.00 µs" in text
+    assert "ratio" not in text and "4.8 TB/s" in text
 
 
 def test_what_only_one_side_has_is_shown() -> None:
@@ -35,3 +35,8 @@ def test_a_share_of_one_type_stands_beside_what_holds_for_it_on_the_other() -> N
     assert rows["share: matrix"][1:3] == (1.0, 0.75)
     assert rows["share: matrix float32"][1:3] == (1.0, 0.52)
     assert "share: matrix float32" not in {row[0] for row in hardware_rows(load_hardware("cpu"), None)}
+
+
+def test_what_decides_is_shown_and_the_rest_counted() -> None:
+    text = drawn("h100")
+    assert "elements:" not in text and len(text.splitlines()) < 18 and "more figures are in" in text

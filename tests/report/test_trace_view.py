@@ -4,6 +4,7 @@ import pytest
 
 from autockpt.report.graph_summary import summarise
 from autockpt.report.sparkline import ASCII, BLOCKS, resample, sparkline
+from autockpt.report.style import plain_table
 from autockpt.report.trace_view import print_ops, print_summary
 from tests.report.samples import console, small_graph
 
@@ -55,3 +56,16 @@ def test_ops_are_tab_separated() -> None:
     lines = raw.getvalue().decode().splitlines()
     assert len(lines) == 1 + len(small_graph().ops)
     assert lines[1].split("\t") == ["0", "forward", "aten.mm.default", "embed", "uint8[10]", "10", "0", "1010"]
+
+
+def test_no_cell_is_cut_where_a_table_is_wider_than_the_screen() -> None:
+    out, raw = console(30)
+    table = plain_table()
+    for title in ("shape", "bytes", "name"):
+        table.add_column(title, no_wrap=True)
+    table.add_row("4x1536x8192 bf16", "1.50 GiB", "model.layers.0-15")
+    out.print(table)
+    lines = [line.rstrip() for line in raw.getvalue().decode().splitlines()]
+    letters = sorted("".join(lines).replace("─", "").replace(" ", ""))
+    assert max(map(len, lines)) <= 30
+    assert letters == sorted("shapebytesname4x1536x8192bf161.50GiBmodel.layers.0-15")

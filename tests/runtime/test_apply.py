@@ -91,11 +91,20 @@ def test_plans_of_another_model_are_refused():
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-@pytest.mark.parametrize("plan", [{"model.layers.0": "recompute"}, None, 3])
+@pytest.mark.parametrize("plan", [["model.layers.0"], None, 3])
 def test_what_is_no_plan_is_said_with_what_is(plan):
     with pytest.raises(PlanError, match="is no plan") as caught:
         apply(LLAMA.make(), plan)
-    assert "autockpt.Plan(choices=" in caught.value.remedy
+    assert "'recompute'}" in caught.value.remedy
+
+
+def test_choices_by_unit_name_are_a_plan_as_they_are_for_trace():
+    model = LLAMA.make()
+    for choice in ("recompute", RECOMPUTE, {"kind": "recompute"}):
+        with apply(model, {"model.layers.0": choice}) as handle:
+            assert handle.choices["model.layers.0"] == RECOMPUTE and handle.plan.status == "unmeasured"
+    with pytest.raises(PlanError, match="recompte"):
+        apply(model, {"model.layers.0": "recompte"})
 
 
 def test_a_missing_or_malformed_file(tmp_path):

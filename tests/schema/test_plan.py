@@ -79,6 +79,18 @@ def test_a_plan_round_trips_through_its_file(tmp_path: Path) -> None:
     loaded.check_structure(UNITS)
 
 
+def test_choices_come_first_and_files_that_have_them_last_are_read(tmp_path: Path) -> None:
+    plan = full_plan()
+    plan.save(tmp_path / "plan.yaml")
+    text = (tmp_path / "plan.yaml").read_text()
+    keys = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith((" ", "#", "-"))]
+    assert keys[:2] == ["autockpt", "choices"] and len(keys) > 4
+    begin = text.index("\nchoices:")
+    end = text.index("\n\n", begin)
+    (tmp_path / "older.yaml").write_text(text[:begin] + text[end:] + text[begin:end] + "\n")
+    assert Plan.load(tmp_path / "older.yaml") == plan == Plan.load(tmp_path / "plan.yaml")
+
+
 def test_the_file_is_for_people(tmp_path: Path) -> None:
     full_plan().save(tmp_path / "plan.yaml")
     text = (tmp_path / "plan.yaml").read_text()
