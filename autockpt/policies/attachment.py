@@ -31,10 +31,10 @@ class Attachment:
     ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
     could not be taken off because somebody wrapped it is made inert by ``active = False``. Where something else is
-    handed to backward than forward saved, ``watched``, a session may set a ``sentinel`` over it.
+    handed to backward than forward saved, a session may set a ``sentinel`` over it (``has_sentinel``).
     """
 
-    watched: ClassVar[bool] = False
+    has_sentinel: ClassVar[bool] = False
 
     def __init__(self, unit: str) -> None:
         self.unit = unit

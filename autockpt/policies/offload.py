@@ -88,7 +88,7 @@ class Pipeline:
 class OffloadState(Attachment):
     """An offloaded unit's attachment, or with the default ``tier`` that of a unit behind one."""
 
-    watched: ClassVar[bool] = True
+    has_sentinel: ClassVar[bool] = True
 
     def __init__(self, unit: str, pipeline: Pipeline, tier: Tier = "cpu") -> None:
         super().__init__(unit)

@@ -36,7 +36,7 @@ _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 class RemakeState(Attachment):
     """A unit's attachment. ``keep`` as in the choice; ``everywhere``: all its ops are noted."""
 
-    watched: ClassVar[bool] = True
+    has_sentinel: ClassVar[bool] = True
 
     def __init__(self, unit: str, keep: Sequence[str], *, everywhere: bool) -> None:
         super().__init__(unit)

@@ -46,7 +46,7 @@ def running_again(unit: str) -> Iterator[None]:
 class ReplayState(Attachment):
     """A unit's attachment, with what its calls taught about its buffers, attributes and use of NumPy's random state."""
 
-    watched: ClassVar[bool] = True
+    has_sentinel: ClassVar[bool] = True
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)

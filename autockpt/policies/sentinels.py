@@ -66,6 +66,7 @@ class Sentinels:
         self.mode: Mode = mode
         self.rounding = rounding
         self.step = 0
+        self.repeats = True
         self.units: list[UnitSentinel] = []
         self._reset()
 
@@ -141,7 +142,7 @@ class Sentinels:
             if same:
                 continue
             if compared.tolerance is not None and away <= compared.tolerance:
-                watch.sentinel.does_not_repeat(away)
+                self._does_not_repeat(watch.sentinel, away)
             else:
                 wrong.setdefault(watch, []).append(compared)
         for watch in watches:
@@ -150,6 +151,17 @@ class Sentinels:
         for watch in watches:
             if watch in wrong or watch.differences:
                 raise watch.error(wrong.get(watch, []))
+
+    def _does_not_repeat(self, unit: UnitSentinel, away: float) -> None:
+        """A device's kernels give other last bits each time: said once."""
+        if self.repeats:
+            self.repeats = False
+            warnings.warn(
+                f"kernels of {unit.name} do not repeat themselves bit by bit on this device (distance {away:.1e}), so "
+                "what runs again is compared within rounding only; torch.use_deterministic_algorithms(True) lets it be "
+                "compared bit by bit",
+                stacklevel=2,
+            )
 
 
 class Compared(NamedTuple):
@@ -191,7 +203,6 @@ class UnitSentinel:
         self.calls = self.checks = self.tensors = 0
         self.last_proven: int | None = None
         self.unchecked: Counter[str] = Counter()
-        self.repeats = True
         self._due = self._gap = 1
 
     def watch(self, *, hold: int | None = None) -> Watch | None:
@@ -227,17 +238,6 @@ class UnitSentinel:
         self.checks = max(self.checks, FIRST_CALLS)
         if self.sentinels.mode == "sample":
             self._due = self.calls + 1 + index * WINDOW // len(self.sentinels.units)
-
-    def does_not_repeat(self, away: float) -> None:
-        """Kernels of this unit give other last bits each time: said once."""
-        if self.repeats:
-            self.repeats = False
-            warnings.warn(
-                f"kernels of {self.name} do not repeat themselves bit by bit on this device (distance {away:.1e}), so "
-                "what runs again is compared within rounding only; torch.use_deterministic_algorithms(True) lets it be "
-                "compared bit by bit",
-                stacklevel=2,
-            )
 
 
 class Watch:

@@ -55,7 +55,7 @@ class Session:
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
-        if state.watched:
+        if state.has_sentinel:
             state.sentinel = self.sentinels.unit(name)
         self._placed.append((module, place(module, run, state)))
 

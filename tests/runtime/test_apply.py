@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autockpt
-from autockpt.errors import ConflictError, PlanError
+from autockpt.errors import ConflictError, PlanError, UsageError
 from autockpt.runtime import apply
 from autockpt.schema import (
     OFFLOAD,
@@ -62,6 +62,25 @@ def test_a_plan_file_in_three_lines(tmp_path):
     assert "removed" in str(handle)
     handle.remove()
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_the_handle_tells_what_was_checked(monkeypatch):
+    model = LLAMA.make()
+    plan = Plan(choices={"model.layers.0": RECOMPUTE, "model.layers.1": OFFLOAD})
+    with apply(model, plan) as handle:
+        train(model, LLAMA)
+        proof = handle.sentinels
+        assert proof.mode == "sample" and proof.window == 101
+        assert list(proof.units) == ["model.layers.0", "model.layers.1"]
+        assert all(unit.checks and unit.last_step for unit in proof.units.values())
+    with apply(model, plan, sentinels="off") as handle:
+        train(model, LLAMA)
+        assert not handle.sentinels.units
+    monkeypatch.setenv("AUTOCKPT_SENTINELS", "all")
+    with apply(model, plan) as handle:
+        assert handle.sentinels.mode == "all"
+    with pytest.raises(UsageError, match="sentinels is 'some'"):
+        apply(model, plan, sentinels="some")
 
 
 def test_a_measured_plan_says_nothing_where_it_holds():

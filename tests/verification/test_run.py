@@ -102,7 +102,7 @@ def test_real_plans_keep_their_promise(name):
     names = [u.name for u in discover_units(work.model) if u.role == "block"]
     plan = promised(work, {n: (RECOMPUTE, OFFLOAD, SAVE)[i % 3] for i, n in enumerate(names)})
     report = verify(plan, work, measurer=Beside(work))
-    assert checks(report) == dict.fromkeys(("gradients", "recomputed ops", "peak", "step time"), "passed")
+    assert checks(report) == dict.fromkeys(("gradients", "recomputed ops", "sentinels", "peak", "step time"), "passed")
     assert report.passed
     assert "bit-equal with plain training" in report.checks[0].detail
     assert all(p.grad is None for p in work.model.parameters())
@@ -115,6 +115,7 @@ def test_a_live_workload_is_measured_here_and_put_back():
     assert checks(report) == {
         "gradients": "passed",
         "recomputed ops": "passed",
+        "sentinels": "passed",
         "peak": "skipped",
         "step time": "skipped",
     }
@@ -170,7 +171,8 @@ def test_wrong_gradients_fail():
 
     report = verify(Plan(choices={"layers.0": RECOMPUTE}), work, measurer=EvenSteps(work))
     assert checks(report)["gradients"] == "failed"
-    assert "gradient layers.0.0.weight" in report.checks[0].detail
+    assert "backward of layers.0 was not given what its forward had computed" in report.checks[0].detail
+    assert checks(report)["sentinels"] == "failed"
 
 
 def test_where_plain_training_does_not_fit(monkeypatch):
@@ -196,6 +198,7 @@ def test_where_plain_training_does_not_fit(monkeypatch):
         "gradients at a smaller shape": "passed",
         "gradients at full shape": "passed",
         "recomputed ops": "passed",
+        "sentinels": "passed",
         "peak": "passed",
         "step time": "passed",
     }

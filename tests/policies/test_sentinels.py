@@ -1,0 +1,304 @@
+"""What sentinels notice by themselves, and what they must leave alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import AutockptError, RerunMismatch
+from autockpt.policies import sentinels
+from autockpt.policies.sentinels import Rounding
+from autockpt.runtime import Session, attach
+from autockpt.schema.choices import Segment, parse_choice
+from tests.policies.zoo import CASES, assert_equal, bytes_alive_after, plain, train
+
+RERUNNING = (
+    "recompute",
+    "selective",
+    "keep_attention",
+    "recompute_offload",
+    Segment(size=2),
+    Segment(size=2, levels=2),
+)
+each_rerun = pytest.mark.parametrize("kind", RERUNNING, ids=str)
+WIDTH = 64
+
+
+class Unit(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Tensor], between: Callable[[Tensor], None] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(Unit(body) for _ in range(2))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+            if self.between is not None:
+                self.between(x)
+        return x
+
+
+def attached(model: nn.Module, kind: Any, **more: Any) -> Session:
+    choice = parse_choice(kind) if isinstance(kind, str) else kind
+    return attach(model, {f"units.{i}": choice for i in range(2)}, **more)
+
+
+BATCH = torch.randn(4, 80, WIDTH, generator=torch.Generator().manual_seed(1))  # large enough to leave the device
+
+
+def step(model: nn.Module) -> list[Tensor | None]:
+    model.zero_grad()
+    model(BATCH).pow(2).mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def mlp(unit: Any, x: Tensor) -> Tensor:
+    return unit.b(torch.tanh(unit.a(x)))
+
+
+def unrepeatable(unit: Any, x: Tensor) -> Tensor:
+    """What no state that anybody could put back explains."""
+    return mlp(unit, x * (1 + random.SystemRandom().random()))
+
+
+@each_rerun
+def test_a_rerun_that_differs_ends_the_backward_by_name(kind: Any) -> None:
+    model = Model(unrepeatable)
+    with attached(model, kind), pytest.raises(RerunMismatch) as caught:
+        step(model)
+    said = str(caught.value)
+    assert "backward of units." in said and "never proven right" in said
+    assert "Backward0 reads" in said and "float32 tensor" in said
+    assert "Likely causes" in said and "`save`" in said
+
+
+@pytest.mark.parametrize("kind", [*RERUNNING, "remake", "offload"], ids=str)
+def test_what_is_right_is_proven_and_stays_as_it_is(kind: Any) -> None:
+    wanted, before = step(Model(mlp)), torch.get_rng_state()
+    model = Model(mlp)
+    with attached(model, kind, sentinels="all") as session:
+        torch.set_rng_state(before)
+        for _ in range(3):
+            assert all(map(torch.equal, step(model), wanted))  # type: ignore[arg-type]
+        assert torch.equal(torch.get_rng_state(), before)
+    proof = session.proof()
+    for unit in proof.units.values():
+        assert unit.checks >= 3 and unit.tensors >= 3 and unit.last_step == 3 and not unit.unchecked
+    assert proof.steps == 3 and not proof.unwatched and str(proof.tensors) in str(proof)
+
+
+@pytest.mark.parametrize("kind", ["recompute", "remake", "offload", Segment(size=2)], ids=str)
+@pytest.mark.parametrize("by", ["data", "numpy"])
+def test_writes_after_saving_that_autograd_does_not_see(kind: Any, by: str) -> None:
+    """By a name that dies with the forward: equal, or refused."""
+
+    def body(unit: Any, x: Tensor) -> Tensor:
+        h = torch.exp(unit.a(x) * 0.1)
+        y = unit.b(h) * h
+        if by == "data":
+            h.data.mul_(0.5)
+        else:
+            h.detach().numpy()[:] = 1
+        return y
+
+    wanted, model = step(Model(body)), Model(body)
+    with attached(model, kind):
+        try:
+            found = step(model)
+        except AutockptError as error:
+            assert isinstance(error, RerunMismatch)
+        else:
+            assert all(map(torch.equal, found, wanted))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["recompute", "offload", "remake", Segment(size=2)], ids=str)
+def test_writes_to_an_output_while_it_lives(kind: Any) -> None:
+    def body(unit: Any, x: Tensor) -> Tensor:
+        return torch.exp(mlp(unit, x))
+
+    def clamp(x: Tensor) -> None:
+        x.data.clamp_(0.9, 1.1)
+
+    model = Model(body, clamp)
+    with attached(model, kind), pytest.raises(RerunMismatch):
+        step(model)
+
+
+def test_what_goes_wrong_late_is_found_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sentinels, "WINDOW", 5)
+    wrong = False
+
+    def body(unit: Any, x: Tensor) -> Tensor:
+        return unrepeatable(unit, x) if wrong else mlp(unit, x)
+
+    model = Model(body)
+    with attached(model, "recompute") as session:
+        for _ in range(12):
+            step(model)
+        checks = [unit.checks for unit in session.proof().units.values()]
+        assert all(3 <= n <= 5 for n in checks), "the first two, then one of five"
+        wrong = True
+        with pytest.raises(RerunMismatch, match="last proven right in step"):
+            for _ in range(5):
+                step(model)
+
+
+def test_forwards_without_backward_are_not_all_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(mlp)
+    with attached(model, "recompute") as session:
+        made: list[int] = []
+        real = sentinels.Watch.__init__
+        monkeypatch.setattr(sentinels.Watch, "__init__", lambda *a: made.append(1) or real(*a))
+        for _ in range(64):
+            model(BATCH)
+        assert len(made) <= 2 * 8
+        for _ in range(64):
+            step(model)
+        assert all(unit.checks for unit in session.proof().units.values())
+
+
+def test_one_read_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    real = sentinels._read
+    monkeypatch.setattr(sentinels, "_read", lambda compared: reads.append(len(compared)) or real(compared))
+    model = Model(mlp)
+    with attached(model, "recompute", sentinels="all"):
+        step(model)
+        step(model)
+    assert len(reads) == 2 and min(reads) > 10
+
+
+def test_state_that_a_rerun_changes_alone() -> None:
+    """No gradient shows it: an average that every forward moves on."""
+
+    def body(unit: Any, x: Tensor) -> Tensor:
+        unit.b.bias.data.add_(1e-3)
+        return torch.tanh(unit.a(x))
+
+    model = Model(body)
+    with attached(model, "recompute"), pytest.raises(AutockptError, match=r"bias|in place"):
+        step(model)
+
+
+def test_a_second_backward_and_a_partial_one() -> None:
+    model = Model(mlp)
+    with attached(model, "recompute", sentinels="all") as session:
+        loss = model(BATCH).pow(2).mean()
+        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        again = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        assert all(map(torch.equal, first, again))
+        torch.autograd.grad(loss, model.units[1].b.bias)  # type: ignore[union-attr]
+        assert session.proof().checks >= 4
+
+
+def test_what_backward_does_not_read_is_no_mismatch() -> None:
+    """The units that are wrong take no part in this backward."""
+    model = Model(mlp)
+    model.units[0].body = unrepeatable
+    with attached(model, "recompute"):
+        (gradient,) = torch.autograd.grad(model(BATCH).sum(), model.units[1].b.bias)  # type: ignore[union-attr]
+        assert gradient.isfinite().all()
+
+
+def test_kernels_that_do_not_repeat_are_compared_within_rounding() -> None:
+    noise = 1e-6
+
+    def body(unit: Any, x: Tensor) -> Tensor:
+        return mlp(unit, x * (1 + noise * (1 + random.SystemRandom().random())))
+
+    model = Model(body)
+    with attached(model, "recompute") as session:
+        known = session.sentinels.rounding
+        assert known is not None
+        session.sentinels.rounding = Rounding(lambda device: False, known.sketch, known.tolerance)
+        with pytest.warns(UserWarning, match="do not repeat themselves bit by bit"):
+            step(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model)
+        noise = 1e-2
+        session.sentinels.in_mid_training()
+        with pytest.raises(RerunMismatch):
+            step(model)
+
+
+def test_other_kinds_of_tensors_are_said_to_be_unchecked() -> None:
+    class Sparse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(torch.eye(4).to_sparse())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return grad * ctx.saved_tensors[0].to_dense().trace() / 4
+
+    model = Model(lambda unit, x: Sparse.apply(mlp(unit, x)))
+    with attached(model, "recompute") as session:
+        step(model)
+    proof = session.proof()
+    assert all(unit.unchecked == {"a tensor of layout sparse_coo": 1} for unit in proof.units.values())
+    assert "1 × not checked: a tensor of layout sparse_coo" in str(proof)
+
+
+def test_off_watches_nothing_and_copies_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOCKPT_SENTINELS", "off")
+    model = Model(unrepeatable)
+    with attached(model, "recompute") as session:
+        step(model)
+        assert session.proof().mode == "off" and "off" in str(session.proof())
+    monkeypatch.setenv("AUTOCKPT_SENTINELS", "often")
+    with pytest.raises(AutockptError, match="AUTOCKPT_SENTINELS is 'often'"):
+        attached(model, "recompute")
+    monkeypatch.delenv("AUTOCKPT_SENTINELS")
+    model = Model(unrepeatable)
+    with attached(model, "recompute") as session:
+        copied = copy.deepcopy(model)
+        with pytest.raises(RerunMismatch):
+            step(copied)
+        assert not session.sentinels.step
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        with pytest.raises(RerunMismatch):
+            step(torch.load(buffer, weights_only=False))
+
+
+@pytest.mark.parametrize("kind", ["recompute", "offload", "remake"])
+def test_they_hold_no_more_than_a_number_per_tensor(kind: str) -> None:
+    def kept(mode: Any) -> int:
+        model = Model(mlp)
+        with attached(model, kind, sentinels=mode):
+            step(model)
+            return bytes_alive_after(lambda: model(BATCH))
+
+    assert 0 < kept("all") - kept("off") <= 2 * 20 * 8
+
+
+def test_two_steps_of_a_mixed_plan_under_all_of_them() -> None:
+    case = CASES["t5"]
+    kinds = ("recompute", "remake", "offload", "selective")
+    model = case.make()
+    names = list(case.choices(model, parse_choice("save")))
+    with attach(model, {n: parse_choice(kinds[i % 4]) for i, n in enumerate(names)}, sentinels="all") as session:
+        assert_equal(train(model, case), plain(case))
+        assert all(unit.checks for unit in session.proof().units.values())

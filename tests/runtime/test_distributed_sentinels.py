@@ -1,0 +1,64 @@
+"""A sentinel that raises on one of two ranks (gloo): the other does not wait for ever."""
+
+from __future__ import annotations
+
+import os
+import random
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from autockpt.errors import RerunMismatch
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE
+from tests.runtime.processes import needs_gloo
+
+
+class Layer(nn.Module):
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.wrong = nn.Linear(8, 8), nn.Linear(8, 8), wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x * (1 + random.SystemRandom().random() * self.wrong))))
+
+
+class Model(nn.Module):
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(wrong) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def two_steps(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    model = nn.parallel.DistributedDataParallel(Model(wrong=rank == 1))
+    attach(model, {"layers.0": RECOMPUTE, "layers.1": RECOMPUTE})
+    seen = []
+    try:
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+            seen.append("backward")
+    except RerunMismatch as error:
+        seen.append(error.message[:26])
+    except RuntimeError:  # gloo: the connection was closed by the peer
+        seen.append("the other is gone")
+    Path(folder, f"{rank}.txt").write_text(", ".join(seen))
+    os._exit(0)
+
+
+@needs_gloo
+def test_the_other_rank_sees_this_one_gone_instead_of_waiting(tmp_path: Path) -> None:
+    spawn(two_steps, (str(tmp_path),), nprocs=2)
+    assert (tmp_path / "1.txt").read_text() == "backward of layers.1 was n"
+    assert (tmp_path / "0.txt").read_text().endswith("the other is gone")
