@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import take_apart
-from autockpt.policies.conditions import Conditions, random_states_kept
 from autockpt.policies.conflicts import refuse_transforms
 from autockpt.policies.replay import Replay
+from autockpt.policies.rerun_state import Conditions, random_states_kept
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, unpack
 
@@ -185,6 +185,7 @@ class Call:
         except Enough:
             output = None
         filler.check()
+        filler.follow(self._replay.reached.moved)
         self._keep_outputs(output, target.number)
         self._drop_inputs(target)
 
