@@ -4,12 +4,16 @@ this runs on every call of every recomputed unit."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from autockpt.policies.rerun_state.reach import own_fields
+
 _TENSOR = object()  # stands for a tensor in a template
+_MOST_OBJECTS = 200  # in one call; of more the rest is handed in as it is
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -20,41 +24,69 @@ class _Tree(NamedTuple):
     spec: TreeSpec
 
 
-def take_apart(value: Any, tensors: list[torch.Tensor], objects: list[Any]) -> Any:
+class _Instance:
+    """An object of somebody's own class. Every run gets one of its own, with the same attributes."""
+
+    __slots__ = ("cls", "fields")
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.fields: dict[str, Any] = {}
+
+
+def take_apart(
+    value: Any, tensors: list[torch.Tensor], objects: list[Any], made: dict[int, _Instance] | None = None
+) -> Any:
     """The template of ``value``. Its tensors are appended to ``tensors`` in order, leaves that may hide others to
-    ``objects``."""
+    ``objects``. ``made``: templates of objects that were met so far, for those that are met again."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _TENSOR
     kind = type(value)
     if kind in _PLAIN:
         return value
+    made = {} if made is None else made
     if kind is tuple:
-        return tuple([take_apart(part, tensors, objects) for part in value])
+        return tuple([take_apart(part, tensors, objects, made) for part in value])
     if kind is dict:
-        return {key: take_apart(part, tensors, objects) for key, part in value.items()}
+        return {key: take_apart(part, tensors, objects, made) for key, part in value.items()}
     if kind is list:
-        return [take_apart(part, tensors, objects) for part in value]
+        return [take_apart(part, tensors, objects, made) for part in value]
+    if id(value) in made:
+        return made[id(value)]
     leaves, spec = tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
+    if len(leaves) != 1 or leaves[0] is not value:
+        return _Tree(tuple([take_apart(leaf, tensors, objects, made) for leaf in leaves]), spec)
+    fields = own_fields(value) if len(made) < _MOST_OBJECTS else None
+    if fields is None:
         objects.append(value)
         return value
-    return _Tree(tuple([take_apart(leaf, tensors, objects) for leaf in leaves]), spec)
+    made[id(value)] = instance = _Instance(kind)
+    instance.fields = {name: take_apart(part, tensors, objects, made) for name, part in fields.items()}
+    return instance
 
 
-def put_together(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """``value`` again, in new containers, with tensors from ``tensors``."""
+def put_together(template: Any, tensors: Iterator[torch.Tensor], made: dict[int, Any] | None = None) -> Any:
+    """``value`` again, in new containers and objects, with tensors from ``tensors``."""
     if template is _TENSOR:
         return next(tensors)
     kind = type(template)
+    made = {} if made is None else made
     if kind is tuple:
-        return tuple([put_together(part, tensors) for part in template])
+        return tuple([put_together(part, tensors, made) for part in template])
     if kind is dict:
-        return {key: put_together(part, tensors) for key, part in template.items()}
+        return {key: put_together(part, tensors, made) for key, part in template.items()}
     if kind is list:
-        return [put_together(part, tensors) for part in template]
+        return [put_together(part, tensors, made) for part in template]
     if kind is _Tree:
-        return tree_unflatten([put_together(leaf, tensors) for leaf in template.leaves], template.spec)
+        return tree_unflatten([put_together(leaf, tensors, made) for leaf in template.leaves], template.spec)
+    if kind is _Instance:
+        if id(template) not in made:
+            cls = template.cls
+            made[id(template)] = twin = cls() if cls is SimpleNamespace else object.__new__(cls)
+            for name, part in template.fields.items():
+                object.__setattr__(twin, name, put_together(part, tensors, made))
+        return made[id(template)]
     return template
 
 

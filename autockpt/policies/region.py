@@ -24,9 +24,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import take_apart
-from autockpt.policies.conditions import Conditions, random_states_kept
 from autockpt.policies.conflicts import refuse_transforms
 from autockpt.policies.replay import Replay
+from autockpt.policies.rerun_state import Conditions, random_states_kept
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
 
@@ -204,6 +204,7 @@ class Call:
             said = f"raised {type(error).__name__} when it ran again in backward, which it did not in forward"
             raise differs(self.unit, said) from error
         filler.check()
+        filler.follow(self._replay.reached.moved)
         if self._watch is not None:
             self._watch.after_rerun()
         self._keep_outputs(output, target.number)

@@ -14,13 +14,10 @@ from torch import nn
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.attributes import AttributeWatch, Look, Met, as_met
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.buffers import BufferWatch, Seen, as_seen
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
-from autockpt.policies.structure import Structure
-from autockpt.policies.surroundings import NumpyUse, Surroundings
+from autockpt.policies.rerun_state import Memory, NumpyUse, Structure, Surroundings, UnitState
 
 _current = threading.local()
 
@@ -44,7 +41,7 @@ def running_again(unit: str) -> Iterator[None]:
 
 
 class ReplayState(Attachment):
-    """A unit's attachment, with what its calls taught about its buffers, attributes and use of NumPy's random state."""
+    """A unit's attachment, with what its calls taught about its state and its use of NumPy's random state."""
 
     has_sentinel: ClassVar[bool] = True
 
@@ -54,8 +51,7 @@ class ReplayState(Attachment):
         self._learn_anew()
 
     def _learn_anew(self) -> None:
-        self.buffers = BufferWatch()
-        self.attributes = AttributeWatch()
+        self.memory = Memory(self.unit)
         self.numpy_use = NumpyUse()
         self._cache_parameters: list[tuple[dict[str, nn.Parameter | None], str]] | None = None
         self._cache_views: list[tuple[dict[str, Any], str]] | None = None
@@ -105,14 +101,12 @@ class Replay:
             self._inputs = _Versions(self.tensors)
             self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
             self.parameters = _Versions(state.parameters(module))
-            self.buffers: list[Seen] = state.buffers.before(module)
         except RuntimeError as error:
             refuse_inference(error, state.unit)
             raise
-        generators = [g for g in objects if isinstance(g, torch.Generator)] if objects else []
-        self.surroundings = Surroundings(state.unit, generators, state.numpy_use)
-        self._look: Look | None = state.attributes.before(module)  # None when the first forward has ended
-        self.attributes: list[Met] = []
+        self.surroundings = Surroundings(state.unit, state.numpy_use)
+        self.reached = UnitState(state.memory, module, objects, self.tensors)
+        self._over = False
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self.first is not None:
@@ -126,16 +120,14 @@ class Replay:
 
     def finish(self) -> None:
         """The first forward has ended. Raises ConflictError where it did what cannot be done twice."""
-        assert self._look is not None
         self._refuse_changes()
-        self.buffers = self.state.buffers.after(self.module, self.state.unit, self.buffers)
-        self.attributes = self.state.attributes.after(self.module, self.state.unit, self._look)
-        self.surroundings.finish()
+        for watch in (self.surroundings, self.reached):
+            watch.after()
         if (structure := self.state.structure(self.module)) is not self._structure:  # this forward made modules
             self._structure, self.parameters = structure, _Versions(self.state.parameters(self.module))
         self.tensors = []
         self._inputs = _Versions([])
-        self._look = None
+        self._over = True
 
     def _refuse_changes(self) -> None:
         unit = self.state.unit
@@ -157,7 +149,7 @@ class Replay:
         done by now what cannot be done twice.
         """
         unit, before = self.state.unit, self.parameters.tensors
-        if self._look is not None:
+        if not self._over:
             self._refuse_changes()
         elif not self._structure.still_is():
             raise InPlaceError(
@@ -197,15 +189,8 @@ class Replay:
         args, kwargs = put_together(self.template, iter(tensors))
         if self._caches:
             args, kwargs = with_caches(args, kwargs)
-        with running_again(unit):
-            buffers, attributes = self.buffers, self.attributes
-            if self._look is not None:  # a gradient is taken inside of the forward
-                buffers = self.state.buffers.so_far(self.module, buffers)
-                attributes = self.state.attributes.so_far(self.module, self._look)
-            if not buffers and not attributes and not self.surroundings.differ():
-                return call_inner(self.module, self.state, args, kwargs)
-            with self.surroundings.restored(), as_seen(unit, buffers), as_met(unit, attributes):
-                return call_inner(self.module, self.state, args, kwargs)
+        with running_again(unit), self.surroundings.restored(), self.reached.restored():
+            return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
 
 
 class _Versions:

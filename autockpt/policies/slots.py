@@ -117,6 +117,12 @@ class Filler:
         if self.seen < len(self._slots):
             raise differs(self._unit, f"saved {len(self._slots)} tensors in forward and {self.seen} when it ran again")
 
+    def follow(self, moved: dict[int, int]) -> None:
+        """State was put back after the run, its version counters (from, to), too: what is saved of it is still good."""
+        for slot in filter(None, (ref() for ref in self._slots) if moved else ()):
+            if slot.value is not None and moved.get(slot.version) == slot.value._version != slot.version:
+                slot.version = slot.value._version
+
 
 def differs(unit: str, what: str) -> ConflictError:
     """The error for a unit that is not repeatable."""

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from hypothesis import given
@@ -63,17 +66,40 @@ def test_round_trip(tree):
     assert same(put_together(template, iter(tensors)), value)
 
 
-def test_containers_that_pytrees_know_and_objects_that_they_do_not():
-    class Mask:
-        def __init__(self) -> None:
-            self.blocks = {"rows": [torch.rand(1)]}
+def test_objects_of_own_classes_are_made_again_once_each_with_tensors_as_inputs():
+    @dataclass
+    class State:
+        hidden: torch.Tensor
+        blocks: dict
+        self: State | None = None
 
-    mask, hidden = Mask(), torch.rand(2)
-    value = (BaseModelOutput(last_hidden_state=hidden), {"mask": mask, "module": torch.nn.Linear(1, 1)})
-    tensors: list[torch.Tensor] = []
-    objects: list = []
+    class Slotted:
+        __slots__ = ("state", "unset")
+
+    state, slotted = State(torch.rand(2), {"rows": [torch.rand(1)]}), Slotted()
+    state.self = slotted.state = state
+    module, tensors, objects = torch.nn.Linear(1, 1), [], []
+    value = (BaseModelOutput(last_hidden_state=torch.rand(1)), {"state": state, "module": module}, slotted)
     again = put_together(take_apart(value, tensors, objects), iter(tensors))
-    assert isinstance(again[0], BaseModelOutput)
-    assert again[0].last_hidden_state is hidden
-    assert again[1]["mask"] is mask
-    assert [id(t) for t in hidden_tensors(objects)] == [id(mask.blocks["rows"][0])]
+    assert len(tensors) == 3 and objects == [module] and again[1]["module"] is module
+    assert isinstance(again[0], BaseModelOutput) and again[0].last_hidden_state is tensors[0]
+    twin = again[1]["state"]
+    assert twin is not state and twin.self is twin and again[2].state is twin and not hasattr(again[2], "unset")
+    assert twin.hidden is state.hidden and twin.blocks["rows"] is not state.blocks["rows"]
+
+
+def test_objects_that_cannot_be_made_again_by_their_attributes_stay():
+    class Closing:
+        def __del__(self) -> None: ...
+
+    class Numbers(list): ...
+
+    class Made:
+        def __new__(cls, *_: int) -> Made:
+            return super().__new__(cls)
+
+    values = [Closing(), Numbers([torch.ones(1)]), Made(1), torch.Generator(), iter([1]), Path("a")]
+    objects: list = []
+    again = put_together(take_apart(values, [], objects), iter(()))
+    assert all(map(operator.is_, again, values)) and len(objects) == len(values)
+    assert len(list(hidden_tensors(objects))) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,15 @@ from autockpt.workload.units import discover_units
 from tests.device import DEVICE, ON_ACCELERATOR, here, random_state
 
 Step = Callable[[nn.Module, Any], Tensor]
+
+
+class Tally(logging.Filter):
+    """Counts what runs, second runs too: what is a logger's is no state of the model, and not put back after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.seen: list[Any] = []
 
 
 @dataclass(frozen=True)

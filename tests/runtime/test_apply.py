@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from autockpt.schema import (
     WorkloadSpec,
 )
 from autockpt.workload import discover_units, fingerprint
-from tests.policies.zoo import CASES, assert_equal, plain, train
+from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
 LLAMA = CASES["llama"]
 
@@ -197,7 +196,7 @@ def test_the_check_passes_and_leaves_no_trace(name):
 
 
 class Forgetful(nn.Module):
-    """Counts its calls in an object that nobody knows, so its forward cannot be run again unnoticed."""
+    """Counts its calls in a logger's filter, which is left alone, so its forward cannot be run again unnoticed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +207,7 @@ class Forgetful(nn.Module):
             super().__init__()
             self.linear = nn.Linear(4, 4)
             self.act = nn.Sigmoid()
-            self.counter = SimpleNamespace(calls=0)
+            self.counter = Tally()
 
         def forward(self, x):
             self.counter.calls += 1

@@ -13,7 +13,7 @@ from autockpt.errors import ConflictError, PlanError
 from autockpt.policies import attached_to
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
-from tests.policies.zoo import CASES, assert_equal, plain, train
+from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
 LLAMA = CASES["llama"]
 
@@ -112,14 +112,14 @@ def test_nothing_is_left_when_attaching_fails(monkeypatch):
 
 @pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
 def test_forwards_that_others_put_on_instances(choice):
-    calls: list[str] = []
+    tally = Tally()
 
     def partial_forward(module, *args, **kwargs):
-        calls.append("partial")
+        tally.seen.append("partial")
         return type(module).forward(module, *args, **kwargs)
 
     def method_forward(self, *args, **kwargs):
-        calls.append("method")
+        tally.seen.append("method")
         return type(self).forward(self, *args, **kwargs)
 
     model = LLAMA.make()
@@ -128,7 +128,7 @@ def test_forwards_that_others_put_on_instances(choice):
     mine[1] = model.model.layers[1].forward = types.MethodType(method_forward, model.model.layers[1])
     with attach(model, dict.fromkeys(layers(), choice)):
         assert_equal(train(model, LLAMA, steps=1), plain(LLAMA, steps=1))
-        assert calls.count("partial") == calls.count("method") == (2 if choice == RECOMPUTE else 1)
+        assert tally.seen.count("partial") == tally.seen.count("method") == (2 if choice == RECOMPUTE else 1)
     assert model.model.layers[0].__dict__["forward"] is mine[0]
     assert model.model.layers[1].__dict__["forward"] is mine[1]
     assert "forward" not in model.model.layers[2].__dict__

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.policies import surroundings
-from autockpt.policies.surroundings import numpy_words, python_state
+from autockpt.policies.rerun_state import surroundings
+from autockpt.policies.rerun_state.surroundings import numpy_words, python_state
 
 DRAWS = (random.random, lambda: random.gauss(0, 1), lambda: random.getrandbits(70), lambda: random.shuffle([1, 2, 3]))
 

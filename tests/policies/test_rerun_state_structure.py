@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.policies import InPlaceError
-from autockpt.policies.structure import Structure
+from autockpt.policies.rerun_state import Structure
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Segment, Selective
 from tests.policies.zoo import assert_equal

@@ -1,0 +1,8 @@
+"""What a unit's forward reads and changes beside its arguments, for running it again: restored, and put back after."""
+
+from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept
+from autockpt.policies.rerun_state.state import Memory, UnitState, Watch
+from autockpt.policies.rerun_state.structure import Structure
+from autockpt.policies.rerun_state.surroundings import NumpyUse, Surroundings
+
+__all__ = ["Conditions", "Memory", "NumpyUse", "Structure", "Surroundings", "UnitState", "Watch", "random_states_kept"]

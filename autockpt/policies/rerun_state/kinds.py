@@ -1,0 +1,353 @@
+"""Kinds of things that can change and stay the same object: what is in one now, whether it changed, putting that back.
+
+Everything goes by the types' own functions: properties, ``__getattr__``, ``__eq__`` or ``__iter__`` of a user's class
+never run, and no iterator advances.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import operator
+import pickle
+import random
+import sys
+import types
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+WHOLE = 1 << 16
+"""Elements of a tensor or array up to which all are looked at; of larger ones as many, evenly spread."""
+COPIED_BYTES = 1 << 28
+"""Tensors and arrays up to this size are copied where that is needed to put them back."""
+ABSENT = object()
+_PLAIN = (bool, int, str, bytes)
+_SEQUENCES = tuple({type(iter(kind)) for kind in ([], (), "", b"", bytearray(), range(0), range(1 << 70))})
+_COUNTED = tuple({type(iter(view)) for view in ({}.keys(), {}.values(), {}.items(), set())})
+_FORWARDS = (*(v for v in vars(itertools).values() if isinstance(v, type)), map, filter, zip, enumerate, reversed)
+ADVANCING = frozenset((*_SEQUENCES, *_COUNTED, *_FORWARDS, types.GeneratorType))
+_FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
+
+
+class NotPutBackError(Exception):
+    """What changed has no way back."""
+
+
+class Kind:
+    """What is known of a kind.
+
+    ``close``: changes by which neither identity nor version tells (``.data``, NumPy) are looked for, too.
+    ``goes_back``: whether ``put`` can do it at all.
+    """
+
+    goes_back = True
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        """What is in it, one level deep."""
+        raise NotImplementedError
+
+    def unchanged(self, obj: Any, taken: Any) -> bool:
+        """Whether it holds what was ``taken``."""
+        return self.take(obj, close=False) == taken
+
+    def put(self, obj: Any, taken: Any) -> None:
+        """Make it hold that again, in place. Raises NotPutBackError."""
+        raise NotPutBackError
+
+    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
+        """What is in it, with how to get there."""
+        return ()
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b)
+
+
+class Fields(Kind):
+    """A dictionary: of an object's attributes, or for itself. Module attributes of ``hidden`` names are left alone."""
+
+    def __init__(self, hidden: frozenset[str] = frozenset(), form: str = ".{}") -> None:
+        self.hidden, self._form = hidden, form
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        if isinstance(obj, OrderedDict):
+            return {key: dict.__getitem__(obj, key) for key in OrderedDict.keys(obj)}
+        return dict.copy(obj)
+
+    def unchanged(self, obj: Any, taken: Any) -> bool:
+        if dict.__len__(obj) != len(taken):
+            return bool(self.hidden) and not self._differing(obj, taken)
+        pairs = ((dict.values(obj), taken.values()), (dict.keys(obj), taken))
+        return all(all(map(operator.is_, *pair)) for pair in pairs) or not self._differing(obj, taken)
+
+    def _differing(self, obj: Any, taken: Any) -> list[Any]:
+        both = [*taken, *(key for key in dict.keys(obj) if key not in taken)]
+        now = dict.get
+        return [
+            key for key in both if key not in self.hidden and not _same(now(obj, key, ABSENT), taken.get(key, ABSENT))
+        ]
+
+    def put(self, obj: Any, taken: Any) -> None:
+        kind: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
+        for key in self._differing(obj, taken):
+            if key not in taken:
+                kind.__delitem__(obj, key)
+            elif dict.__contains__(obj, key) or key is next(reversed(taken)):
+                kind.__setitem__(obj, key, taken[key])
+            else:  # the order counts
+                kept = {name: dict.__getitem__(obj, name) for name in self.hidden if dict.__contains__(obj, name)}
+                kind.clear(obj)
+                for name, value in (taken | kept).items():
+                    kind.__setitem__(obj, name, value)
+                return
+
+    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
+        return [(self._form.format(k if type(k) is str else "…"), v) for k, v in taken.items() if k not in self.hidden]
+
+
+class Parameters(Fields):
+    """A module's own parameters. Where FSDP and accelerate exchange them for the same values they are left alone."""
+
+    def _differing(self, obj: Any, taken: Any) -> list[Any]:
+        found = super()._differing(obj, taken)
+        both = [p for key in found for p in (dict.get(obj, key), taken.get(key))]
+        return [] if any(hasattr(p, "to_local") or getattr(p, "is_meta", False) for p in both) else found
+
+
+class Elements(Kind):
+    """A list, deque or set, without what a subclass adds."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind: Any = kind
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        return self._kind.copy(obj)
+
+    def unchanged(self, obj: Any, taken: Any) -> bool:
+        now = self._kind.copy(obj)
+        if self._kind is set:
+            return len(now) == len(taken) and {id(v) for v in set.__iter__(now)} == {id(v) for v in set.__iter__(taken)}
+        return len(now) == len(taken) and all(map(_same, self._kind.__iter__(now), self._kind.__iter__(taken)))
+
+    def put(self, obj: Any, taken: Any) -> None:
+        self._kind.clear(obj)
+        (self._kind.update if self._kind is set else self._kind.extend)(obj, taken)
+
+    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
+        return [(f"[{i}]", value) for i, value in enumerate(self._kind.__iter__(taken))]
+
+
+class Names(Kind):
+    """Some names of a namespace that holds more: attributes of a class, slots of an object, globals, closure cells."""
+
+    def __init__(
+        self, names: tuple[str, ...], get: Callable[..., Any], put: Callable[..., Any], drop: Callable[..., Any]
+    ) -> None:
+        self._names, self._get, self._put, self._drop = names, get, put, drop
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        return [self._get(obj, name) for name in self._names]
+
+    def unchanged(self, obj: Any, taken: Any) -> bool:
+        return all(map(_same, self.take(obj, close=False), taken))
+
+    def put(self, obj: Any, taken: Any) -> None:
+        for name, now, value in zip(self._names, self.take(obj, close=False), taken, strict=True):
+            if not _same(now, value):
+                self._drop(obj, name) if value is ABSENT else self._put(obj, name, value)
+
+    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
+        return [(f".{name}", value) for name, value in zip(self._names, taken, strict=True)]
+
+
+class State(Kind):
+    """What gives and takes its whole state: generators of random numbers, byte arrays, iterators over sequences."""
+
+    def __init__(self, get: Callable[[Any], Any], put: Callable[[Any, Any], Any] | None) -> None:
+        self._get, self._put, self.goes_back = get, put, put is not None
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        return self._get(obj)
+
+    def put(self, obj: Any, taken: Any) -> None:
+        if self._put is None:
+            raise NotPutBackError
+        try:
+            self._put(obj, taken)
+        except (ValueError, TypeError, OSError, BufferError) as error:
+            raise NotPutBackError from error
+
+
+class TensorTaken(NamedTuple):
+    """``alias`` holds the memory, ``bits`` what was in it, ``print`` a fingerprint of that; None where not taken."""
+
+    version: int
+    place: int
+    trains: bool
+    alias: torch.Tensor | None
+    bits: torch.Tensor | None
+    print: int | None
+
+
+class Tensors(Kind):
+    """Tensors. Parameters and what needs gradients are never copied, only known by their fingerprint."""
+
+    def take(self, obj: Any, *, close: bool) -> TensorTaken:
+        version, place = obj._version, place_of(obj)
+        if not close or not place:
+            return TensorTaken(version, place, obj.requires_grad, None, None, None)
+        copied = not (obj.requires_grad or isinstance(obj, nn.Parameter)) and obj.nbytes <= COPIED_BYTES
+        bits = obj.detach().clone() if copied else None
+        return TensorTaken(version, place, obj.requires_grad, obj.detach(), bits, None if copied else fingerprint(obj))
+
+    def unchanged(self, obj: Any, taken: TensorTaken) -> bool:
+        if (obj._version, obj.requires_grad, place_of(obj)) != (taken.version, taken.trains, taken.place):
+            return False
+        if _get_current_dispatch_mode_stack():  # tensors may be without values
+            return True
+        if taken.bits is not None:
+            return torch.equal(obj, taken.bits)
+        return _has(obj, taken.print)
+
+    def put(self, obj: Any, taken: TensorTaken) -> None:
+        if place_of(obj) != taken.place:
+            if taken.alias is None:
+                raise NotPutBackError
+            obj.data = taken.alias
+        if taken.bits is not None:
+            obj.data.copy_(taken.bits)
+        elif obj._version != taken.version or not _has(obj, taken.print):
+            raise NotPutBackError
+        if obj.is_leaf:
+            obj.requires_grad_(taken.trains)
+
+
+def _has(tensor: torch.Tensor, print: int | None) -> bool:
+    """Whether it has this fingerprint. FSDP takes the memory away between forward and backward, as it does values."""
+    return print is None or (now := fingerprint(tensor)) is None or now == print
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """The memory that a plain tensor lies in; 0 for all others, and where FSDP has taken it away."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage()._cdata
+
+
+def fingerprint(tensor: torch.Tensor) -> int | None:
+    """Of a tensor's bits and where they stand; None where it has none of its own."""
+    if not place_of(tensor) or tensor.is_meta or _get_current_dispatch_mode_stack():
+        return None
+    if not tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return None
+    flat = tensor.detach().reshape(-1) if tensor.numel() <= WHOLE else _spread(tensor.detach())
+    return hash(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return flat[:: len(flat) // WHOLE | 1]
+
+
+class Arrays(Kind):
+    """NumPy arrays."""
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        return obj.__array__().copy() if obj.nbytes <= COPIED_BYTES else None
+
+    def unchanged(self, obj: Any, taken: Any) -> bool:
+        if taken is None:
+            return True
+        if obj.dtype != taken.dtype or obj.shape != taken.shape:
+            return False
+        return obj.tobytes() == taken.tobytes()  # of objects: which they are
+
+    def put(self, obj: Any, taken: Any) -> None:
+        if taken is None or obj.shape != taken.shape or obj.dtype != taken.dtype or not obj.flags.writeable:
+            raise NotPutBackError
+        sys.modules["numpy"].copyto(obj, taken)
+
+
+def position(iterator: Any) -> Any:
+    """What tells that an iterator has advanced: what it holds, and how far the iterators in it are."""
+    kind = type(iterator)
+    frame = iterator.gi_frame if kind is types.GeneratorType else None  # first: it is itself something to refer to
+    held = gc.get_referents(iterator)
+    if kind is itertools.count and all(type(value) is int for value in held):
+        return repr(iterator)
+    if kind in _SEQUENCES or (kind is itertools.cycle and held):
+        rest = iterator.__reduce__()
+        return rest[2:] if kind in _SEQUENCES else position(rest[1][0])
+    hint = iterator.__length_hint__() if kind in _COUNTED else None
+    deeper = [part for value in held for part in (value if type(value) is tuple else (value,))]
+    inner = [position(value) for value in deeper if type(value) in ADVANCING]
+    return [id(value) for value in held], frame and frame.f_lasti, hint, inner
+
+
+def _tell(file: Any) -> Any:
+    try:
+        return None if file.isatty() else file.tell()
+    except (OSError, ValueError):
+        return None
+
+
+def _set_torch(generator: torch.Generator, taken: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(taken), dtype=torch.uint8))
+
+
+def _rewind(iterator: Any, taken: Any) -> None:
+    if not taken or len(iterator.__reduce__()) < 3:  # at its end it has let go of what it went over
+        raise NotPutBackError
+    iterator.__setstate__(taken[0])
+
+
+FIELDS, DICT, PARAMETERS = Fields(), Fields(form="[{!r}]"), Parameters(form="[{!r}]")
+TENSORS, ARRAYS = Tensors(), Arrays()
+BY_TYPE: dict[type, Kind] = {
+    **dict.fromkeys(ADVANCING, State(position, None)),
+    **dict.fromkeys(_SEQUENCES, State(position, _rewind)),
+    **dict.fromkeys(_FILES, State(_tell, None)),
+    io.StringIO: State(lambda s: s.__getstate__(), lambda s, taken: s.__setstate__(taken)),
+    io.BytesIO: State(lambda b: b.__getstate__(), lambda b, taken: b.__setstate__(taken)),
+    bytearray: State(bytes, lambda b, taken: bytearray.__setitem__(b, slice(None), taken)),
+    array: State(array.__copy__, lambda a, taken: array.__setitem__(a, slice(None), taken)),
+    torch.Generator: State(lambda g: bytes(g.get_state().numpy()), _set_torch),
+}
+"""Kinds of these very types; those of subclasses: ``kind_of``."""
+_BUILT_IN = {kind: Elements(kind) for kind in (list, deque, set)}
+_RANDOM = State(random.Random.getstate, random.Random.setstate)
+_NUMPY_STATE = State(lambda r: pickle.dumps(r.get_state(legacy=False)), lambda r, s: r.set_state(pickle.loads(s)))
+_NUMPY_GENERATOR = State(
+    lambda g: pickle.dumps(g.bit_generator.state), lambda g, s: setattr(g.bit_generator, "state", pickle.loads(s))
+)
+
+
+def kind_of(value: Any) -> Kind | None:
+    """How what is in a value can change, beside its attributes; None where it cannot."""
+    kind = type(value)
+    if kind in BY_TYPE:
+        return BY_TYPE[kind]
+    if issubclass(kind, torch.Tensor):
+        return TENSORS
+    if issubclass(kind, dict):
+        return DICT
+    for built_in, elements in _BUILT_IN.items():
+        if issubclass(kind, built_in):
+            return elements
+    if issubclass(kind, random.Random):
+        return None if issubclass(kind, random.SystemRandom) else _RANDOM
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if issubclass(kind, numpy.ndarray):
+        return ARRAYS
+    if issubclass(kind, numpy.random.RandomState):
+        return _NUMPY_STATE
+    return _NUMPY_GENERATOR if issubclass(kind, numpy.random.Generator) else None

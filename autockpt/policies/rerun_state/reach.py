@@ -1,0 +1,308 @@
+"""What can be reached from a unit: its modules' attributes, and on from there through objects of any class, closures,
+and the globals and class attributes that code names.
+
+Left alone are what libraries keep for themselves (``LIBRARIES``: loggers, locks, process groups, datasets, optimizers,
+configurations), and other units of a plan: of one that is reached directly only its own attributes are looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import sys
+import threading
+import types
+import warnings
+from collections import deque
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autockpt.policies.attachment import AttachedForward, attached_to
+from autockpt.policies.rerun_state.kinds import ABSENT, ADVANCING, FIELDS, PARAMETERS, Fields, Kind, Names, kind_of
+from autockpt.policies.rerun_state.structure import is_sharded
+
+OBJECTS, DEPTH = 20_000, 24
+"""The most objects that are looked at from one unit, and the most steps away from it."""
+_NAMES = """
+    torch torchvision torchaudio transformers accelerate peft deepspeed diffusers datasets tokenizers safetensors numpy
+    scipy pandas bitsandbytes triton xformers flash_attn apex lightning pytorch_lightning tqdm rich wandb tensorboard
+    mlflow autockpt logging threading _thread multiprocessing concurrent asyncio socket selectors subprocess ctypes enum
+    inspect re importlib pathlib tempfile pytest _pytest
+"""
+LIBRARIES = frozenset(re.findall(r"\w+", _NAMES))
+_HEAP = 1 << 9  # the flag of classes that are written in Python
+_LONG = 10_000
+_PLAIN = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
+)
+_STATE = ("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+MODULE = Fields(frozenset((*vars(nn.Module()), "forward")) - {*_STATE, *_HOOKS})
+_CALLED = ("__call__", "__getattr__", "__setattr__", "__getitem__", "__enter__", "__exit__", "__iter__")
+_IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
+_INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
+_WRAPPERS = (types.MethodType, functools.partial, staticmethod, classmethod, property, functools.cached_property)
+
+
+class Node(NamedTuple):
+    """A thing that can change: how to get there, what it is, and what was ``taken`` from it. ``loose``: reached by way
+    of something that is known to change."""
+
+    name: str
+    obj: Any
+    kind: Kind
+    taken: Any
+    loose: bool = False
+
+    def unchanged(self) -> bool:
+        return self.kind.unchanged(self.obj, self.taken)
+
+
+class Walk:
+    """From roots on, in the order of distance.
+
+    ``inside``: ids of the unit's modules. ``known``: ids of what need not be looked at. ``lively``: names of what
+    changes. ``close``: look at everything closely, else at those alone. ``fixed``: what was looked at and was not
+    reached by way of something that changes.
+    """
+
+    def __init__(
+        self, unit: str, inside: Container[int], known: Container[int], lively: Container[str], *, close: bool
+    ) -> None:
+        self._unit, self._inside, self._known, self._lively, self._close = unit, inside, known, lively, close
+        self.seen: dict[int, Any] = {}
+        self.fixed: dict[int, Any] = {}
+        self.nodes: list[Node] = []
+        self._homes: set[tuple[Any, ...]] = set()
+        self._open: deque[tuple[str, Any, int, bool]] = deque()
+
+    def run(self, roots: Iterable[tuple[str, Any]], found: Iterable[Node] = ()) -> list[Node]:
+        """All that can change. ``found``: such things themselves."""
+        self._open.extend((name, value, 0, False) for name, value in roots)
+        for node in found:
+            self._node(node.name, node.obj, node.kind, 0, node.loose)
+        while self._open:
+            name, value, step, loose = self._open.popleft()
+            if type(value) in _PLAIN or id(value) in self.seen or id(value) in self._known:
+                continue
+            if len(self.seen) >= OBJECTS or step > DEPTH:
+                warnings.warn(
+                    f"more than {OBJECTS} objects, or some more than {DEPTH} steps away, can be reached from a unit "
+                    "that runs again: whether forward changes the rest is not known",
+                    stacklevel=2,
+                )
+                break
+            self.seen[id(value)] = value
+            graph = issubclass(type(value), torch.Tensor) and not value.is_leaf
+            if not graph and (not loose or issubclass(type(value), (nn.Module, types.FunctionType))):
+                self.fixed[id(value)] = value
+            self._look(name, value, step, loose)
+        return self.nodes
+
+    def _node(self, name: str, obj: Any, kind: Kind, step: int, loose: bool) -> None:
+        if id(obj) in self._known:
+            return
+        lively = name in self._lively
+        try:
+            taken = kind.take(obj, close=self._close or lively)
+        except RuntimeError:  # a tensor of inference mode has no version
+            return
+        self.nodes.append(Node(name, obj, kind, taken, loose))
+        self._go(name, step, kind.parts(taken), loose or lively)
+
+    def _go(self, name: str, step: int, parts: Iterable[tuple[str, Any]], loose: bool) -> None:
+        self._open.extend((name + label, part, step + 1, loose) for label, part in parts)
+
+    def _look(self, name: str, value: Any, step: int, loose: bool) -> None:
+        """What can change in a value, and where it leads."""
+        kind = type(value)
+        if issubclass(kind, nn.Module):
+            self._module(name, value, step)
+        elif issubclass(kind, types.ModuleType):
+            return  # by the names that code asks of it
+        elif issubclass(kind, type):
+            self._class(name, value, step)
+        elif kind is types.FunctionType:
+            self._function(name, value, step)
+        elif issubclass(kind, (tuple, frozenset)):
+            self._go(name, step, ((f"[{i}]", part) for i, part in enumerate(gc.get_referents(value))), loose)
+        elif kind in _WRAPPERS:
+            self._go(name, step, (("", part) for part in gc.get_referents(value)), loose)
+        elif kind is threading.local:
+            self._node(name, kind.__getattribute__(value, "__dict__"), FIELDS, step, loose)
+        else:
+            how = PARAMETERS if name.endswith("._parameters") else kind_of(value)
+            if how is not None:
+                self._node(name, value, how, step, loose)
+            elif any(_is_library(owner) for owner in kind.__mro__):
+                return
+            if kind in ADVANCING:
+                self._go(name, step, (("", part) for part in gc.get_referents(value)), loose)
+            elif not issubclass(kind, torch.Tensor):
+                self._object(name, value, step, loose)
+
+    def _object(self, name: str, value: Any, step: int, loose: bool) -> None:
+        if (fields := attributes(value)) is not None:
+            self._node(name, fields, FIELDS, step, loose)
+        if slots := tuple(_slots(type(value))):
+            self._node(name, value, Names(slots, _slot, object.__setattr__, object.__delattr__), step, loose)
+        self._class(name, type(value), step)
+
+    def _module(self, name: str, module: nn.Module, step: int) -> None:
+        fields, kind = vars(module), MODULE
+        if is_sharded(module):
+            tensors = {key for key, value in fields.items() if isinstance(value, torch.Tensor)}
+            kind = Fields(MODULE.hidden | tensors | {"_parameters"})
+        elif id(module) not in self._inside:
+            attached = attached_to(module)
+            if attached is not None and attached.state.unit not in ("", self._unit):
+                if _IN_MODULES.search(name):
+                    return
+                kind = Fields(MODULE.hidden | {*_STATE, *_HOOKS})
+        self._node(name, fields, kind, step, False)
+        self._go(f"{name}.forward", step, [("", _placed_before(fields.get("forward")))], False)
+        self._class(name, type(module), step)
+
+    def _class(self, name: str, cls: type, step: int) -> None:
+        for owner in cls.__mro__:
+            if (
+                _in_library(owner.__module__)
+                or id(owner) in self._known
+                or (owner is not cls and id(owner) in self.seen)
+            ):
+                continue
+            self.seen[id(owner)] = self.fixed[id(owner)] = owner
+            names = tuple(key for key in vars(owner) if not (key.startswith("__") and key.endswith("__")))
+            called = tuple(vars(owner)[key] for key in _CALLED if key in vars(owner))
+            kind = Names(names, _of_class, type.__setattr__, type.__delattr__)
+            self._node(f"{name}:{owner.__name__}", owner, kind, step, False)
+            self._go(name, step, (("", function) for function in called), False)
+
+    def _function(self, name: str, function: types.FunctionType, step: int) -> None:
+        home = function.__globals__
+        if _in_library(home.get("__name__")):
+            return
+        for cell in function.__closure__ or ():
+            self._node(f"{name}:closure", cell, CELL, step, False)
+        self._go(f"{name}:default", step, [("", function.__defaults__), ("", function.__kwdefaults__)], False)
+        if function.__dict__:
+            self._node(name, function.__dict__, FIELDS, step, False)
+        self._names(home, list(_named(function.__code__)), step)
+
+    def _names(self, home: dict[str, Any], names: list[str], step: int) -> None:
+        """Globals that code names, each by itself, as other code names others; those of a module that it names, too."""
+        found = {key: home[key] for key in names if key in home}
+        for key, value in found.items():
+            if type(value) is types.ModuleType:
+                if not _in_library(value.__name__) and (id(value), *names) not in self._homes:
+                    self._homes.add((id(value), *names))
+                    self._names(vars(value), names, step)
+            elif (id(home), key) not in self._homes and not (
+                issubclass(type(value), type) and _in_library(value.__module__)
+            ):
+                self._homes.add((id(home), key))
+                self.nodes.append(Node(f"the global {key}", home, Global(key), [value]))
+                self._open.append((f"the global {key}", value, step + 1, False))
+
+
+class Global(Names):
+    """One name of a module."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__((key,), _get, dict.__setitem__, dict.__delitem__)
+        self.key = key
+
+
+def attributes(obj: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes, past all that its class may have to say."""
+    for owner in type(obj).__mro__:
+        found: Any = vars(owner).get("__dict__")
+        if type(found) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+            return found.__get__(obj)
+    return None
+
+
+def own_fields(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object of somebody's own class that another with the same can stand for; None for others."""
+    cls = type(value)
+    if cls is not types.SimpleNamespace:
+        owners = cls.__mro__[:-1]
+        if not owners or not all(owner.__flags__ & _HEAP for owner in owners) or any(map(_is_library, owners)):
+            return None
+        if issubclass(cls, (type, nn.Module)) or cls.__new__ is not object.__new__ or hasattr(cls, "__del__"):
+            return None
+    found = {name: part for name in _slots(cls) if (part := _slot(value, name)) is not ABSENT}
+    found |= attributes(value) or {}
+    return None if any(type(p) in (list, dict, tuple) and len(p) > _LONG for p in found.values()) else found
+
+
+def _placed_before(forward: Any) -> Any:
+    """The forward that a module had on itself before any choice was attached."""
+    while type(forward) is AttachedForward:
+        forward = forward.state.inner
+    return forward
+
+
+def said(unit: str, name: str) -> str:
+    """How to call a thing in a message."""
+    return name if name.startswith("the ") else unit + _INSIDE.sub(r".\1", name)
+
+
+def _slots(cls: type) -> Iterator[str]:
+    for owner in cls.__mro__:
+        if owner.__flags__ & _HEAP:
+            yield from (k for k, v in vars(owner).items() if type(v) is types.MemberDescriptorType)
+
+
+def _slot(obj: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(obj, name)
+    except AttributeError:
+        return ABSENT
+
+
+def _get(home: dict[str, Any], key: str) -> Any:
+    return home.get(key, ABSENT)
+
+
+def _of_class(cls: type, name: str) -> Any:
+    return vars(cls).get(name, ABSENT)
+
+
+def _of_cell(cell: types.CellType, _: str) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def _to_cell(cell: types.CellType, _: str, value: Any) -> None:
+    cell.cell_contents = value
+
+
+def _empty_cell(cell: types.CellType, _: str) -> None:
+    del cell.cell_contents
+
+
+CELL = Names(("",), _of_cell, _to_cell, _empty_cell)
+
+
+def _named(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if type(inner) is types.CodeType:
+            yield from _named(inner)
+
+
+@functools.cache
+def _in_library(name: Any) -> bool:
+    top = str(name).partition(".")[0]
+    return top in LIBRARIES or top in sys.stdlib_module_names
+
+
+def _is_library(cls: type) -> bool:
+    return cls not in (nn.Module, object) and str(cls.__module__).partition(".")[0] in LIBRARIES

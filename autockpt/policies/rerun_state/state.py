@@ -1,0 +1,295 @@
+"""The state of a unit, looked at whole: what its forward changes is found as it was when it runs again, and is
+afterwards as it was before that.
+
+On a unit's first calls, and anew when its modules are others, all that can be reached is looked at closely. What has
+not changed by then is later only compared: which objects they are, and versions and memory of tensors. What changes is
+copied before each forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import CellType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules import module as all_modules
+
+from autockpt.errors import ConflictError
+from autockpt.policies.base import InPlaceError
+from autockpt.policies.rerun_state.kinds import (
+    TENSORS,
+    Fields,
+    NotPutBackError,
+    Parameters,
+    TensorTaken,
+    fingerprint,
+    place_of,
+)
+from autockpt.policies.rerun_state.reach import Global, Node, Walk, said
+
+_FIRST_CALLS = 2
+_ARGUMENT = "the argument"
+_RESTLESS = 3  # times that something may be found changed from outside before it counts as changing
+_set_version: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
+_contents = operator.attrgetter("cell_contents")
+_EVERYWHERE = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
+
+
+class Watch(Protocol):
+    """A part of the state that a forward reads and changes. Made before the forward."""
+
+    def after(self) -> None:
+        """The forward has ended. Raises ConflictError where it did what cannot be done twice."""
+        ...
+
+    def restored(self) -> AbstractContextManager[None]:
+        """As before the forward, and in the end as now. Raises InPlaceError where there is no way back."""
+        ...
+
+
+class Memory:
+    """What a unit's calls taught about its state. Copied and pickled with the unit, but for the objects."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.lively: set[str] = set()
+        self.restless: Counter[str] = Counter()
+        self.calls = {True: 0, False: 0}  # by the unit's `training`
+        self._cache_quiet: Quiet | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache_quiet": None}
+
+    def quiet(self, module: nn.Module) -> Quiet | None:
+        """What has not changed so far; None where the unit is to be looked at closely: on its first calls, and where
+        somebody has changed something, after which its forward may do what it did not."""
+        if self.calls[module.training] < _FIRST_CALLS:
+            self._cache_quiet = None
+            return None
+        if self._cache_quiet is None:
+            self._cache_quiet = Quiet(self.unit, module, self.lively)
+        changed = self._cache_quiet.changed()
+        for node in changed:
+            self.restless[node.name] += 1
+            if self.restless[node.name] > _RESTLESS:
+                self.lively.add(node.name)
+        if changed:
+            self._cache_quiet = None
+        return self._cache_quiet
+
+
+class Quiet:
+    """All that a unit reaches and that no forward has changed: ``lively`` is what some did."""
+
+    def __init__(self, unit: str, module: nn.Module, lively: set[str]) -> None:
+        self.inside = {id(inner) for inner in module.modules()}
+        walk = Walk(unit, self.inside, (), lively, close=False)
+        walk.run(_roots(module))
+        firm = [node for node in walk.nodes if not node.loose]
+        self.lively = [node._replace(taken=None) for node in firm if node.name in lively]
+        self.tensors = [node for node in firm if node.kind is TENSORS and node.name not in lively]
+        self.nodes = [node for node in firm if node.kind is not TENSORS and node.name not in lively]
+        self._fixed = walk.fixed  # by whose ids they are known
+        settled = [node for node in self.nodes if not isinstance(node.kind, Global)]
+        self.known = (walk.fixed.keys() | {id(node.obj) for node in settled}) - {id(node.obj) for node in self.lively}
+        self._others, self._views, self._cells = [], [], []
+        for node in settled:
+            if isinstance(node.kind, Fields):
+                self._views.append(dict.values(node.obj))
+            elif isinstance(node.obj, type):
+                self._views.append(vars(node.obj).values())
+            elif type(node.obj) in (list, CellType):
+                (self._views if type(node.obj) is list else self._cells).append(node.obj)
+            else:
+                self._others.append(node)
+        homes: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for node in self.nodes:
+            if isinstance(node.kind, Global):
+                homes.setdefault(id(node.obj), (node.obj, []))[1].append(node.kind.key)
+        self._getters = [(operator.itemgetter(*keys, keys[0]), home) for home, keys in homes.values()]
+        self._values = self._now()
+
+    def _now(self) -> list[Any]:
+        named = itertools.chain.from_iterable([get(home) for get, home in self._getters])
+        try:
+            return [*itertools.chain.from_iterable(self._views), *named, *map(_contents, self._cells)]
+        except (KeyError, ValueError):  # an empty cell, a global that is gone
+            return []
+
+    def changed(self) -> list[Node]:
+        """Those that hold something else now. Tensors are not among them: they may change between calls."""
+        now = self._now()
+        same = len(now) == len(self._values) and all(map(operator.is_, now, self._values))
+        if same:
+            return [node for node in self._others if not node.unchanged()]
+        changed = [node for node in self.nodes if not node.unchanged()]
+        if not changed:  # other objects of the same value
+            self._values = now
+        return changed
+
+    def marks(self) -> list[tuple[int, int, bool]]:
+        """What tells of each tensor that it was changed: version, memory, whether it needs a gradient."""
+        return [(t.obj._version, place_of(t.obj), t.obj.requires_grad) for t in self.tensors]
+
+
+class UnitState:
+    """A Watch over what one call of a unit reaches, ``objects`` among its arguments included."""
+
+    def __init__(
+        self, memory: Memory, module: nn.Module, objects: Sequence[Any], tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._memory, self._training = memory, module.training
+        self._quiet = quiet = memory.quiet(module)
+        arguments = [(_ARGUMENT, value) for value in objects]
+        if quiet is None or _ARGUMENT in memory.lively:
+            arguments += [(_ARGUMENT, tensor) for tensor in tensors]
+        self._marks: list[tuple[int, int, bool]] = []
+        if quiet is None:
+            inside = {id(inner) for inner in module.modules()}
+            walk = Walk(memory.unit, inside, (), memory.lively, close=True)
+            walk.run(_roots(module))
+            self._still = walk.run(arguments)
+        else:
+            self._marks = quiet.marks()
+            self._still = []
+            if quiet.lively or arguments:
+                walk = Walk(memory.unit, quiet.inside, quiet.known, memory.lively, close=False)
+                self._still = walk.run(arguments, quiet.lively)
+        self._changing: list[Node] = []
+        self._versions: dict[int, int] = {}
+        self._over = False
+        self.moved: dict[int, int] = {}
+
+    def after(self) -> None:
+        memory, quiet = self._memory, self._quiet
+        memory.calls[self._training] += quiet is None
+        changed = [node for node in self._still if not node.unchanged()] + (quiet.changed() if quiet else [])
+        tensors = self._changed_tensors()
+        known = set(memory.lively)
+        memory.lively.update(node.name for node in (*changed, *tensors))
+        if len(memory.lively) > len(known):
+            memory._cache_quiet = None
+        for node in (*changed, *tensors):
+            _refuse(memory.unit, node, known=quiet is None or node.name in known)
+        new = {id(node) for node in changed}
+        detached: dict[int, torch.Tensor] = {}
+        # what changes at times may now hold what it held: its second run must find it so and leave it so all the same
+        changed += [node for node in self._still if node.name in memory.lively and id(node) not in new]
+        self._changing = [_without_graphs(node, detached) for node in changed]
+        still = [node for node in self._still if node.name not in memory.lively]
+        self._still = [_trimmed(n) for n in still if n.name != _ARGUMENT or n.kind is not TENSORS]
+        self._versions = {id(node.obj): node.obj._version for node in changed if node.kind is TENSORS}
+        self._over = True
+
+    def _changed_tensors(self) -> list[Node]:
+        quiet = self._quiet
+        if quiet is None or (now := quiet.marks()) == self._marks:
+            return []
+        return [node for node, a, b in zip(quiet.tensors, now, self._marks, strict=True) if a != b]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        nodes = [n for n in self._still if not self._over or not n.unchanged()]
+        if self._quiet is not None:
+            nodes += [*self._quiet.changed(), *self._quiet_tensors()]
+        # which parameters a module has is looked after by the replay, as FSDP exchanges them
+        nodes = [*self._changing, *(node for node in nodes if not isinstance(node.kind, Parameters))]
+        held = [node._replace(taken=node.kind.take(node.obj, close=True)) for node in nodes]
+        try:
+            for node in nodes:
+                try:
+                    node.kind.put(node.obj, node.taken)
+                except NotPutBackError as error:
+                    raise _changed_between(self._memory.unit, node) from error
+            yield
+        finally:
+            self._put_back(held)
+
+    def _quiet_tensors(self) -> list[Node]:
+        """Those that were changed since, as they were."""
+        assert self._quiet is not None
+        return [
+            node._replace(taken=TensorTaken(*mark, None, None, None))
+            for node, mark, now in zip(self._quiet.tensors, self._marks, self._quiet.marks(), strict=True)
+            if mark != now
+        ]
+
+    def _put_back(self, held: list[Node]) -> None:
+        for node in reversed(held):
+            if node.kind is TENSORS and (end := node.obj._version) != node.taken.version:
+                # other graphs go by it; slots that this run filled follow
+                _set_version((node.obj,), (node.taken.version,))
+                if node.taken.version == self._versions.get(id(node.obj)):
+                    self.moved[end] = node.taken.version
+            node.kind.put(node.obj, node.taken)
+
+
+def _roots(module: nn.Module) -> list[tuple[str, Any]]:
+    return [("", module), ("the environment", os.environ._data), ("the hooks of all modules", _EVERYWHERE)]  # type: ignore[attr-defined]
+
+
+def _refuse(unit: str, node: Node, *, known: bool) -> None:
+    """Raise ConflictError where what a forward has changed cannot be put back."""
+    name, kind = said(unit, node.name), type(node.obj).__name__
+    if not node.kind.goes_back:
+        raise ConflictError(
+            f"{unit} advances {name} ({kind}), which cannot be put back to run its forward again",
+            remedy=f"Use `save`, `offload` or `remake` on {unit}, or draw from it outside and hand in what was drawn.",
+        )
+    if node.kind is not TENSORS or (node.taken.alias is not None and node.taken.bits is not None):
+        return
+    taken, now = node.taken, node.obj
+    if taken.alias is None and not known:
+        raise ConflictError(
+            f"{name} is a tensor that this forward changed in place and earlier ones did not, so this once it cannot "
+            "run again",
+            remedy="Run the step again: from now on what was in it is kept.",
+        )
+    if taken.alias is None or taken.version != now._version or taken.print != fingerprint(taken.alias):
+        raise ConflictError(
+            f"{unit} changes one of its {'inputs' if node.name == _ARGUMENT else 'parameters'}, {name} (shape "
+            f"{tuple(now.shape)}), in place, so its forward cannot be run again",
+            remedy=f"Use `save`, `offload` or `remake` on {unit}, or change it outside of the forward.",
+        )
+
+
+def _changed_between(unit: str, node: Node) -> InPlaceError:
+    return InPlaceError(
+        f"{said(unit, node.name)} was changed in place between forward and backward, and {unit} would run again with "
+        "another value",
+        remedy=f"Change it after backward, or use `save` on {unit}.",
+    )
+
+
+def _trimmed(node: Node) -> Node:
+    """Without copies: it did not change, and only whether it does until backward is still to be seen."""
+    if node.kind is not TENSORS:
+        return node
+    print = node.taken.print if node.taken.bits is None else fingerprint(node.obj)
+    node = node._replace(taken=node.taken._replace(alias=None, bits=None, print=print))
+    if node.obj.is_leaf:
+        return node
+    return node._replace(obj=node.obj.detach(), taken=node.taken._replace(trains=False))
+
+
+def _without_graphs(node: Node, known: dict[int, torch.Tensor]) -> Node:
+    """With no tensor that holds a graph."""
+
+    def free(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.is_leaf:
+            return value
+        return known.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
+
+    taken = node.taken
+    if type(taken) is dict:
+        return node._replace(taken={key: free(value) for key, value in taken.items()})
+    if type(taken) in (list, deque):
+        return node._replace(taken=type(taken)(map(free, taken)))
+    return node

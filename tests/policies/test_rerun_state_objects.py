@@ -1,0 +1,451 @@
+"""State of every kind, wherever it is kept: changed once by each forward, or the choice is refused by name."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import dataclasses
+import functools
+import io
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError
+from autockpt.policies import InPlaceError
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE, Segment
+from tests.policies.zoo import assert_equal
+
+D = 8
+CHOICES = [RECOMPUTE, Segment(size=2)]
+each_choice = pytest.mark.parametrize("choice", CHOICES, ids=str)
+
+
+class Box:
+    n = 0
+
+    def tick(self) -> int:
+        self.n += 1
+        return self.n
+
+
+class Slots:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+@dataclasses.dataclass
+class Flow:
+    h: Tensor
+    n: int = 0
+
+
+class Odd:
+    """Runs no code of its own for those who only look."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        raise AssertionError
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+    @property
+    def costly(self) -> int:
+        raise AssertionError
+
+
+def counting() -> Callable[[], int]:
+    n = 0
+
+    def tick() -> int:
+        nonlocal n
+        n += 1
+        return n
+
+    return tick
+
+
+def add(holder: Any, name: Any = "n") -> float:
+    """One more under a name or index; what there is then."""
+    if isinstance(name, str) and not isinstance(holder, dict):
+        setattr(holder, name, getattr(holder, name) + 1)
+        return float(getattr(holder, name))
+    holder[name] += 1
+    return float(holder[name])
+
+
+def longer(holder: Any) -> float:
+    holder.append(1)
+    return float(len(holder))
+
+
+COUNT, NUMBERS, VAR = [0], np.random.default_rng(1), contextvars.ContextVar("VAR", default=0)
+
+
+def of_the_module(_: Any) -> float:
+    COUNT[0] += 1
+    return COUNT[0] + NUMBERS.random()
+
+
+def of_the_context(_: Any) -> float:
+    VAR.set(VAR.get() + 1)
+    return float(VAR.get())
+
+
+def of_the_class(_: Any) -> float:
+    Box.n += 1
+    return float(Box.n)
+
+
+# what makes an object, and what changes it and reads it
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "own class": (Box, add),
+    "slots": (Slots, add),
+    "odd class": (Odd, add),
+    "namespace in dicts": (lambda: {"a": {"b": SimpleNamespace(n=0)}}, lambda o: add(o["a"]["b"])),
+    "object in a tuple": (lambda: (Box(),), lambda o: add(o[0])),
+    "bound method": (lambda: Box().tick, lambda o: o()),
+    "closure": (counting, lambda o: o()),
+    "partial": (lambda: functools.partial(longer, []), lambda o: o()),
+    "NumPy array": (lambda: np.zeros(1), lambda o: add(o, 0)),
+    "array": (lambda: array.array("i", [0]), lambda o: add(o, 0)),
+    "bytearray": (lambda: bytearray(1), lambda o: add(o, 0)),
+    "UserList": (collections.UserList, longer),
+    "deque": (collections.deque, longer),
+    "Counter": (collections.Counter, lambda o: add(o, "n")),
+    "StringIO": (io.StringIO, lambda o: o.write(".") * o.tell()),
+    "NumPy generator": (lambda: np.random.default_rng(1), lambda o: o.random()),
+    "RandomState": (lambda: np.random.RandomState(1), lambda o: o.randn()),
+    "random.Random": (lambda: random.Random(1), lambda o: o.gauss(0, 1)),
+    "torch.Generator": (lambda: torch.Generator().manual_seed(1), lambda o: float(torch.rand((), generator=o))),
+    "iterator of a list": (lambda: iter(list(range(99))), next),
+    "tensor by .data": (lambda: [torch.zeros(())], lambda o: o[0].data.add_(1).item()),
+    "thread's own": (threading.local, lambda o: setattr(o, "n", getattr(o, "n", 0) + 1) or o.n),
+    "globals": (Box, of_the_module),
+    "a class": (Box, of_the_class),
+    "a context variable": (Box, of_the_context),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, make: Callable[[], Any], use: Callable[[Any], Any], given: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.use = nn.Linear(D, D), nn.Linear(D, D), use
+        self.kept = None if given else make()
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return self.b(torch.tanh(self.a(x * (1 + 0.1 * self.use(given if self.kept is None else self.kept)))))
+
+
+class Model(nn.Module):
+    def __init__(self, name: str, *, given: bool) -> None:
+        super().__init__()
+        self.make, self.use = OBJECTS[name]
+        self.layers = nn.ModuleList(Block(self.make, self.use, given) for _ in range(2))
+        self.given = given
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.make() if self.given else None
+        for layer in self.layers:
+            x = layer(x, given)
+        return x
+
+
+def steps(model: nn.Module, count: int = 4) -> dict[str, Tensor]:
+    """Gradients, weights and buffers of steps, every other of them with two forwards before their backwards."""
+    torch.manual_seed(1)
+    seen: dict[str, Tensor] = {}
+    for i in range(count):
+        losses = [model(torch.randn(4, D, D)).pow(2).mean() for _ in range(1 + i % 2)]
+        for loss in losses:
+            loss.backward()
+        seen |= {f"{i} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        seen |= {f"{i} weight {n}": p.detach().clone() for n, p in model.named_parameters()}
+        seen |= {f"{i} buffer {n}": b.clone() for n, b in model.named_buffers()}
+    return seen
+
+
+def trained(make: Callable[[], nn.Module], choice: Any = None) -> dict[str, Tensor]:
+    """What training leaves behind, from a beginning that is always the same."""
+    global NUMBERS
+    torch.manual_seed(0)
+    NUMBERS, COUNT[0], Box.n = np.random.default_rng(1), 0, 0
+
+    def run() -> dict[str, Tensor]:
+        model = make()
+        with attach(model, {} if choice is None else {"layers.0": choice, "layers.1": choice}):
+            return steps(model)
+
+    return contextvars.copy_context().run(run)
+
+
+@each_choice
+@pytest.mark.parametrize("given", [False, True], ids=["kept", "given"])
+@pytest.mark.parametrize("name", OBJECTS)
+def test_each_forward_changes_it_once(name, given, choice):
+    def make() -> nn.Module:
+        return Model(name, given=given)
+
+    assert_equal(trained(make, choice), trained(make))
+
+
+@each_choice
+@pytest.mark.parametrize("given", [False, True], ids=["kept", "given"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (i for i in range(99)),
+        itertools.count,
+        lambda: itertools.cycle([1, 2, 3]),
+        lambda: map(int, iter([1, 2, 3])),
+        lambda: enumerate([1, 2]),
+    ],
+    ids=["generator", "count", "cycle", "map", "enumerate"],
+)
+def test_what_only_goes_forwards_is_refused_if_it_advanced(make, given, choice, monkeypatch):
+    for use, refused in ((next, True), (lambda _: 1, False)):
+        monkeypatch.setitem(OBJECTS, "it", (make, lambda it, use=use: 1 if use(it) else 2))
+        model = Model("it", given=given)
+        with attach(model, {"layers.0": choice, "layers.1": choice}):
+            if not refused:
+                model(torch.randn(4, D)).sum().backward()
+                continue
+            with pytest.raises(ConflictError, match=r"layers\.0 advances (layers\.0\.kept|the argument)"):
+                model(torch.randn(4, D))
+
+
+class Stage(nn.Module):
+    """A unit with ``setup(self)`` and ``use(self, x)``."""
+
+    def __init__(self, setup: Callable[[Any], Any], use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.use = nn.Linear(D, D), nn.Linear(D, D), use
+        setup(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(self.use(self, x))))
+
+
+class Stages(nn.Module):
+    def __init__(self, setup: Callable[[Any], Any], use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+        self.layers = nn.ModuleList(Stage(setup, use) for _ in range(2))
+        for layer in self.layers:
+            layer.__dict__["parent"] = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@functools.lru_cache
+def table(length: int) -> Tensor:
+    return torch.arange(length).float() / 10
+
+
+def norm_in_a_list(unit: Any) -> None:
+    unit.norms = [nn.BatchNorm1d(D)]
+    unit.register_buffer("mirror", unit.norms[0].running_mean)
+
+
+def norm_in_a_closure(unit: Any) -> None:
+    norm = nn.BatchNorm1d(D)
+    unit.norm = lambda x: norm(x)
+    unit.register_buffer("mirror", norm.running_mean)
+
+
+def with_key(unit: Any) -> None:
+    unit.k = nn.Parameter(torch.eye(D), requires_grad=False)
+
+
+def momentum(unit: Any, x: Tensor) -> Tensor:
+    unit.k.data = unit.k.data * 0.9 + unit.a.weight.data * 0.1
+    return x @ unit.k
+
+
+def normalized(unit: Any, x: Tensor) -> Tensor:
+    unit.a.weight.data = nn.functional.normalize(unit.a.weight.data, dim=1)
+    return x
+
+
+def own_counter(unit: Any) -> None:
+    tick = counting()
+    unit.a.register_forward_hook(lambda module, args, out: out * tick())
+
+
+def routed(unit: Any, x: Tensor) -> Tensor:
+    share = unit.gate(x).softmax(-1)
+    unit.load += share.detach().sum((0, 1))
+    unit.aux = share.pow(2).mean()
+    return x * share[..., :1]
+
+
+def with_gate(unit: Any) -> None:
+    unit.gate, unit.aux = nn.Linear(D, 4), None
+    unit.register_buffer("load", torch.zeros(4))
+
+
+def rotary(unit: Any, x: Tensor) -> Tensor:
+    if unit.table is None or len(unit.table) < x.shape[1]:
+        unit.table = table(x.shape[1])
+        unit.masks[x.shape[1]] = torch.ones(D)
+    return x * unit.table[None, :, None].cos() * unit.masks[x.shape[1]]
+
+
+def tuned(unit: Any, x: Tensor) -> Tensor:
+    if (key := tuple(x.shape)) not in unit.best:
+        unit.best[key] = min((len(str(k)), k) for k in (2, 3))[1]
+    unit.calls += 1
+    return x * unit.best[key]
+
+
+def cast_once(unit: Any, x: Tensor) -> Tensor:
+    if unit.w.dtype != torch.float32:
+        unit.w.data = unit.w.data.float()
+    return x * unit.w
+
+
+def with_double(unit: Any) -> None:
+    unit.w = nn.Parameter(torch.full((D,), 1.5, dtype=torch.float64), requires_grad=False)
+
+
+STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "norm in a list": (norm_in_a_list, lambda unit, x: unit.norms[0](x)),
+    "norm in a closure": (norm_in_a_closure, lambda unit, x: unit.norm(x)),
+    "norm of the parent": (lambda unit: None, lambda unit, x: unit.parent.norm(x)),
+    "momentum encoder": (with_key, momentum),
+    "normalized weight": (lambda unit: None, normalized),
+    "hook with a counter": (own_counter, lambda unit, x: x),
+    "experts' statistics": (with_gate, routed),
+    "rotary and mask caches": (lambda unit: unit.__dict__.update(table=None, masks={}), rotary),
+    "autotuning": (lambda unit: unit.__dict__.update(best={}, calls=0), tuned),
+    "cast at the first call": (with_double, cast_once),
+}
+
+
+@each_choice
+@pytest.mark.parametrize("name", STAGES)
+def test_modules_and_weights(name, choice):
+    def make() -> nn.Module:
+        return Stages(*STAGES[name])
+
+    assert_equal(trained(make, choice), trained(make))
+
+
+@each_choice
+def test_a_weight_changed_in_place_unseen_is_refused_before_harm(choice):
+    model = Stages(with_key, lambda unit, x: x * unit.k.data.mul_(0.9).sum())
+    words = r"layers\.0 changes one of its parameters, layers\.0\.k"
+    with attach(model, {"layers.0": choice, "layers.1": choice}), pytest.raises(ConflictError, match=words):
+        model(torch.randn(4, D, D))
+
+
+@dataclasses.dataclass
+class Between:
+    """Something that changes between forward and backward, and afterwards back."""
+
+    use: Callable[[Any, Tensor], Tensor]
+    change: Callable[[Any], Any]
+    back: Callable[[Any], Any]
+
+
+def hooked(unit: Any) -> None:
+    unit.hook = unit.a.register_forward_hook(lambda module, args, out: out + 1)
+
+
+BETWEEN = {
+    "eval": Between(lambda unit, x: x * (2 if unit.training else 1), lambda u: u.eval(), lambda u: u.train()),
+    "attribute": Between(lambda u, x: x * u.s, lambda u: setattr(u, "s", 0.5), lambda u: setattr(u, "s", 1.5)),
+    "object": Between(lambda u, x: x * u.o.s, lambda u: setattr(u.o, "s", 0.5), lambda u: setattr(u.o, "s", 1.5)),
+    "hook": Between(lambda u, x: x, hooked, lambda u: u.hook.remove()),
+    "global": Between(lambda u, x: x + COUNT[0], lambda u: COUNT.__setitem__(0, 5), lambda u: COUNT.__setitem__(0, 0)),
+    "context": Between(lambda u, x: x + VAR.get(), lambda u: VAR.set(5), lambda u: VAR.set(0)),
+    "gradients off": Between(lambda u, x: x, lambda u: u.a.requires_grad_(False), lambda u: u.a.requires_grad_()),
+}
+
+
+@each_choice
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_forward_and_backward(name, choice):
+    case = BETWEEN[name]
+
+    def run(model: Stages) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        for _ in range(4):
+            loss = model(torch.randn(4, D, D)).pow(2).mean()
+            for layer in model.layers:
+                case.change(layer)
+            loss.backward()
+            for layer in model.layers:
+                case.back(layer)
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    def make() -> Stages:
+        torch.manual_seed(0)
+        return Stages(lambda unit: unit.__dict__.update(s=1.5, o=SimpleNamespace(s=1.5)), case.use)
+
+    wanted, model = run(make()), make()
+    with attach(model, {"layers.0": choice, "layers.1": choice}):
+        assert_equal(run(model), wanted)
+
+
+@each_choice
+@pytest.mark.parametrize("write", [lambda p: p.data.add_(1), lambda p: setattr(p, "data", p.data + 1)])
+def test_a_weight_written_unseen_before_backward_is_an_error(write, choice):
+    model = Stages(lambda unit: None, lambda unit, x: x)
+    with attach(model, {"layers.0": choice, "layers.1": choice}):
+        loss = model(torch.randn(4, D, D)).sum()
+        write(model.layers[1].a.bias)  # type: ignore[union-attr]
+        with pytest.raises(InPlaceError, match=r"layers\.1\.a\.bias was changed in place between"):
+            loss.backward()
+
+
+@each_choice
+def test_an_object_that_carries_the_hidden_state(choice):
+    class Carrying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.layers = nn.Linear(D, D), nn.ModuleList(Carried() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            flow = Flow(self.enter(x))
+            for layer in self.layers:
+                flow = layer(flow)
+            return flow.h * flow.n
+
+    class Carried(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, flow: Flow) -> Flow:
+            flow.n += 1
+            flow.h = self.b(torch.tanh(self.a(flow.h)) * flow.n)
+            return flow
+
+    assert_equal(trained(Carrying, choice), trained(Carrying))
