@@ -142,7 +142,7 @@ class Call:
             raise
         replay.finish()
         if self._watch is not None:
-            self._watch.forward_ended(replay.module)
+            self._watch.forward_ended()
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Slot:

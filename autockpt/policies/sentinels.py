@@ -255,7 +255,6 @@ class Watch:
         self._entries: list[Entry] = []
         self._compared: list[Compared] = []
         self._state: list[tuple[str, torch.Tensor, Form, torch.Tensor]] = []
-        self._own: set[int] = set()
 
     # The first forward.
 
@@ -271,10 +270,8 @@ class Watch:
         return entry
 
     @_eagerly
-    def forward_ended(self, module: nn.Module | None = None) -> None:
-        """The unit's forward has ended. The buffers of ``module`` are set to what they were when it runs again."""
-        if module is not None:
-            self._own = {b.untyped_storage()._cdata for b in module.buffers() if why_not(b) is None}
+    def forward_ended(self) -> None:
+        """The unit's forward has ended."""
         for entry in self._entries:
             entry.let_go()
 
@@ -316,10 +313,6 @@ class Watch:
     def sentinels(self) -> Sentinels:
         return self.sentinel.sentinels
 
-    def is_own_buffer(self, storage: torch.UntypedStorage) -> bool:
-        """Whether this is memory of a buffer of the unit, which a rerun finds as the forward found it."""
-        return storage._cdata in self._own
-
     def take(self) -> list[Compared]:
         """What was compared since this was asked last."""
         taken, self._compared = self._compared, []
@@ -346,7 +339,10 @@ class Entry:
     ``held`` is the tensor itself until the unit's forward has ended.
     """
 
-    __slots__ = ("_form", "_layout", "_number", "_print", "_probe", "_sketch", "_storage", "_version", "_watch", "held")
+    __slots__ = (
+        *("_form", "_layout", "_number", "_original", "_print", "_probe", "_sketch", "_storage", "_version", "_watch"),
+        "held",
+    )
 
     def __init__(self, watch: Watch, number: int, tensor: torch.Tensor) -> None:
         self._watch, self._number = watch, number
@@ -357,12 +353,13 @@ class Entry:
         if (why := why_not(tensor)) is not None:
             watch.sentinel.unchecked[why] += 1
             return
+        self._original = weakref.ref(tensor)
         with quietly(), torch._C.DisableTorchFunction():
             self.held = tensor.detach()
             self._probe, self._version = probe_of(tensor), tensor._version
         self._form = form_of(tensor)
         self._storage = weakref.ref(tensor.untyped_storage())
-        self._layout = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        self._layout = _layout_of(tensor)
 
     def let_go(self) -> None:
         """Fingerprint what is held, and hold it no longer."""
@@ -385,8 +382,13 @@ class Entry:
         """Fingerprint the original as it is now, where it lives and nobody changed it in a way that autograd sees."""
         if self._print is None or self._probe._version != self._version:
             return
-        storage = self._storage()
-        if storage is None or not storage.nbytes() or self._watch.is_own_buffer(storage):
+        storage, original = self._storage(), self._original()
+        if original is not None and original.untyped_storage()._cdata != (storage and storage._cdata):
+            # its memory was exchanged by `.data`: autograd would hold the tensor, and read what it has now
+            if why_not(original) is not None or self._form.of(original) != self._form:
+                return
+            storage, self._layout = original.untyped_storage(), _layout_of(original)
+        if storage is None or not storage.nbytes():
             return
         dtype, size, stride, offset = self._layout
         with quietly(), torch._C.DisableTorchFunction():
@@ -421,6 +423,10 @@ class Entry:
         reader = f"{node.name()} reads" if node is not None else "is read"
         size, dtype = tuple(self._form.size), str(self._form.dtype).removeprefix("torch.")
         return f"the {dtype} tensor {size} that {reader} (number {self._number + 1} of those that forward saved)"
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], int]:
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
