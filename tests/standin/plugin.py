@@ -12,7 +12,7 @@ standin = torch.get_device_module("standin")
 
 @pytest.fixture(autouse=True)
 def no_races() -> Iterator[None]:
-    standin.device.clear_races()
+    standin.extension.clear_races()
     yield
     standin.synchronize()  # an error of a kernel that is still queued belongs to this test
     assert not standin.races()

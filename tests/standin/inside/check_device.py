@@ -22,7 +22,7 @@ def races() -> Any:
     def found() -> list[str]:
         standin.synchronize()
         races = standin.races()
-        standin.device.clear_races()
+        standin.extension.clear_races()
         return races
 
     return found
@@ -77,7 +77,7 @@ def test_nothing_runs_before_somebody_waits(lazy):
     assert not event.query()
     assert y.sum().item() == 16  # which waits
     assert event.query()
-    assert not {name for name in standin.device.counts() if name.startswith("waited") and "equal" not in name}
+    assert not {name for name in standin.extension.counts() if name.startswith("waited") and "equal" not in name}
 
 
 @each_schedule
@@ -156,10 +156,10 @@ def test_what_was_freed_is_poisoned_in_order(lazy):
 def test_the_host_reading_pinned_memory_too_early_is_found(lazy, races):
     x = torch.ones(4096, device="standin")
     there, done, _ = _to_pinned(x, True)
-    standin.device.host_touches(there.data_ptr(), there.nbytes, False)
+    standin.extension.host_touches(there.data_ptr(), there.nbytes, False)
     assert any("the host reads what a copy to the host" in race for race in races())
     done.synchronize()
-    standin.device.host_touches(there.data_ptr(), there.nbytes, False)
+    standin.extension.host_touches(there.data_ptr(), there.nbytes, False)
     assert not races()
 
 
@@ -178,7 +178,7 @@ def test_memory_has_a_limit_and_comes_back():
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
-    standin.set_per_process_memory_fraction((256 << 20) / standin.device.total_bytes())
+    standin.set_per_process_memory_fraction((256 << 20) / standin.extension.total_bytes())
     try:
         held = [torch.empty(32 << 20, dtype=torch.uint8, device="standin") for _ in range(6)]
         with pytest.raises(torch.OutOfMemoryError):

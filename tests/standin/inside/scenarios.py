@@ -366,7 +366,7 @@ _all_of = disk._all_of
 
 def _announced(move: Any, file: Any, memory: Tensor, offset: int) -> None:
     """The disk tier's own reading and writing of pinned memory, which no device sees."""
-    standin.device.host_touches(memory.data_ptr(), memory.nbytes, move is disk._pread)
+    standin.extension.host_touches(memory.data_ptr(), memory.nbytes, move is disk._pread)
     _all_of(move, file, memory, offset)
 
 
