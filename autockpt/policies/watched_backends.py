@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.devices.random_states import all_random_states_kept
+from autockpt.devices.random_states import RandomStates
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import take_apart
 from autockpt.policies.attachment import Attachment, call_inner
@@ -50,10 +50,12 @@ def refuse_changed(module: nn.Module, state: Attachment, args: tuple[Any, ...], 
     settings = (kind, autocast and torch.get_autocast_dtype(kind), module.training)
     if settings in known:
         return
-    with all_random_states_kept():
-        plain = _bits(module, state, args, kwargs, nullcontext())
-    with all_random_states_kept():
-        watched = _bits(module, state, args, kwargs, _Nothing())
+    # not put back where the user's forward fails: it then has drawn what it would have drawn
+    random_states = RandomStates()
+    plain = _bits(module, state, args, kwargs, nullcontext())
+    random_states.put_back()
+    watched = _bits(module, state, args, kwargs, _Nothing())
+    random_states.put_back()
     if plain != watched:
         raise ConflictError(
             f"{state.unit} gives other bits on this {kind} device as soon as its ops are watched, which selective, "

@@ -91,6 +91,19 @@ def test_one_that_it_changes_is_refused_by_name(choice, monkeypatch):
             model(x)
 
 
+@pytest.mark.parametrize("choice", ["selective", "remake"])
+def test_a_forward_that_fails_has_drawn_what_it_draws(choice):
+    def fails(chosen: str) -> torch.Tensor:
+        torch.manual_seed(3)
+        model = Model(nn.Dropout(0.5))
+        model.unit.drop = nn.Linear(3, 3)  # does not fit
+        with attach(model, {"unit": parse_choice(chosen)}), pytest.raises(RuntimeError, match="shapes"):
+            model(torch.randn(4, 8))
+        return torch.rand(3)
+
+    assert torch.equal(fails(choice), fails("save"))
+
+
 def test_one_that_cannot_be_copied_is_refused():
     model = Model(nn.Linear(8, 8))
     model.unit.lock = threading.Lock()
