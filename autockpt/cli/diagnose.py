@@ -70,7 +70,8 @@ def diagnose(
             remedy="Name the failed run's log or memory snapshot, or its command with --run.",
         )
     reading = read_evidence(evidence) if evidence is not None else None
-    command = read_command(run, workload) if run is not None else None
+    stage = reading.zero_stage if isinstance(reading, LogReading) else None
+    command = read_command(run, workload, logged_stage=stage) if run is not None else None
     options = {**(command.options if command is not None else {}), **workload}
     spec = workload_spec(options) if "model" in options else None
     if spec is None and plan_out is not None:

@@ -21,12 +21,14 @@ TRAINER_BATCH, TRL_LENGTH = 8, 1024  # TrainingArguments and SFTConfig, where no
 TRAINER_NORM = 1.0
 
 
-def read_command(text: str, given: Mapping[str, Any] | None = None, folder: Path | None = None) -> CommandReading:
+def read_command(
+    text: str, given: Mapping[str, Any] | None = None, folder: Path | None = None, *, logged_stage: int | None = None
+) -> CommandReading:
     """What a training command says about memory. Nothing is run; configuration files that it names are read.
 
     ``given`` are workload options that were given beside it: they count, and what they overrule is told. ``folder`` is
-    where its relative paths begin. Raises UsageError for a line that no shell would take, or flags that contradict one
-    another.
+    where its relative paths begin, ``logged_stage`` the ZeRO stage that its log tells of. Raises UsageError for a line
+    that no shell would take, or flags that contradict one another.
     """
     try:
         words = shlex.split(text)
@@ -34,17 +36,21 @@ def read_command(text: str, given: Mapping[str, Any] | None = None, folder: Path
         raise UsageError(f"--run cannot be read: {str(error).lower()}", remedy="Quote it as one argument.") from None
     if not words:
         raise UsageError("--run is empty", remedy='Give the whole command: --run "python train.py --bf16 …".')
-    return _Reader(text, words, dict(given or {}), folder or Path()).read()
+    return _Reader(text, words, dict(given or {}), folder or Path(), logged_stage).read()
 
 
 class _Reader:
-    def __init__(self, text: str, words: list[str], given: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, text: str, words: list[str], given: dict[str, Any], folder: Path, logged_stage: int | None
+    ) -> None:
         self.text, self.words, self.given, self.folder = text, words, given, folder
+        self.logged_stage = logged_stage
         self.options: dict[str, Any] = {}
         self.taken: list[Taken] = []
         self.overruled: list[str] = []
         self.unknown: list[str] = []
         self.harmless: list[str] = []
+        self.missing: list[str] = []
         self.notes: list[str] = []
         self.used: set[str] = set()
         self.world = 1
@@ -81,6 +87,7 @@ class _Reader:
             overruled=tuple(self.overruled),
             not_understood=tuple(self.unknown),
             harmless=tuple(self.harmless),
+            missing=tuple(self.missing),
             notes=tuple(self.notes),
         )
 
@@ -132,7 +139,7 @@ class _Reader:
                 if path.is_file() and path.stat().st_size <= _LARGEST_FILE:
                     yield path
                 elif not word.startswith("-"):
-                    self.notes.append(f"{word} is not here, so what it sets is not known")
+                    self.missing.append(f"{word} is not here, so what it sets is not known")
             previous = word.partition("=")[0] if word.startswith("--") else ""
 
     def _take(self, flag: str, option: str, value: Any, note: str = "") -> None:
@@ -293,7 +300,9 @@ class _Reader:
         value = self.values.get("deepspeed") or self.values.get("zero_stage")
         self.used.update({"deepspeed", "zero_stage"} & set(self.values))
         if value is None:
-            return None
+            if self.logged_stage is not None:
+                self.notes.append(f"the log says that DeepSpeed ran ZeRO stage {self.logged_stage}")
+            return self.logged_stage
         if value in ("0", "1", "2", "3"):
             return int(value)
         path = self.folder / value
@@ -304,10 +313,13 @@ class _Reader:
             if isinstance(section, dict) and (section.get("offload_optimizer") or section.get("offload_param")):
                 self.notes.append(flags.NOT_MODELLED["cpu_offload"])
             return stage if isinstance(stage, int) else None
+        if self.logged_stage is not None:
+            self.missing.append(f"{value} is not here: the log says ZeRO stage {self.logged_stage}")
+            return self.logged_stage
         if (match := re.search(r"(?:zero|stage|z)_?-?([0-3])", value.lower())) is not None:
-            self.notes.append(f"{value} is not here: its name says stage {match[1]}")
+            self.missing.append(f"{value} is not here: its name says stage {match[1]}")
             return int(match[1])
-        self.notes.append(f"{value} is not here, so its sharding is not known: --shard N says it")
+        self.missing.append(f"{value} is not here, so its sharding is not known: --shard N says it")
         return None
 
     def _uses(self, program: str) -> bool:

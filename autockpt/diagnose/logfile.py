@@ -45,6 +45,13 @@ def read_window(path: Path, markers: Iterable[str], after: int = 0) -> tuple[str
     return data.decode(encoding, errors="replace").lstrip("\ufeff"), found
 
 
+def read_head(path: Path) -> str:
+    """The first text of a file. Raises OSError."""
+    with path.open("rb") as file:
+        data = file.read(AFTER)
+    return data.decode(_encoding(data), errors="replace")
+
+
 def _encoding(head: bytes) -> str:
     """UTF-8, or what PowerShell's redirection writes."""
     if head.startswith(b"\xff\xfe"):

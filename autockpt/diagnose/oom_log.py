@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autockpt.diagnose.frames import place_of
 from autockpt.diagnose.host import HOST_MARKERS, host_failure
-from autockpt.diagnose.logfile import AFTER, by_rank, clean_lines, read_window
+from autockpt.diagnose.logfile import AFTER, by_rank, clean_lines, read_head, read_window
 from autockpt.diagnose.tracebacks import frames_before
 from autockpt.errors import UsageError
 from autockpt.schema.diagnosis import Backend, DeviceFailure, LogReading
@@ -46,9 +46,11 @@ _FIELDS = {
     "other": (rf"other allocations: {_SIZE}",),
 }
 _PATTERNS = {name: tuple(re.compile(p, re.IGNORECASE) for p in patterns) for name, patterns in _FIELDS.items()}
+_STAGE = re.compile(r"zero_optimization_stage[ .]{1,40}([0-3])\b|[\"']stage[\"'] ?: ?([0-3])\b")
 _DEVICE = re.compile(r"GPU +(\d{1,4})\b")
 _PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 _LAST_ERROR = re.compile(r"^\s*((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt)\b.{0,200})")
+_ROUNDED = 0.99  # two figures that differ by less are the same
 HIDDEN = 256 << 20  # bytes that nobody accounts for, from which on another process is assumed to hold them
 
 
@@ -59,10 +61,12 @@ def read_log(path: Path) -> LogReading:
     """
     text, at = read_window(path, DEVICE_MARKERS)
     reading = read_text(text, str(path))
+    if reading.zero_stage is None:  # said when the run begins
+        reading = reading.model_copy(update={"zero_stage": _zero_stage(read_head(path))})
     # a run may outlive its device's failure and be ended by the host's
     later, host_at = read_window(path, HOST_MARKERS, after=(at or 0) + AFTER if reading.failures else 0)
     if host_at is not None and (last := read_text(later, str(path))).host is not None:
-        reading = last
+        reading = last.model_copy(update={"zero_stage": reading.zero_stage})
     if not reading.failures and reading.host is None:
         raise UsageError(f"nothing in {path} ran out of memory{_ending(text)}", remedy=_REMEDY)
     return reading
@@ -95,7 +99,20 @@ def read_text(text: str, path: str = "") -> LogReading:
     if any(f.tried is not None or f.allocated is not None for f in failures):
         failures = [f for f in failures if f.tried is not None or f.allocated is not None]
     host = None if failures else next(filter(None, (host_failure(v, rank) for rank, v in streams.items())), None)
-    return LogReading(path=path, failures=tuple(failures), host=host, count=count, notes=tuple(_notes(failures)))
+    return LogReading(
+        path=path,
+        failures=tuple(failures),
+        host=host,
+        zero_stage=_zero_stage(text),
+        count=count,
+        notes=tuple(_notes(failures)),
+    )
+
+
+def _zero_stage(text: str) -> int | None:
+    """The ZeRO stage that DeepSpeed says it runs with, as it prints its configuration."""
+    found = [match[1] or match[2] for match in _STAGE.finditer(text)]
+    return int(found[-1]) if found else None
 
 
 def _distinct(failures: list[DeviceFailure]) -> list[DeviceFailure]:
@@ -170,20 +187,31 @@ def _processes(
 ) -> tuple[int | None, int | None]:
     """Bytes of this process and of others.
 
-    In a container a process does not know its own number and calls itself "Process 123": alone, and large enough for
-    what PyTorch holds, it is this one.
+    In a container a process does not know its own number and calls itself "Process 123": the one whose memory is next
+    above what PyTorch holds is this one, and so is the one that comes again where both cannot fit on the device.
     """
     named = [size for match in _PROCESS.finditer(text) if (size := _bytes(match[1], match[2])) is not None]
     process, capacity, free = sizes["process"], sizes["capacity"], sizes["free"]
     if process is not None and capacity is not None and process > capacity:
         process = None  # an unsigned difference that wrapped around
-    if process is None and len(named) == 1 and allocated is not None and named[0] >= allocated + (cached or 0):
-        process, named = named[0], []
+    if process is None and allocated is not None:
+        process = min((size for size in named if size >= _ROUNDED * (allocated + (cached or 0))), default=None)
+        named = _without(named, process)
+    elif process is not None and capacity is not None and process + sum(named) > capacity - (free or 0) + HIDDEN:
+        again = min(named, key=lambda size: abs(size - process), default=None)
+        if again is not None and min(again, process) >= _ROUNDED * max(again, process):
+            named = _without(named, again)
     others = sum(named) + (sizes["other"] or 0)
     if process is not None and capacity is not None and free is not None:
         hidden = capacity - free - process
         others = max(others, hidden) if hidden >= HIDDEN else others
     return process, others or None
+
+
+def _without(sizes: list[int], one: int | None) -> list[int]:
+    """The sizes but for one of this size."""
+    index = sizes.index(one) if one is not None else len(sizes)
+    return sizes[:index] + sizes[index + 1 :]
 
 
 def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:

@@ -23,6 +23,9 @@ SNAPSHOT_RULE = (
 
 def print_diagnosis(said: Diagnosis, console: Console) -> None:
     """Print it all, a heading per question."""
+    if said.command is not None and said.command.missing:  # nothing below holds without it
+        console.print(bullets(said.command.missing))
+        console.print()
     _opening(said, console)
     if said.log is not None and said.log.failures:
         _reported(said.log.failures[0], console)

@@ -86,6 +86,7 @@ class LogReading(Data):
     path: str
     failures: tuple[DeviceFailure, ...] = ()
     host: HostFailure | None = None
+    zero_stage: int | None = Field(default=None, description="of DeepSpeed, where the log says it")
     count: int = Field(default=0, description="out-of-memory messages in the part of the log that was read")
     notes: tuple[str, ...] = ()
 
@@ -142,6 +143,7 @@ class CommandReading(Data):
     overruled: tuple[str, ...] = Field(default=(), description="flags beside an option that was given, which counts")
     not_understood: tuple[str, ...] = Field(default=(), description="flags that may change memory")
     harmless: tuple[str, ...] = Field(default=(), description="flags known to leave memory as it is")
+    missing: tuple[str, ...] = Field(default=(), description="files that are not here, and what that leaves unknown")
     notes: tuple[str, ...] = ()
 
 

@@ -109,7 +109,7 @@ def test_an_axolotl_file_is_read(tmp_path: Path) -> None:
         "packed": True,
     }
     assert said.recompute
-    assert any("is not here" in note for note in read_command("axolotl train absent.yml", folder=tmp_path).notes)
+    assert any("is not here" in said for said in read_command("axolotl train absent.yml", folder=tmp_path).missing)
 
 
 def test_torchtitan() -> None:
@@ -149,3 +149,12 @@ def test_no_line_breaks_the_reader(tmp_path_factory: Any, words: list[str]) -> N
     except UsageError:
         return
     assert set(said.options) <= set(WorkloadSpec.model_fields)
+
+
+def test_the_zero_stage_that_the_log_tells_of_is_not_ddp(tmp_path: Path) -> None:
+    command = "torchrun --nproc_per_node 4 train.py --model_name_or_path llama-1b"
+    assert read_command(command).options["ddp"] == "buckets"
+    said = read_command(command, logged_stage=3)
+    assert said.options["shard"] == 4 and "ddp" not in said.options and any("ZeRO stage 3" in n for n in said.notes)
+    absent = read_command(f"{command} --deepspeed absent.json", folder=tmp_path, logged_stage=3)
+    assert absent.options["shard"] == 4 and "absent.json is not here" in absent.missing[0]

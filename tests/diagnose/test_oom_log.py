@@ -259,6 +259,41 @@ def test_a_log_without_one_says_what_it_ends_with(tmp_path: Path) -> None:
         read_log(tmp_path / "absent.txt")
 
 
+@pytest.mark.parametrize(
+    ("named", "own", "others"),
+    [
+        ((54.0, 25.0), None, 25.0),  # a container: both have numbers that nobody here knows
+        ((25.0, 54.0), 54.1, 25.0),  # it knows its memory, and comes again by another number
+        ((54.0,), 54.0, None),
+        ((20.0,), 54.0, 25.0),  # another's indeed: what nobody names is hidden
+    ],
+)
+def test_ones_own_process_is_not_among_the_others(
+    named: tuple[float, ...], own: float | None, others: float | None
+) -> None:
+    used = 79.2 if others else 54.1
+    text = (
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of {used}"
+    )
+    text += " GiB of which 20.00 MiB is free. "
+    text += "".join(f"Process {i} has {size:.2f} GiB memory in use. " for i, size in enumerate(named))
+    text += f"Including non-PyTorch memory, this process has {own:.2f} GiB memory in use. " if own else ""
+    text += "Of the allocated memory 52.00 GiB is allocated by PyTorch, "
+    text += "and 1.20 GiB is reserved by PyTorch but unallocated."
+    (failure,) = read_text(text).failures
+    assert failure.process == gib(own or 54.0)
+    assert (failure.others or 0) == pytest.approx(gib(others or 0), rel=0.02)
+
+
+def test_the_zero_stage_is_read_from_where_the_run_began(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    said = '    "zero_optimization": {\n        "stage": 3,\n    }\n'
+    log.write_text(said + "step loss\n" * 400_000 + FORWARD + message())
+    assert read_log(log).zero_stage == 3
+    assert read_text("  zero_optimization_stage ...... 2\n").zero_stage == 2
+    assert read_text("stage 3 of 5\n" + FORWARD + message()).zero_stage is None
+
+
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a capacity of 23.64 GiB"
 
 
