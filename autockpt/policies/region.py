@@ -136,13 +136,16 @@ class Call:
         replay = self._replay
         try:
             with saved_tensors_hooks(self._pack, unpack):
-                output = replay(*replay.tensors)
+                output = replay(*(tensors := replay.tensors))
         except RuntimeError as error:
             refuse_transforms(error, self.unit)
             raise
         replay.finish()
         if self._watch is not None:
             self._watch.forward_ended()
+        if replay.reached.doubts:
+            with random_states_kept(self._conditions.places), self._conditions.restored():
+                replay.settle(tensors, output)
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Slot:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
@@ -129,6 +130,23 @@ class Replay:
         self._inputs = _Versions([])
         self._over = True
 
+    def settle(self, tensors: Sequence[torch.Tensor], output: Any) -> None:
+        """The forward wrote to weights or inputs unseen: try out whether it gives the same again, as where it clamps
+        what then stays clamped. Raises ConflictError where it does not; those tensors are left as the forward did."""
+        written = [node.obj for node in self.reached.doubts]
+        kept = [tensor.detach().clone() for tensor in written]
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda nothing: nothing):
+            again = self._again(tuple(inputs))
+        first: list[torch.Tensor] = []
+        second: list[torch.Tensor] = []
+        take_apart((output, kept), first, [])
+        take_apart((again, written), second, [])
+        same = len(first) == len(second) and all(map(_same_bits, first, second))
+        for tensor, before in zip(written, kept, strict=True):
+            tensor.data.copy_(before)
+        self.reached.settle(same)
+
     def _refuse_changes(self) -> None:
         unit = self.state.unit
         inputs = self._inputs.changed() or self.hidden.changed()
@@ -213,6 +231,10 @@ class _Versions:
                 "an inplace operation between forward and backward",
                 remedy="Change it after backward: an optimizer step before the last backward of a graph does this.",
             )
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a != a) & (b != b)).all())
 
 
 def _exchanged(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:

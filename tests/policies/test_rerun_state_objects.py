@@ -334,6 +334,16 @@ def with_double(unit: Any) -> None:
     unit.w = nn.Parameter(torch.full((D,), 1.5, dtype=torch.float64), requires_grad=False)
 
 
+def clamped(unit: Any, x: Tensor) -> Tensor:
+    unit.a.weight.data.clamp_(-0.2, 0.2)
+    return x
+
+
+def clamped_input(unit: Any, x: Tensor) -> Tensor:
+    x.data.clamp_(-0.5, 0.5)
+    return x
+
+
 STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] = {
     "norm in a list": (norm_in_a_list, lambda unit, x: unit.norms[0](x)),
     "norm in a closure": (norm_in_a_closure, lambda unit, x: unit.norm(x)),
@@ -345,6 +355,8 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
     "rotary and mask caches": (lambda unit: unit.__dict__.update(table=None, masks={}), rotary),
     "autotuning": (lambda unit: unit.__dict__.update(best={}, calls=0), tuned),
     "cast at the first call": (with_double, cast_once),
+    "clamped weight": (lambda unit: None, clamped),
+    "clamped input": (lambda unit: None, clamped_input),
 }
 
 

@@ -108,6 +108,9 @@ class Fields(Kind):
                     kind.__setitem__(obj, name, value)
                 return
 
+    def size(self, obj: Any) -> int:
+        return dict.__len__(obj)
+
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         return [(self._form.format(k if type(k) is str else "…"), v) for k, v in taken.items() if k not in self.hidden]
 
@@ -139,6 +142,9 @@ class Elements(Kind):
     def put(self, obj: Any, taken: Any) -> None:
         self._kind.clear(obj)
         (self._kind.update if self._kind is set else self._kind.extend)(obj, taken)
+
+    def size(self, obj: Any) -> int:
+        return self._kind.__len__(obj)
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         return [(f"[{i}]", value) for i, value in enumerate(self._kind.__iter__(taken))]

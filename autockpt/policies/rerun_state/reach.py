@@ -12,6 +12,7 @@ import gc
 import re
 import sys
 import threading
+import time
 import types
 import warnings
 from collections import deque
@@ -22,11 +23,22 @@ import torch
 from torch import nn
 
 from autockpt.policies.attachment import AttachedForward, attached_to
-from autockpt.policies.rerun_state.kinds import ABSENT, ADVANCING, FIELDS, PARAMETERS, Fields, Kind, Names, kind_of
+from autockpt.policies.rerun_state.kinds import (
+    ABSENT,
+    ADVANCING,
+    FIELDS,
+    PARAMETERS,
+    Elements,
+    Fields,
+    Kind,
+    Names,
+    kind_of,
+)
 from autockpt.policies.rerun_state.structure import is_sharded
 
-OBJECTS, DEPTH = 20_000, 24
-"""The most objects that are looked at from one unit, and the most steps away from it."""
+OBJECTS, DEPTH, SECONDS = 20_000, 24, 5.0
+"""The most objects that are looked at from one unit, as many in one container, the most steps away, and for how long.
+Of all beyond a warning says that it is not looked at; ``kinds`` has the bounds in bytes."""
 _NAMES = """
     torch torchvision torchaudio transformers accelerate peft deepspeed diffusers datasets tokenizers safetensors numpy
     scipy pandas bitsandbytes triton xformers flash_attn apex lightning pytorch_lightning tqdm rich wandb tensorboard
@@ -85,16 +97,13 @@ class Walk:
         self._open.extend((name, value, 0, False) for name, value in roots)
         for node in found:
             self._node(node.name, node.obj, node.kind, 0, node.loose)
+        until = time.monotonic() + SECONDS
         while self._open:
             name, value, step, loose = self._open.popleft()
             if type(value) in _PLAIN or id(value) in self.seen or id(value) in self._known:
                 continue
-            if len(self.seen) >= OBJECTS or step > DEPTH:
-                warnings.warn(
-                    f"more than {OBJECTS} objects, or some more than {DEPTH} steps away, can be reached from a unit "
-                    "that runs again: whether forward changes the rest is not known",
-                    stacklevel=2,
-                )
+            if len(self.seen) >= OBJECTS or step > DEPTH or time.monotonic() > until:
+                _warn_of_more()
                 break
             self.seen[id(value)] = value
             graph = issubclass(type(value), torch.Tensor) and not value.is_leaf
@@ -105,6 +114,9 @@ class Walk:
 
     def _node(self, name: str, obj: Any, kind: Kind, step: int, loose: bool) -> None:
         if id(obj) in self._known:
+            return
+        if isinstance(kind, (Fields, Elements)) and kind.size(obj) > OBJECTS:
+            _warn_of_more()
             return
         lively = name in self._lively
         try:
@@ -207,6 +219,14 @@ class Walk:
                 self._homes.add((id(home), key))
                 self.nodes.append(Node(f"the global {key}", home, Global(key), [value]))
                 self._open.append((f"the global {key}", value, step + 1, False))
+
+
+def _warn_of_more() -> None:
+    warnings.warn(
+        f"more than {OBJECTS} objects, or some more than {DEPTH} steps away or slow to reach, belong to the state of a "
+        "unit that runs again: whether its forward changes the rest is not known",
+        stacklevel=4,
+    )
 
 
 class Global(Names):

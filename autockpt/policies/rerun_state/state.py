@@ -164,6 +164,7 @@ class UnitState:
                 self._still = walk.run(arguments, quiet.lively)
         self._changing: list[Node] = []
         self._versions: dict[int, int] = {}
+        self.doubts: list[Node] = []  # tensors without a copy that the forward wrote to
         self._over = False
         self.moved: dict[int, int] = {}
 
@@ -172,7 +173,9 @@ class UnitState:
         memory.calls[self._training] += quiet is None
         changed = [node for node in self._still if not node.unchanged()] + (quiet.changed() if quiet else [])
         tensors = self._changed_tensors()
-        known = set(memory.lively)
+        self.doubts = [node for node in changed if _written_unseen(node)]
+        doubts, known = set(map(id, self.doubts)), set(memory.lively)
+        changed = [node for node in changed if id(node) not in doubts]
         memory.lively.update(node.name for node in (*changed, *tensors))
         if len(memory.lively) > len(known):
             memory._cache_quiet = None
@@ -184,9 +187,17 @@ class UnitState:
         changed += [node for node in self._still if node.name in memory.lively and id(node) not in new]
         self._changing = [_without_graphs(node, detached) for node in changed]
         still = [node for node in self._still if node.name not in memory.lively]
+        still = [node for node in still if id(node) not in doubts]
         self._still = [_trimmed(n) for n in still if n.name != _ARGUMENT or n.kind is not TENSORS]
         self._versions = {id(node.obj): node.obj._version for node in changed if node.kind is TENSORS}
         self._over = True
+
+    def settle(self, same: bool) -> None:
+        """Whether the unit did the same again. Raises ConflictError where it did not."""
+        doubts, self.doubts = self.doubts, []
+        for node in doubts:
+            if not same:
+                _refuse(self._memory.unit, node, known=True)
 
     def _changed_tensors(self) -> list[Node]:
         quiet = self._quiet
@@ -258,6 +269,13 @@ def _refuse(unit: str, node: Node, *, known: bool) -> None:
             f"{tuple(now.shape)}), in place, so its forward cannot be run again",
             remedy=f"Use `save`, `offload` or `remake` on {unit}, or change it outside of the forward.",
         )
+
+
+def _written_unseen(node: Node) -> bool:
+    taken = node.taken
+    if node.kind is not TENSORS or taken.alias is None or taken.bits is not None or taken.version != node.obj._version:
+        return False
+    return taken.print != fingerprint(taken.alias)
 
 
 def _changed_between(unit: str, node: Node) -> InPlaceError:
