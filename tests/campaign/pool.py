@@ -18,7 +18,7 @@ import torch
 
 from autockpt.schema.choices import Choice
 from tests.campaign.program import Program, draw
-from tests.campaign.trial import PLANS, Trials, Verdict, quiet_threads
+from tests.campaign.trial import PLANS, Trials, Verdict, plan, quiet_threads
 
 SECONDS = 60.0
 """A pair that takes longer hangs."""
@@ -75,7 +75,7 @@ def _verdicts(pipe: int) -> Iterator[Verdict]:
 def _lost(number: int, word: str, status: int) -> Verdict:
     program = draw(number // PLANS)
     how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.waitstatus_to_exitcode(status)}"
-    return Verdict(number, word, program.families, "", program.ordinary, how)
+    return Verdict(number, word, program.families, plan(program, number)[0], program.ordinary, how)
 
 
 def in_child(number: int, program: Program, choices: dict[str, Choice]) -> Verdict:

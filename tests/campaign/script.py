@@ -53,12 +53,12 @@ def shrunk(number: int, smaller: bool) -> tuple[Program, dict[str, Choice], Verd
         going = False
         for candidate in _smaller(program):
             other = plan(candidate, number)[1] if candidate.layers != program.layers else choices
-            if _ends(number, candidate, other).word == verdict.word:
+            if _alike(_ends(number, candidate, other), verdict):
                 program, choices, going = candidate, other, True
                 break
         for name in [n for n, c in choices.items() if c.kind != "save"] if not going else []:
             other = choices | {name: SAVE}
-            if any(c.kind != "save" for c in other.values()) and _ends(number, program, other).word == verdict.word:
+            if any(c.kind != "save" for c in other.values()) and _alike(_ends(number, program, other), verdict):
                 choices, going = other, True
                 break
     return program, choices, _ends(number, program, choices)
@@ -68,6 +68,12 @@ def _ends(number: int, program: Program, choices: dict[str, Choice] | None) -> V
     if choices is None:
         choices = plan(program, number)[1]
     return in_child(number, program, choices)
+
+
+def _alike(one: Verdict, other: Verdict) -> bool:
+    """Whether two pairs end in the same way: errors must be of the same kind."""
+    kinds = {v.detail.partition(":")[0] if v.word in ("refused", "foreign") else "" for v in (one, other)}
+    return one.word == other.word and len(kinds) == 1
 
 
 def _smaller(program: Program) -> Iterator[Program]:

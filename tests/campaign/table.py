@@ -27,7 +27,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
     """Counts by choice, by group of families and by family."""
     fit = [v for v in verdicts if v.word in _WORDS]
     groups = [(family.partition(":")[0], v) for v in fit for family in dict.fromkeys(v.families)]
-    rows = [(family, v) for v in fit for family in dict.fromkeys(v.families)]
+    rows = [(name, v) for v in fit for name in dict.fromkeys(f.removesuffix(", late") for f in v.families)]
     return "\n".join(
         (
             summary(verdicts),
