@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from autockpt.policies.fingerprints import quietly
+
 WHOLE = 1 << 16
 """Elements of a tensor or array up to which all are looked at; of larger ones as many, evenly spread."""
 COPIED_BYTES = 1 << 28
@@ -216,10 +218,11 @@ class Tensors(Kind):
     def unchanged(self, obj: Any, taken: TensorTaken) -> bool:
         if (obj._version, obj.requires_grad, place_of(obj)) != (taken.version, taken.trains, taken.place):
             return False
-        if _get_current_dispatch_mode_stack():  # tensors may be without values
+        if _without_values():
             return True
         if taken.bits is not None:
-            return torch.equal(obj, taken.bits)
+            with quietly():
+                return torch.equal(obj, taken.bits)
         return _has(obj, taken.print)
 
     def put(self, obj: Any, taken: TensorTaken) -> None:
@@ -249,12 +252,18 @@ def place_of(tensor: torch.Tensor) -> int:
 
 def fingerprint(tensor: torch.Tensor) -> int | None:
     """Of a tensor's bits and where they stand; None where it has none of its own."""
-    if not place_of(tensor) or tensor.is_meta or _get_current_dispatch_mode_stack():
+    if not place_of(tensor) or tensor.is_meta or _without_values():
         return None
     if not tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
-    flat = tensor.detach().reshape(-1) if tensor.numel() <= WHOLE else _spread(tensor.detach())
-    return hash(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    with quietly():
+        flat = tensor.detach().reshape(-1) if tensor.numel() <= WHOLE else _spread(tensor.detach())
+        return hash(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+
+
+def _without_values() -> bool:
+    """Whether what runs is a step on tensors without memory behind them, of which only versions tell."""
+    return any(getattr(mode, "without_values", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
