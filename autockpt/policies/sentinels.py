@@ -28,8 +28,9 @@ from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, 
 from autockpt.policies.saved import probe_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+Place = tuple[Any, ...]
 Mode = Literal["off", "sample", "all"]
-WINDOW = 101
+WINDOW = 251
 """Steps after which every unit has been checked again, at most. A prime: of a unit that is called several times in
 every step all calls have their turn."""
 FIRST_CALLS = 2
@@ -255,6 +256,7 @@ class Watch:
         self._entries: list[Entry] = []
         self._compared: list[Compared] = []
         self._state: list[tuple[str, torch.Tensor, Form, torch.Tensor]] = []
+        self.known: dict[Place, torch.Tensor] = {}  # fingerprints of the unit's own state, as it is now
 
     # The first forward.
 
@@ -285,17 +287,19 @@ class Watch:
 
     def before_rerun(self, module: nn.Module) -> None:
         """The unit is about to run again."""
-        self.look_again()
         named = (*module.named_parameters(), *module.named_buffers())
         known = [(name, local) for name, t in named if why_not(local := _local(t)) is None]
         self._state = [(name, t, form := form_of(t), fingerprint(t, form)) for name, t in known]
+        self.known = {_place(t, form): found for _, t, form, found in self._state}
+        self.look_again()
 
     def after_rerun(self) -> None:
         """It has run: its parameters and buffers must be what they were."""
+        self.known = {}
         for name, tensor, form, before in self._state:
             if why_not(tensor) is None and form.of(tensor) == form:
-                what = f"{name}, which running it again changed"
-                self._compared.append(Compared(what, before, fingerprint(tensor, form)))
+                found = self.known[_place(tensor, form)] = fingerprint(tensor, form)
+                self._compared.append(Compared(f"{name}, which running it again changed", before, found))
         self._state = []
         self.sentinels.judge_at_end(self)
 
@@ -340,7 +344,17 @@ class Entry:
     """
 
     __slots__ = (
-        *("_form", "_layout", "_number", "_original", "_print", "_probe", "_sketch", "_storage", "_version", "_watch"),
+        "_form",
+        "_layout",
+        "_number",
+        "_original",
+        "_place",
+        "_print",
+        "_probe",
+        "_sketch",
+        "_storage",
+        "_version",
+        "_watch",
         "held",
     )
 
@@ -360,6 +374,7 @@ class Entry:
         self._form = form_of(tensor)
         self._storage = weakref.ref(tensor.untyped_storage())
         self._layout = _layout_of(tensor)
+        self._place = _place(tensor, self._form)
 
     def let_go(self) -> None:
         """Fingerprint what is held, and hold it no longer."""
@@ -388,7 +403,11 @@ class Entry:
             if why_not(original) is not None or self._form.of(original) != self._form:
                 return
             storage, self._layout = original.untyped_storage(), _layout_of(original)
+            self._place = _place(original, self._form)
         if storage is None or not storage.nbytes():
+            return
+        if (known := self._watch.known.get(self._place)) is not None and self._sketch is None:
+            self._print = known
             return
         dtype, size, stride, offset = self._layout
         with quietly(), torch._C.DisableTorchFunction():
@@ -415,7 +434,9 @@ class Entry:
         if self._sketch is not None and rounding is not None:
             distance = _distance(self._sketch, rounding.sketch(value))
             tolerance = rounding.tolerance(value.dtype)
-        found = fingerprint(value, self._form)
+        found = self._watch.known.get(self._place)
+        if found is None or value.untyped_storage()._cdata != self._place[0]:
+            found = fingerprint(value, self._form)
         self._watch.add(Compared(self._words(), self._print, found, distance, tolerance))
 
     def _words(self) -> str:
@@ -435,6 +456,19 @@ def _distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         alike = (first == second) | (first.isnan() & second.isnan())
         away = torch.where(alike, 0.0, first - second).norm() / first.norm()
         return torch.where(away.isnan(), torch.inf, away)
+
+
+def _place(tensor: torch.Tensor, form: Form) -> Place:
+    """What tells one piece of memory from another while it lives, whichever way round its dimensions are."""
+    size = form.size if form.order is None else tuple(form.size[d] for d in form.order)
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(size),
+        tensor.dtype,
+        form.flipped,
+        form.repeated,
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -235,7 +235,7 @@ def test_kernels_that_do_not_repeat_are_compared_within_rounding() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step(model)
-        noise = 1e-2
+        noise = 1.0
         session.sentinels.in_mid_training()
         with pytest.raises(RerunMismatch):
             step(model)
