@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class AutockptError(Exception):
@@ -100,3 +105,46 @@ class HostBudgetExceeded(DeviceOutOfMemory):
         "Raise --host-budget (host_budget= of autockpt.search, `host_budget_bytes` of a plan), offload fewer units, or "
         "write `{kind: offload, tier: disk}` for some of them where the device is an accelerator."
     )
+
+
+# options of the command line -> what a caller in Python has in their place
+_IN_PYTHON = {
+    "batch-size": "batch size",
+    "seq-len": "sequence length",
+    "lora": "LoRA of rank",
+    "accumulate": "accumulate=",
+    "host-budget": "host_budget=",
+    "allow-inexact": "allow_inexact=True",
+    "max-grad-norm": "max_grad_norm=",
+    "plan-out": "plan.save()",
+    "fresh": "another out=",
+    "storage": "out=",
+} | {name: f"{name}=" for name in ("budget", "optimizer", "autocast", "trials", "timeout", "space", "seed", "out")}
+_OPTION = re.compile(r"--([a-z][a-z-]*[a-z])( (?=\d|sgd|adam))?")
+
+
+def in_python(text: str) -> str:
+    """A message with the arguments of ``autockpt.search`` in place of the command line's options."""
+
+    def said(match: re.Match[str]) -> str:
+        words = _IN_PYTHON.get(match[1])
+        if words is None:
+            return match[0]
+        return words if words.endswith("=") else words + (match[2] or "")
+
+    return _OPTION.sub(said, text)
+
+
+def python_door(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function whose errors name its arguments, not options of the command line."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except AutockptError as error:
+            error.message, error.remedy = in_python(error.message), in_python(error.remedy)
+            error.args = (error.message,)
+            raise
+
+    return call

@@ -13,6 +13,7 @@ from autockpt.cli.diagnose import diagnose
 from autockpt.cli.explain import explain
 from autockpt.cli.export import export
 from autockpt.cli.history import history
+from autockpt.cli.panels import PanelCommand
 from autockpt.cli.search import search
 from autockpt.cli.trace import trace
 from autockpt.cli.verify import verify
@@ -32,7 +33,7 @@ def build() -> typer.Typer:
     )
     app.callback()(_root)
     for verb in VERBS:
-        app.command()(verb)
+        app.command(cls=PanelCommand)(verb)
     return app
 
 

@@ -10,7 +10,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
-from autockpt.cli.options import DeviceName, duration, listed, takes_workload, workload_spec
+from autockpt.cli.options import DeviceName, Fresh, RunsFolder, duration, listed, takes_workload, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,12 +51,8 @@ def bench(
     ] = None,
     device: DeviceName = None,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="For weights, batch and sampler.")] = 0,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder that gets the bench's directory.")
-    ] = Path("results"),
-    fresh: Annotated[
-        bool, typer.Option("--fresh/--resume", help="Set an earlier bench of this question aside, or continue it.")
-    ] = False,
+    out: RunsFolder = Path("results"),
+    fresh: Fresh = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Measure plans of ours beside every other way of saving memory.

@@ -18,7 +18,7 @@ def export(
     *,
     to: Annotated[str, typer.Option("--to", metavar="TRAINER", help="transformers, axolotl, torchtitan or megatron.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write a file, never over another. Default: print.")
+        Path | None, typer.Option("--out", metavar="FILE", help="File to write, never over another. Default: print.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, losses and notes as JSON.")] = False,
 ) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
+from autockpt.cli.options import RunsFolder
 from autockpt.errors import RunDirectoryError, UsageError
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ def history(
         str, typer.Option("--sort", metavar="[number|time|peak|predicted]", help="Order of the trials.")
     ] = "number",
     best: Annotated[int | None, typer.Option("--best", min=1, metavar="N", help="Only the N fastest that fit.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder with the runs' directories.")] = Path(
-        "results"
-    ),
+    out: RunsFolder = Path("results"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what a run tried, and its Pareto front.

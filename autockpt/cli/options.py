@@ -22,6 +22,11 @@ DeviceName = Annotated[
     str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1, xpu, … Default: the best there is.")
 ]
 
+RunsFolder = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the runs' directories.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Set an earlier run of this question aside. Default: continue it.")
+]
+
 
 def _option(kind: Any, *names: str, **settings: Any) -> Any:
     return Annotated[kind | None, typer.Option(*names, show_default=False, **settings)]

@@ -10,7 +10,17 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
-from autockpt.cli.options import DeviceName, duration, listed, named_hardware, plan_at, takes_workload, workload_spec
+from autockpt.cli.options import (
+    DeviceName,
+    Fresh,
+    RunsFolder,
+    duration,
+    listed,
+    named_hardware,
+    plan_at,
+    takes_workload,
+    workload_spec,
+)
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,9 +81,7 @@ def search(
     storage: Annotated[
         str | None, typer.Option("--storage", metavar="URL", help="Optuna storage. Default: sqlite in the run.")
     ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder that gets the run's directory.")
-    ] = Path("results"),
+    out: RunsFolder = Path("results"),
     plan_out: Annotated[
         Path | None,
         typer.Option("--plan-out", metavar="FILE", help="Write the plan here, too; another one there is set aside."),
@@ -91,9 +99,7 @@ def search(
         typer.Option("--allow-inexact", help="Also run head and loss in chunks: gradients equal up to rounding."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Trace, solve and predict; measure nothing.")] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Set an earlier run of this question aside. Default: continue it.")
-    ] = False,
+    fresh: Fresh = False,
     resume: Annotated[
         Path | None,
         typer.Option(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autockpt.errors import python_door
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.plan import Plan
@@ -16,6 +17,7 @@ from autockpt.tracing.tracer import Tracer
 from autockpt.workload import Workload, from_live
 
 
+@python_door
 def trace(
     model: nn.Module,
     batch: Any,

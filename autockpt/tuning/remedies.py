@@ -42,6 +42,7 @@ SHARD, MOST_RANKS = "--shard", 64
 LORA_RANK = 16
 SHORTEST = 128  # tokens
 MICRO_STEPS = 2
+_CHUNKS = "head and loss in chunks: gradients equal up to rounding"
 LEAN_KINDS = ("recompute_offload", "offload", "recompute")  # tried first: one of them is the leanest nearly always
 
 
@@ -87,6 +88,8 @@ def ways_out(
 ) -> tuple[WayOut, ...]:
     """The cheapest ways to make a job fit, at most three: on one device first, fewest simulated seconds per token.
 
+    Where no single change helps, changes are combined; shorter sequences come last, for they are another job.
+
     ``settings`` are the resolved ones of the job, ``base`` the ghost runs of its uniform plans. ``chunked``: its head
     runs in chunks already. Empty where nothing that is tried fits. Variants that cannot be built are left out.
     """
@@ -98,10 +101,15 @@ def ways_out(
     for family in _families(spec, settings, chunked, simulated=bench.hardware is not None, lighter=lighter):
         if (way := _mildest(family, bench, standard)) is not None:
             found.append(way)
-    alone = [way for way in found if SHARD not in way.options]
-    together = _together(spec, settings, simulated=bench.hardware is not None and not found)
-    if not alone and (way := _mildest(together, bench, standard, hopeful=True)) is not None:
-        found.append(way)
+    if not any(SHARD not in way.options for way in found):
+        combined = _combined(spec, settings, chunked, simulated=bench.hardware is not None, lighter=lighter)
+        found += [way for way in (_mildest(family, bench, standard) for family in combined) if way is not None][:1]
+    if not any(SHARD not in way.options for way in found):  # the last resort
+        shorter = () if lighter else (_shorter_sequences(spec, settings),)
+        together = _together(spec, settings, simulated=bench.hardware is not None and not found)
+        resorts = [*((family, False) for family in shorter), (together, True)]
+        ways = (_mildest(family, bench, standard, hopeful=hopeful) for family, hopeful in resorts)
+        found += [way for way in ways if way is not None]
     return tuple(sorted(found, key=lambda way: (SHARD in way.options, way.relative_cost))[:MOST])
 
 
@@ -169,14 +177,40 @@ def _families(
     if not lighter:
         yield _smaller_batches(spec, settings)
     if not (chunked or lighter):
-        yield iter([Change(spec, "--allow-inexact", "head and loss in chunks: gradients equal up to rounding", True)])
+        yield iter([_in_chunks(Change(spec, "", ""))])
     if spec.lora is None:
         yield iter([_with_lora(spec)])
     yield _lean_optimizers(spec, simulated)
-    if not lighter:
-        yield _shorter_sequences(spec, settings)
     if simulated:
         yield _sharded(spec)
+
+
+def _combined(
+    spec: WorkloadSpec, settings: Mapping[str, Any], chunked: bool, simulated: bool, lighter: bool
+) -> Iterator[Iterator[Change]]:
+    """Two changes and three, those that change training least first; sequences stay as long as they are."""
+    batches = list(_smaller_batches(spec, settings))
+    fewest = batches[-1] if batches else Change(spec, "", "")
+    if batches and not lighter:
+        yield map(_in_chunks, batches)
+    others = list(_lean_optimizers(spec, simulated))[:1] + ([_with_lora(spec)] if spec.lora is None else [])
+    for other in others:
+        update = {"optimizer": other.spec.optimizer, "lora": other.spec.lora}
+        both = Change(
+            fewest.spec.model_copy(update=update),
+            f"{fewest.options} {other.options}".strip(),
+            "; ".join(filter(None, (fewest.effect, other.effect))),
+        )
+        if batches:
+            yield iter([both])
+        if not chunked:
+            yield iter([_in_chunks(both)])
+
+
+def _in_chunks(change: Change) -> Change:
+    """The same with head and loss in chunks."""
+    effect = "; ".join(filter(None, (change.effect, _CHUNKS)))
+    return Change(change.spec, f"{change.options} --allow-inexact".strip(), effect, True)
 
 
 def _smaller_batches(spec: WorkloadSpec, settings: Mapping[str, Any]) -> Iterator[Change]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.devices import Device, get_device, process_environment
-from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError
+from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError, python_door
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
@@ -100,6 +100,7 @@ def _refuse_unwritable(request: SearchRequest) -> None:
         raise RunDirectoryError(f"--out {request.out} cannot be written: {why}", remedy="Give another folder.")
 
 
+@python_door
 def search(
     model: Any,
     batch: Any,

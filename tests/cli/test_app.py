@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from autockpt.cli.app import VERBS
+from autockpt.cli.panels import PANELS
 
 HEAVY = ("torch", "optuna", "transformers", "scipy", "numpy", "matplotlib", "jinja2", "pydantic", "rich")
 
@@ -63,3 +65,18 @@ def test_the_entry_point_ends_with_the_exit_code() -> None:
         "import sys; sys.argv = ['autockpt', 'search', '--budget', '24']; from autockpt.cli import main; main()"
     )
     assert done.returncode == 2 and "24GB" in done.stderr and done.stdout == "" and "Traceback" not in done.stderr
+
+
+def test_help_groups_options_by_panel_with_the_same_words_in_every_verb(autockpt) -> None:
+    shared: dict[str, set[str]] = {"-o, --out DIR": set(), "--fresh": set(), "--device NAME": set()}
+    for verb in VERBS:
+        text = autockpt(verb.__name__, "--help").out
+        found = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+        panels = [title for title in PANELS if title in found]
+        assert "Output" in panels and [t for t in found if t in PANELS] == panels, verb
+        for option, told in shared.items():
+            if (begin := text.find(f"  {option} ")) >= 0:
+                told.add(" ".join(re.split(r"\n  -|\n\n", text[begin + 3 :])[0].partition("[default")[0].split()))
+    assert all(len(told) == 1 for told in shared.values()), shared
+    titles = autockpt("search", "--help").out
+    assert all(f"{title}:" in titles for title in PANELS)

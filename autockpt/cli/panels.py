@@ -1,0 +1,38 @@
+"""``--help`` in panels: a verb's options under a heading each, the same heading for the same option in every verb."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+# heading -> options by parameter name, in this order; what is in none stands under "Options"
+PANELS = {
+    "Model and batch": ("model", "batch_size", "seq_len", "pad_to", "packed", "weights", "trust_remote_code", "seed"),
+    "Training step": (
+        "dtype", "autocast", "attn", "optimizer", "scaler", "accumulate", "max_grad_norm", "lora", "compile",
+    ),
+    "Device and budget": ("budget", "budgets", "host_budget", "device", "hardware"),
+    "Simulated hardware only": ("master_weights", "keep_gradients", "ddp", "shard"),
+    "Search": (
+        "trials", "timeout", "space", "choices", "allow_inexact", "dry_run", "storage", "resume", "fresh", "rounds",
+        "most_rounds", "peers",
+    ),
+    "Output": ("out", "plan_out", "force", "as_json", "help"),
+}  # fmt: skip
+
+
+class PanelCommand(TyperCommand):
+    """A verb whose help groups its options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # click's, which typer has under two names
+        heading = {name: title for title, names in PANELS.items() for name in names}
+        panels: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", "Options", *PANELS)}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                panels[heading.get(parameter.name or "", plain)].append(record)
+        for title, records in panels.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)

@@ -1,0 +1,45 @@
+"""Which changes of a job are tried, and in which order; whether they fit is asked of ghost runs elsewhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autockpt.schema import WorkloadSpec
+from autockpt.schema.remedy import WayOut
+from autockpt.tuning import remedies
+
+SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)
+SETTINGS = {"batch_size": 4, "seq_len": 1024, "tokens": 4096}
+
+
+@pytest.mark.parametrize("needed", [("--allow-inexact", "--batch-size"), ("--lora", "--batch-size"), ("--seq-len",)])
+def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequences_last(
+    needed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def mildest(changes: Any, bench: Any, standard: float, hopeful: bool = False) -> WayOut | None:
+        for change in changes:
+            asked.append(change.options)
+            if all(option in change.options for option in needed):
+                return WayOut(
+                    options=change.options, effect=change.effect, plan="p", peak_bytes=1, step_seconds=None,
+                    relative_cost=1.0,
+                )  # fmt: skip
+        return None
+
+    monkeypatch.setattr(remedies, "_mildest", mildest)
+    monkeypatch.setattr(
+        remedies, "_predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
+    )
+    bench: Any = SimpleNamespace(budget=5, hardware=None)
+    base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
+    ways = remedies.ways_out(SPEC, SETTINGS, base, bench)
+    assert ways and all(option in ways[0].options for option in needed)
+    single = ["--batch-size 2 --accumulate 2", "--batch-size 1 --accumulate 4", "--allow-inexact", "--lora 16"]
+    assert asked[:4] == single
+    assert any("--seq-len" in options for options in asked) == ("--seq-len" in needed)
+    assert asked.index("--batch-size 2 --accumulate 2") < asked.index("--batch-size 2 --accumulate 2 --allow-inexact")
