@@ -361,13 +361,14 @@ def run(
     return {name: value.cpu() for name, value in seen.items()}
 
 
-_all_of = disk._all_of
+def announced(move_all: Callable[..., None]) -> Callable[..., None]:
+    """The disk tier's own reading and writing of pinned memory, which no device sees, told to the stand-in."""
+
+    def told(move: Any, file: Any, memory: Tensor, offset: int) -> None:
+        standin.extension.host_touches(memory.data_ptr(), memory.nbytes, move.__name__ == "_pread")
+        move_all(move, file, memory, offset)
+
+    return told
 
 
-def _announced(move: Any, file: Any, memory: Tensor, offset: int) -> None:
-    """The disk tier's own reading and writing of pinned memory, which no device sees."""
-    standin.extension.host_touches(memory.data_ptr(), memory.nbytes, move is disk._pread)
-    _all_of(move, file, memory, offset)
-
-
-disk._all_of = _announced
+disk._all_of = announced(disk._all_of)

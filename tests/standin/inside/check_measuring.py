@@ -1,0 +1,77 @@
+"""Real steps on the stand-in: limits, running out of memory and what is left afterwards, a search in this process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autockpt
+from autockpt.devices import get_device
+from autockpt.errors import DeviceOutOfMemory
+from autockpt.measuring import StepRunner
+from autockpt.runtime import apply
+from autockpt.schema import OFFLOAD, RECOMPUTE
+from autockpt.workload import Workload
+from tests.standin.inside.scenarios import Model
+
+standin = torch.get_device_module("standin")
+OFFLOAD_ALL = {f"blocks.{n}": OFFLOAD for n in range(4)}
+RECOMPUTE_ALL = {f"blocks.{n}": RECOMPUTE for n in range(4)}
+
+
+def _workload(rows: int = 4096) -> Workload:
+    torch.manual_seed(0)
+    model = Model().to("standin")
+    batch = torch.randn(rows, 64).to("standin")
+    return Workload(model, batch, lambda m, x: m(x), torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def _bits(workload: Workload) -> list[torch.Tensor]:
+    return [p.detach().cpu() for p in workload.model.parameters()] + [standin.get_rng_state(), torch.get_rng_state()]
+
+
+@pytest.fixture(params=("lazy", "random:3"))
+def schedule(request: pytest.FixtureRequest) -> None:
+    standin.set_schedule(request.param)
+
+
+def test_peaks_are_the_allocators_and_plans_lower_them(schedule):
+    runner = StepRunner(_workload(), get_device("standin"))
+    plain = runner.measure({}, steps=2)
+    assert plain.times and plain.peak_bytes >= 16 << 20
+    assert runner.measure({}, steps=1).peak_bytes == plain.peak_bytes
+    for choices in (OFFLOAD_ALL, RECOMPUTE_ALL):
+        assert runner.measure(choices, steps=2).peak_bytes < plain.peak_bytes
+
+
+def test_out_of_memory_is_told_and_nothing_is_left_behind(schedule):
+    workload, device = _workload(), get_device("standin")
+    runner = StepRunner(workload, device)
+    plain = runner.measure({}, steps=1).peak_bytes
+    lean = runner.measure(OFFLOAD_ALL, steps=1).peak_bytes
+    before = _bits(workload)
+    with device.limit((plain + lean) // 2):
+        for _ in range(2):
+            with pytest.raises(DeviceOutOfMemory, match="ran out of memory on standin"):
+                runner.measure({}, steps=1)
+            assert runner.measure(OFFLOAD_ALL, steps=1).peak_bytes <= (plain + lean) // 2
+    assert runner.measure({}, steps=1).peak_bytes == plain
+    assert all(torch.equal(a, b) for a, b in zip(before, _bits(workload), strict=True))
+
+
+def test_a_live_search_leaves_the_callers_state():
+    workload = _workload(12288)
+    before = _bits(workload)
+    plan = autockpt.search(
+        workload.model, workload.batch, budget="70%", step=workload.step, optimizer=workload.optimizer, trials=2
+    )
+    assert plan.status == "measured" and plan.measured is not None
+    assert all(torch.equal(a, b) for a, b in zip(before, _bits(workload), strict=True))
+
+
+def test_checking_a_batch_moves_no_random_numbers(schedule):
+    workload = _workload(512)
+    before = _bits(workload)
+    plan = autockpt.Plan(choices={name: "offload" for name in OFFLOAD_ALL})
+    apply(workload.model, plan, check_batch=workload.batch, step=workload.step).remove()
+    assert all(torch.equal(a, b) for a, b in zip(before, _bits(workload), strict=True))

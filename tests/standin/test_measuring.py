@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+
+MEASURING = "tests/standin/inside/check_measuring.py"
+
+
+def test_real_steps_under_a_real_limit(inside):
+    inside(MEASURING, "-k", "not live")
+
+
+@pytest.mark.slow
+def test_a_live_search(inside):
+    inside(MEASURING, "-k", "live")
