@@ -56,7 +56,14 @@ def search(
         ),
     ] = None,
     trials: Annotated[
-        int, typer.Option("--trials", "-n", min=1, metavar="N", help="Measure (or simulate) at most this many plans.")
+        int,
+        typer.Option(
+            "--trials",
+            "-n",
+            min=1,
+            metavar="N",
+            help="Measure (or simulate) at most this many candidates, besides the plans that everybody knows.",
+        ),
     ] = 40,
     timeout: Annotated[
         str | None, typer.Option("--timeout", metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")

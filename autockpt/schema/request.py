@@ -34,7 +34,9 @@ class SearchRequest(Data):
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
     start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices count for nothing")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
-    trials: int = Field(default=40, gt=0, description="candidates measured at most, baselines included")
+    trials: int = Field(
+        default=40, gt=0, description="candidates measured at most; well-known plans are measured besides"
+    )
     timeout: float | None = Field(default=None, gt=0)
     seed: int = 0
     storage: str | None = Field(default=None, description="URL of the Optuna storage; None: sqlite in the directory")

@@ -15,6 +15,7 @@ from autockpt.schema.yaml import Document, read
 
 SPACE_VERSION = 1
 Encoding = Literal["knobs", "layers"]
+Sampler = Literal["gp", "tpe", "nsga2", "random"]
 
 
 class Knob(Data):
@@ -49,7 +50,7 @@ class SearchSpace(Data):
     name: str = ""
     description: str = ""
     encoding: Encoding
-    sampler: Literal["gp", "tpe", "nsga2", "random"] = "gp"
+    sampler: Sampler = "gp"
     choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
     head: tuple[str, ...] = Field(default_factory=head_kinds, description="kinds for the output head besides save")
     margins: tuple[float, ...] = (0.0, 0.02, 0.05)
