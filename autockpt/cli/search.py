@@ -101,6 +101,12 @@ def search(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Set an earlier run of this question aside. Default: continue it.")
     ] = False,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again", help="Search on where this question was answered already. Default: the answer on record."
+        ),
+    ] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -152,6 +158,7 @@ def search(
         allow_inexact=allow_inexact,
         dry_run=dry_run,
         fresh=fresh,
+        again=again,
         command=("autockpt", *sys.argv[1:]),
         notes=notes,
     )

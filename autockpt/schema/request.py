@@ -45,6 +45,7 @@ class SearchRequest(Data):
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
+    again: bool = Field(default=False, description="measure on where the search had come to its end")
     command: tuple[str, ...] = Field(default=(), description="the exact command line")
     notes: tuple[str, ...] = Field(
         default=(), description="what was decided for the user, to be repeated with the answer"
@@ -122,6 +123,19 @@ class SearchOutcome(Data):
     smallest_peak: int | None = None
     stages: tuple[StageTime, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+class FinishedSearch(Data):
+    """The outcome of a search that came to its end, and how long it was allowed to work."""
+
+    trials: int
+    timeout: float | None = None
+    outcome: SearchOutcome
+
+    def answers(self, trials: int, timeout: float | None) -> bool:
+        """Whether a search with these limits would have stopped by now, too."""
+        longer = self.timeout is not None and (timeout is None or timeout > self.timeout)
+        return trials <= self.trials and not (longer and "time limit" in self.outcome.stopped)
 
 
 class Listener(Protocol):

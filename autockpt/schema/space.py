@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -141,9 +142,7 @@ def load_space(name: str) -> SearchSpace:
 
 def shipped_spaces() -> tuple[Path, tuple[str, ...]]:
     """The folder of the search spaces in this installation, and their names."""
-    import search_spaces.spaces
-
-    folder = Path(search_spaces.spaces.__path__[0])
+    folder = Path(str(resources.files("search_spaces.spaces")))
     return folder, tuple(sorted(p.stem for p in folder.glob("*.yaml")))
 
 

@@ -52,7 +52,7 @@ class Loop:
             else:
                 with self.clock.stage("search", max(0, self.limits.trials - self.trials.spent)):
                     self._search()
-                with self.clock.stage("finals"):
+                with self.clock.stage("finals", self.target.final_rounds):
                     best = self._finals()
         except KeyboardInterrupt:
             interrupted, self.stopped = True, "interrupted; everything measured so far is kept"

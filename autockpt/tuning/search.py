@@ -44,10 +44,10 @@ from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock, Limits, Question
-from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, kept, question_of
+from autockpt.tuning.stages import answered, enter_run, find_plan, foresee_plan, kept, question_of
 from autockpt.tuning.targets.compiled import compiled_search
 from autockpt.tuning.targets.measured import RealSteps, confirmation
-from autockpt.tuning.targets.simulated import simulate_search
+from autockpt.tuning.targets.simulated import simulate_search, simulated_environment
 from autockpt.workload import fingerprint, from_live, refuse_simulated
 
 
@@ -61,6 +61,8 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     """
     clock = Clock(listener or Silence())
     _refuse_unwritable(request)
+    if (known := answered(request, _environment(request))) is not None:
+        return kept(request, known)
     if request.compile is not None:
         refuse_simulated(request.workload)
         return compiled_search(request, request.compile, clock)
@@ -87,9 +89,21 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         else:
             with clock.stage("build"):
                 environment = worker.environment
-            run = enter_run(stack, request, question, environment, tracer.units)
+            run, known = enter_run(stack, request, question, environment, tracer.units)
+            if known is not None:
+                return kept(request, known)
             outcome = _searched(question, found, worker, run, request.storage or run.storage, clock)
         return kept(request, outcome)
+
+
+def _environment(request: SearchRequest) -> Environment | None:
+    """What steps would run on; None where saying so takes a process of its own: asking a GPU opens a context."""
+    if request.hardware is not None:
+        return simulated_environment(request.hardware)
+    device = get_device(request.device)
+    return (
+        environment_of(device, {**process_environment(request.device), **os.environ}) if device.kind == "cpu" else None
+    )
 
 
 def _refuse_unwritable(request: SearchRequest) -> None:
@@ -120,6 +134,7 @@ def search(
     timeout: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,
+    again: bool = False,
     listener: Listener | None = None,
 ) -> Plan:
     """Search for a live model, in this process: a second copy might not fit.
@@ -130,7 +145,8 @@ def search(
     ``host_budget`` (text such as "8GB", or bytes) bounds what offloading may claim of host memory, in the search and
     wherever the plan is applied. With ``allow_inexact`` output head and loss may run over chunks of tokens, where that
     pays: gradients are then equal up to rounding.
-    ``out`` is a folder for the run's directory; None keeps nothing on disk. Returns the best measured plan.
+    ``out`` is a folder for the run's directory; None keeps nothing on disk. A search that came to its end there is
+    answered from its record, unless ``again`` or more ``trials`` are asked for. Returns the best measured plan.
 
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was measured.
@@ -176,6 +192,9 @@ def search(
         if out is not None:
             run = _directory_of_live(question, measurer, tracer, Path(out), parsed.text)
             stack.enter_context(run.lock())
+            known = None if again else run.finished()
+            if known is not None and known.outcome.plan is not None and known.answers(trials, timeout):
+                return known.outcome.plan
         outcome = _searched(question, found, measurer, run, run.storage if run else "sqlite://", clock)
     if outcome.plan is None:
         raise KeyboardInterrupt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from autockpt.errors import PlanError
 from autockpt.history.rundir import RunDirectory
@@ -15,11 +16,13 @@ from autockpt.schema import (
     Comparison,
     DeviceInfo,
     Environment,
+    FinishedSearch,
     Plan,
     PlanStatus,
     SearchOutcome,
     SearchRequest,
     StageTime,
+    Trial,
     Unit,
 )
 from autockpt.tracing import Tracer
@@ -93,10 +96,11 @@ def enter_run(
     units: Sequence[Unit],
     *,
     device: str | None = None,
-) -> RunDirectory:
+) -> tuple[RunDirectory, SearchOutcome | None]:
     """The directory of this question, locked until ``stack`` ends; ``device`` names it (default: the device's kind).
 
-    Raises RunDirectoryError where it is another question's, corrupt or in use.
+    With what it answers already, where a search of this question came to its end. Raises RunDirectoryError where it is
+    another question's, corrupt or in use.
     """
     run = RunDirectory.enter(
         request.out,
@@ -108,7 +112,65 @@ def enter_run(
     )
     stack.enter_context(run.lock())
     run.add_command(request.command)
-    return run
+    return run, recorded(run, request)
+
+
+def answered(request: SearchRequest, environment: Environment | None) -> SearchOutcome | None:
+    """The answer that is on record already, found without tracing; None where there is none to rely on.
+
+    Whoever's code or files make the model may have changed them, which only tracing tells; ``environment`` None: it
+    takes a process of its own to know. Raises RunDirectoryError where a search of this question is at work.
+    """
+    model = request.workload.model
+    if request.dry_run or environment is None or ":" in model or Path(model).expanduser().exists():
+        return None
+    for run in RunDirectory.alike(request.out, request.question(environment)):
+        with run.lock():
+            if (outcome := recorded(run, request)) is not None:
+                run.add_command(request.command)
+                return outcome
+    return None
+
+
+def recorded(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
+    """What a run answered, if its search came to its end and the request asks for no more than that."""
+    finished = run.finished()
+    if finished is None or request.again or request.fresh or request.start is not None:
+        return None
+    if not finished.answers(request.trials, request.timeout):
+        return None
+    note = f"This is the answer of {run.path}, where the search had ended; --again, or more --trials, searches on."
+    return finished.outcome.model_copy(update={"notes": (*finished.outcome.notes, note), "set_aside": None})
+
+
+def finish(run: RunDirectory | None, question: Question, found: SearchResult, outcome: SearchOutcome) -> SearchOutcome:
+    """Put an outcome on record, unless it was interrupted; a verdict that is another than before is said so."""
+    if run is None or found.interrupted or outcome.plan is None:
+        return outcome
+    before = run.finished()
+    if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != outcome.plan.hash:
+        note = _changed(before.outcome.plan, outcome.plan, found)
+        outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
+    limits = question.limits
+    run.write_finished(FinishedSearch(trials=limits.trials, timeout=limits.timeout, outcome=outcome))
+    return outcome
+
+
+def _changed(before: Plan, now: Plan, found: SearchResult) -> str:
+    """Which plan was named before, which one is named now, and why."""
+    trials = {t.plan_hash: t for t in found.trials}
+    old, new = trials.get(before.hash or ""), trials.get(now.hash or "")
+    why = "side by side again it was the faster one"
+    if old is None or not old.feasible:
+        why = "the earlier one does not hold the budget any more"
+    elif new is not None and new.number >= found.resumed:
+        why = "it was tried only now"
+
+    def said(plan: Plan, trial: Trial | None) -> str:
+        seconds = f" ({trial.score_seconds:.4g} s)" if trial is not None and trial.score is not None else ""
+        return f"{plan.hash}{seconds}"
+
+    return f"the verdict changed: it was {said(before, old)} and is {said(now, new)} now, because {why}"
 
 
 def outcome_of(
@@ -186,7 +248,7 @@ def find_plan(
         )
         if run is not None:
             run.write_plan(plan)
-    return outcome_of(
+    outcome = outcome_of(
         question,
         found,
         rows,
@@ -197,6 +259,7 @@ def find_plan(
         stages=clock.stages,
         notes=found.notes,
     )
+    return finish(run, question, found, outcome)
 
 
 def foresee_plan(

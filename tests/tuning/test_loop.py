@@ -30,9 +30,15 @@ class Watcher(Silence):
     def __init__(self) -> None:
         self.trials: list[Trial] = []
         self.stages: list[str] = []
+        self.total: int | None = None
+        self.steps = 0
 
     def stage(self, name: str, total: int | None = None) -> None:
         self.stages.append(name)
+        self.total, self.steps = total, 0
+
+    def advance(self, steps: int = 1) -> None:
+        self.steps += steps
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         self.trials.append(trial)
@@ -174,6 +180,7 @@ def test_trials_are_written_with_their_choices_and_the_listener_hears_of_each(tm
     found = search(MadeUpDevice(), "50%act", trials=8, run=run, listener=watcher)
     assert [t.number for t in watcher.trials] == [t.number for t in run.trials()]
     assert watcher.stages == ["baselines", "search", "finals"]
+    assert watcher.total is not None and 0 < watcher.steps <= watcher.total, "the finals say how far they are"
     assert found.best is not None and run.trials()[found.best.number].measured == found.best.measured
 
 

@@ -20,13 +20,15 @@ class Target(Protocol):
     """Judges candidates. ``source`` says what its numbers are; ``notes`` what people should know.
 
     The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
-    below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given.
+    below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given. Finals have
+    at most ``final_rounds`` rounds, None: they take no time.
     """
 
     source: PlanStatus
     most_repeats: int
     worthwhile: float
     most_candidates: int | None
+    final_rounds: int | None
     notes: list[str]
 
     def begin(self, trials: Trials, foresee: Foresee) -> None:

@@ -31,7 +31,7 @@ from autockpt.tuning.outcome import make_plan, scored_rows
 from autockpt.tuning.proposers.base import Plans
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import enter_run, kept, outcome_of, question_of
+from autockpt.tuning.stages import enter_run, finish, kept, outcome_of, question_of
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.measured import RealSteps, confirmation
@@ -69,7 +69,9 @@ def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> 
         question = replace(question, settings={**question.settings, "compile": mode})
         with clock.stage("build"):
             environment = measurer.environment
-        run = enter_run(stack, request, question, environment, tracer.units)
+        run, known = enter_run(stack, request, question, environment, tracer.units)
+        if known is not None:
+            return kept(request, known)
         run.write_environment(environment)
         run.write_graph(uniform["save"][1])
         return kept(request, _found(request, mode, question, traced, measurer, run, clock))
@@ -133,7 +135,8 @@ def _found(
         plan = _plan(question, mode, tracer, measurer, found, rows, (*notes, _NOT_PREDICTED), elsewise)
         run.write_plan(plan)
     stages = _compiling_apart(clock.stages, found)
-    return outcome_of(question, found, rows, plan, info, run, source="measured", stages=stages, notes=notes)
+    outcome = outcome_of(question, found, rows, plan, info, run, source="measured", stages=stages, notes=notes)
+    return finish(run, question, found, outcome)
 
 
 def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[StageTime, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autockpt.errors import ConflictError, MeasurementError
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import CompileMode, PlanStatus, Prediction, Trial
-from autockpt.tuning.finals import BATCH
+from autockpt.tuning.finals import BATCH, MOST_ROUNDS
 from autockpt.tuning.question import Clock, Limits
 from autockpt.tuning.targets.base import MOST_REPEATS, Foresee
 from autockpt.tuning.targets.measured import FINALISTS, RealSteps
@@ -42,6 +42,7 @@ class CompiledSteps:
     most_repeats: int = MOST_REPEATS
     worthwhile: float = 0.0
     most_candidates: int | None = None
+    final_rounds: int | None = MOST_ROUNDS
     refuses_budgets: bool = False
     notes: list[str] = field(default_factory=list)
     _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included

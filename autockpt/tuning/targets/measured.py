@@ -12,7 +12,7 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.schema import Choice, CompileMode, Measurement, PlanStatus, Prediction, Trial, WorkloadSpec
 from autockpt.solvers.refine import FASTER
-from autockpt.tuning.finals import Final, play, remeasured
+from autockpt.tuning.finals import MOST_ROUNDS, Final, play, remeasured
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock
 from autockpt.tuning.refit import noise_of
@@ -65,6 +65,7 @@ class RealSteps:
     most_repeats: int = MOST_REPEATS
     worthwhile: float = FASTER
     most_candidates: int | None = None
+    final_rounds: int | None = MOST_ROUNDS
     notes: list[str] = field(default_factory=list)
     _foresee: Foresee | None = None
 
@@ -154,7 +155,9 @@ class RealSteps:
                 trials.put(trial.model_copy(update={"measured": measured.model_copy(update={"step_seconds": seconds})}))
 
     def _side_by_side(self, plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
-        return self.measurer.compare(plans, rounds=rounds)
+        times = self.measurer.compare(plans, rounds=rounds)
+        self.clock.listener.advance(rounds)
+        return times
 
     def _confirmed(self, trials: Trials, winner: Trial, budget_bytes: int) -> Trial:
         """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""

@@ -18,9 +18,10 @@ from autockpt.profiling import (
     tracer_for,
     uniform_graphs,
 )
-from autockpt.profiling.roofline import roofline_times
+from autockpt.profiling.roofline import environment_of_hardware, roofline_times
 from autockpt.schema import (
     Budget,
+    Environment,
     Graph,
     OpTimes,
     PlanStatus,
@@ -55,6 +56,7 @@ class Simulated:
     most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
     worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
     most_candidates: int | None = None
+    final_rounds: int | None = None
     notes: list[str] = field(default_factory=list)
 
     def begin(self, trials: Trials, foresee: Foresee) -> None:
@@ -92,7 +94,9 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
         environment = profiled.profile.op_times.environment
         if request.dry_run:
             return kept(request, foresee_plan(question, tracer, profiled, clock, seconds=True))
-        run = enter_run(stack, request, question, environment, tracer.units, device=hardware.name)
+        run, known = enter_run(stack, request, question, environment, tracer.units, device=hardware.name)
+        if known is not None:
+            return kept(request, known)
         storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
         target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
         return kept(request, find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls))
@@ -155,9 +159,13 @@ def _naming_ways_out(request: SearchRequest, found: Traced, hardware: Hardware, 
 
 def modelled(hardware: Hardware, graphs: Sequence[Graph]) -> OpTimes:
     """Op times of the hardware for all that these ghost runs execute."""
-    times = roofline_times(hardware, graphs)
-    versions = installed_versions() | times.environment.versions
-    return times.model_copy(update={"environment": times.environment.model_copy(update={"versions": versions})})
+    return roofline_times(hardware, graphs).model_copy(update={"environment": simulated_environment(hardware)})
+
+
+def simulated_environment(hardware: Hardware) -> Environment:
+    """The hardware, and the versions that simulate it."""
+    environment = environment_of_hardware(hardware)
+    return environment.model_copy(update={"versions": installed_versions() | environment.versions})
 
 
 def within(budget: Budget, hardware: Hardware) -> tuple[Budget, tuple[str, ...]]:
