@@ -17,7 +17,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.bench import BenchRequest, SearchCost
 from autockpt.tuning import run_search
-from autockpt.tuning.scoring import COMPILING, STEPS
+from autockpt.tuning.targets.base import COMPILING, STEPS
 
 
 def search_for(

@@ -15,8 +15,8 @@ PANELS = {
     "Device and budget": ("budget", "budgets", "host_budget", "device", "hardware"),
     "Simulated hardware only": ("master_weights", "keep_gradients", "ddp", "shard"),
     "Search": (
-        "trials", "timeout", "space", "choices", "allow_inexact", "dry_run", "storage", "resume", "fresh", "rounds",
-        "most_rounds", "peers",
+        "trials", "timeout", "space", "choices", "allow_inexact", "dry_run", "storage", "resume", "fresh", "again",
+        "rounds", "most_rounds", "peers",
     ),
     "Output": ("out", "plan_out", "force", "as_json", "help"),
 }  # fmt: skip

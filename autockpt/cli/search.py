@@ -66,7 +66,14 @@ def search(
         ),
     ] = None,
     trials: Annotated[
-        int, typer.Option("--trials", "-n", min=1, metavar="N", help="Measure (or simulate) at most this many plans.")
+        int,
+        typer.Option(
+            "--trials",
+            "-n",
+            min=1,
+            metavar="N",
+            help="Measure (or simulate) at most this many candidates, besides the plans that everybody knows.",
+        ),
     ] = 40,
     timeout: Annotated[
         str | None, typer.Option("--timeout", metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")
@@ -100,6 +107,12 @@ def search(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Trace, solve and predict; measure nothing.")] = False,
     fresh: Fresh = False,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again", help="Search on where this question was answered already. Default: the answer on record."
+        ),
+    ] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -151,6 +164,7 @@ def search(
         allow_inexact=allow_inexact,
         dry_run=dry_run,
         fresh=fresh,
+        again=again,
         command=("autockpt", *sys.argv[1:]),
         notes=notes,
     )

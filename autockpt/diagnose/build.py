@@ -52,8 +52,8 @@ def _simulated(
     from autockpt.diagnose.prescribe import as_run, prescribe
     from autockpt.diagnose.room import room_of
     from autockpt.profiling import tracer_for
-    from autockpt.tuning.job import Clock
     from autockpt.tuning.outcome import plain
+    from autockpt.tuning.question import Clock
 
     room, hardware, doubts = room_of(question)
     clock = Clock(listener)

@@ -11,8 +11,8 @@ from autockpt.schema import Budget, Choice, SearchOutcome, SearchRequest, Unit, 
 from autockpt.schema.diagnosis import Room
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.remedy import WayOut
-from autockpt.tuning.job import Clock
-from autockpt.tuning.simulated import simulate_search
+from autockpt.tuning.question import Clock
+from autockpt.tuning.targets.simulated import simulate_search
 
 SPACE = "knobs"
 

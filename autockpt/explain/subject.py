@@ -27,7 +27,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
-from autockpt.tuning.stages import blocks_of, head_choices
+from autockpt.tuning.opening import blocks_of, head_choices
 
 SPACE = "knobs"
 

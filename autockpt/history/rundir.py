@@ -5,7 +5,7 @@ results/<model>_<device>_<budget>_<hash of the question>/
     command.txt        every command line      events.jsonl      what happened when
     environment.json   device and versions     graph.json.gz     the plain step as traced
     plan.yaml          the answer              profile.json      what each choice costs
-    study.db           the Optuna study
+    study.db           the Optuna study        outcome.json      what was answered, once the search had ended
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shlex
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular
 from autockpt.schema.graph import Graph
 from autockpt.schema.plan import Plan
 from autockpt.schema.profile import Profile
-from autockpt.schema.request import question_hash
+from autockpt.schema.request import FinishedSearch, question_hash
 from autockpt.schema.trial import Trial
 
 M = TypeVar("M", bound=BaseModel)
@@ -84,6 +84,16 @@ class RunDirectory:
         if not isinstance(question, dict):
             raise _damaged(path / _QUESTION, f"it holds no question, but a {type(question).__name__}")
         return cls(path, question)
+
+    @classmethod
+    def alike(cls, root: str | Path, question: Mapping[str, Any]) -> Iterator[RunDirectory]:
+        """Runs under ``root`` of this question, whatever the model's structure: only tracing tells that."""
+        question = {**json.loads(json.dumps(question)), "model_fingerprint": None}
+        for path in sorted(Path(root).glob(f"*/{_QUESTION}")):
+            with suppress(RunDirectoryError):
+                run = cls.open(path.parent)
+                if {**run.question, "model_fingerprint": None} == question:
+                    yield run
 
     def _check_question(self, found: Any) -> None:
         if found == self.question:
@@ -163,6 +173,13 @@ class RunDirectory:
         edited = _own(self.plan_path).exists() and not self._wrote_plan()
         plan.save(self.plan_path, existing="set_aside" if edited else "replace")
         return self.plan_path
+
+    def write_finished(self, finished: FinishedSearch) -> None:
+        self._write("outcome.json", finished.model_dump_json() + "\n")
+
+    def finished(self) -> FinishedSearch | None:
+        """What was answered when a search came to its end; None while none has."""
+        return self._model("outcome.json", FinishedSearch)
 
     def plan(self) -> Plan | None:
         """The run's answer, None where there is none yet. Raises PlanError where its file was damaged."""

@@ -7,6 +7,7 @@ from autockpt.profiling.nominal import nominal_op_times
 from autockpt.profiling.predictor import Needs, Predictor
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.profiling.profile import (
+    LEAN_CALLS,
     Heads,
     Profiled,
     Traces,
@@ -25,6 +26,7 @@ from autockpt.profiling.refusals import refused_choices
 from autockpt.profiling.roofline import roofline_times
 
 __all__ = [
+    "LEAN_CALLS",
     "Heads",
     "Needs",
     "Predictor",

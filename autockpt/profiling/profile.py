@@ -193,12 +193,17 @@ def measure_op_times(
         found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
         return OpTimes(environment=runs.environment, **found)
 
-    # a plain head may be what does not fit
-    first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
-    times = timed({**lean, **first}, TIMED_CYCLES, disk)
-    for choices in others:
-        with suppress(DeviceOutOfMemory):
-            times = times.completed(timed({**lean, **choices}, 1))
+    # kept by themselves, for a search that is stopped before whole plans are timed
+    single = f"{workload}, single ops"
+    times = cached_op_times(runs.environment, runnable, single, disk=disk)
+    if times is None:
+        # a plain head may be what does not fit
+        first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
+        times = timed({**lean, **first}, TIMED_CYCLES, disk)
+        for choices in others:
+            with suppress(DeviceOutOfMemory):
+                times = times.completed(timed({**lean, **choices}, 1))
+        cache.store(times, _key(single))
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
     allowed = within_host(uniform, device, host_budget)
     fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}

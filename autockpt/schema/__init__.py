@@ -40,7 +40,15 @@ from autockpt.schema.problem import (
     seconds_of,
 )
 from autockpt.schema.profile import Menu, MenuItem, OpTimes, Profile
-from autockpt.schema.request import Listener, SearchOutcome, SearchRequest, Silence, StageTime, question_hash
+from autockpt.schema.request import (
+    FinishedSearch,
+    Listener,
+    SearchOutcome,
+    SearchRequest,
+    Silence,
+    StageTime,
+    question_hash,
+)
 from autockpt.schema.sizes import (
     Budget,
     ResolvedBudget,
@@ -76,6 +84,7 @@ __all__ = [
     "Dtype",
     "Efficiency",
     "Environment",
+    "FinishedSearch",
     "Graph",
     "Hardware",
     "KeepAttention",

@@ -34,7 +34,9 @@ class SearchRequest(Data):
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
     start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices count for nothing")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
-    trials: int = Field(default=40, gt=0, description="candidates measured at most, baselines included")
+    trials: int = Field(
+        default=40, gt=0, description="candidates measured at most; well-known plans are measured besides"
+    )
     timeout: float | None = Field(default=None, gt=0)
     seed: int = 0
     storage: str | None = Field(default=None, description="URL of the Optuna storage; None: sqlite in the directory")
@@ -43,6 +45,7 @@ class SearchRequest(Data):
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
+    again: bool = Field(default=False, description="measure on where the search had come to its end")
     command: tuple[str, ...] = Field(default=(), description="the exact command line")
     notes: tuple[str, ...] = Field(
         default=(), description="what was decided for the user, to be repeated with the answer"
@@ -120,6 +123,19 @@ class SearchOutcome(Data):
     smallest_peak: int | None = None
     stages: tuple[StageTime, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+class FinishedSearch(Data):
+    """The outcome of a search that came to its end, and how long it was allowed to work."""
+
+    trials: int
+    timeout: float | None = None
+    outcome: SearchOutcome
+
+    def answers(self, trials: int, timeout: float | None) -> bool:
+        """Whether a search with these limits would have stopped by now, too."""
+        longer = self.timeout is not None and (timeout is None or timeout > self.timeout)
+        return trials <= self.trials and not (longer and "time limit" in self.outcome.stopped)
 
 
 class Listener(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from autockpt.schema.yaml import Document, read
 
 SPACE_VERSION = 1
 Encoding = Literal["knobs", "layers"]
+Sampler = Literal["gp", "tpe", "nsga2", "random"]
 
 
 class Knob(Data):
@@ -49,7 +51,7 @@ class SearchSpace(Data):
     name: str = ""
     description: str = ""
     encoding: Encoding
-    sampler: Literal["gp", "tpe", "nsga2", "random"] = "gp"
+    sampler: Sampler = "gp"
     choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
     head: tuple[str, ...] = Field(default_factory=head_kinds, description="kinds for the output head besides save")
     margins: tuple[float, ...] = (0.0, 0.02, 0.05)
@@ -140,9 +142,7 @@ def load_space(name: str) -> SearchSpace:
 
 def shipped_spaces() -> tuple[Path, tuple[str, ...]]:
     """The folder of the search spaces in this installation, and their names."""
-    import search_spaces.spaces
-
-    folder = Path(search_spaces.spaces.__path__[0])
+    folder = Path(str(resources.files("search_spaces.spaces")))
     return folder, tuple(sorted(p.stem for p in folder.glob("*.yaml")))
 
 

@@ -1,6 +1,5 @@
-"""Problem -> Assignment: the exact solvers, the fast fallback, and the baselines every user knows."""
+"""Problem -> Assignment: the exact solvers and the fast fallback."""
 
-from autockpt.solvers.baselines import chen_sqrt, every_nth, first_k, none, offload_all, recompute_all, uniform
 from autockpt.solvers.exact import exact
 from autockpt.solvers.greedy import greedy, polish
 from autockpt.solvers.labels import labels
@@ -11,17 +10,10 @@ __all__ = [
     "Referee",
     "Refined",
     "Ruling",
-    "chen_sqrt",
-    "every_nth",
     "exact",
-    "first_k",
     "greedy",
     "labels",
     "milp",
-    "none",
-    "offload_all",
     "polish",
-    "recompute_all",
     "refine",
-    "uniform",
 ]

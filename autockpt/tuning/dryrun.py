@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autockpt.errors import InfeasibleError
 from autockpt.profiling import Profiled
 from autockpt.schema import (
     Budget,
@@ -13,10 +12,11 @@ from autockpt.schema import (
     ResolvedBudget,
     SearchSpace,
     covers,
-    format_bytes,
 )
 from autockpt.schema.known import NONE, OURS, known_plans
 from autockpt.solvers import refine
+from autockpt.tuning.infeasible import nothing_fits
+from autockpt.tuning.proposers.solver import smallest_peaks
 
 REFEREE_CALLS = 20
 
@@ -40,9 +40,7 @@ def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
     predictor, device = profiled.predictor, profiled.predictor.device
     known = known_plans([u.name for u in profiled.blocks], space.choices)
     predictions = {name: predictor.predict(choices) for name, choices in known.items()}
-    smallest = plain = profiled.smallest_peak(known.values())
-    if profiled.head is not None and budget.kind == "activation_share":
-        plain = profiled.smallest_peak(known.values(), plain_head=True)
+    smallest, plain = smallest_peaks(profiled, budget, known)
     size = budget.resolve(predictions[NONE].peak_bytes, plain, device.capacity_bytes - profiled.used_by_others)
     resolved = ResolvedBudget(asked=budget.text, bytes=size, covers=covers(device.kind))
     binding = predictions[NONE].peak_bytes > size
@@ -50,21 +48,7 @@ def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
     if binding:
         refined = refine(profiled.problem(size - device.overhead_bytes), profiled.rule, max_calls=REFEREE_CALLS)
         if not refined.feasible:
-            raise infeasible(profiled, size, smallest)
+            raise nothing_fits(profiled, size, smallest)
         choices = profiled.plan(refined.choices)
     predictions[OURS] = predictor.predict(choices)
     return Foreseen(resolved, predictions, choices, smallest, binding)
-
-
-def infeasible(profiled: Profiled, size: int, smallest: int) -> InfeasibleError:
-    """The error for a budget of ``size`` bytes that nothing fits, with what the leanest plan's bytes go to."""
-    host = profiled.host_budget
-    within = f" with at most {format_bytes(host)} of host memory" if host is not None else ""
-    wider = " or --host-budget" if host is not None else ""
-    return InfeasibleError(
-        f"nothing fits {format_bytes(size)}{within}: "
-        f"the leanest plan needs {format_bytes(smallest)}\n{profiled.needs(smallest)}",
-        remedy=f"Raise the budget{wider}, or use a smaller --batch-size (with --accumulate to keep its effect), a "
-        "shorter --seq-len, --lora, or --optimizer sgd.",
-        smallest_peak=smallest,
-    )

@@ -22,7 +22,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.known import OURS
-from autockpt.tuning.job import Job
+from autockpt.tuning.question import Question
 from autockpt.workload import fingerprint
 
 _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget", "out_of_memory": "out_of_memory"}
@@ -56,7 +56,7 @@ def simulated_rows(
 
 
 def make_plan(
-    job: Job,
+    question: Question,
     choices: Mapping[str, Choice],
     units: Sequence[Unit],
     environment: Environment,
@@ -69,15 +69,15 @@ def make_plan(
 ) -> Plan:
     """The plan with its provenance; ``rows`` end with the plan's own."""
     ours = rows[-1]
-    spec: WorkloadSpec | None = job.spec
+    spec: WorkloadSpec | None = question.spec
     return Plan.create(
         choices,
         units,
-        model=job.name,
+        model=question.name,
         fingerprint=fingerprint(unit for unit in units if unit.role != "head"),
         source=source,
         workload=spec,
-        settings=plain(job.settings),
+        settings=plain(question.settings),
         environment=environment,
         budget=budget,
         host_budget_bytes=host_budget,

@@ -40,14 +40,15 @@ from autockpt.schema import (
 )
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
-from autockpt.tuning.compiled import compiled_search
-from autockpt.tuning.job import Clock, Job, Limits
+from autockpt.tuning.infeasible import WhatIf, explained, nominal, way_out
+from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import plain
-from autockpt.tuning.pairing import Pairing
-from autockpt.tuning.remedies import Bench, explained, nominal, way_out
-from autockpt.tuning.scoring import RealSteps, confirmation
-from autockpt.tuning.simulated import simulate_search
-from autockpt.tuning.stages import Traced, enter_run, find_plan, foresee_plan, job_of, kept, traced
+from autockpt.tuning.paired_timing import Pairing
+from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.stages import answered, enter_run, find_plan, foresee_plan, kept, question_of
+from autockpt.tuning.targets.compiled import compiled_search
+from autockpt.tuning.targets.measured import RealSteps, confirmation
+from autockpt.tuning.targets.simulated import simulate_search, simulated_environment
 from autockpt.workload import fingerprint, from_live, refuse_simulated
 
 
@@ -61,6 +62,8 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     """
     clock = Clock(listener or Silence())
     _refuse_unwritable(request)
+    if (known := answered(request, _environment(request))) is not None:
+        return kept(request, known)
     if request.compile is not None:
         refuse_simulated(request.workload)
         return compiled_search(request, request.compile, clock)
@@ -81,15 +84,27 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         variables = {**process_environment(request.device), **os.environ}
         here = environment_of(device, variables) if worker is None else worker.environment
         stack.enter_context(_naming_ways_out(request, found, device, here, clock))
-        job = job_of(request, found, request.budget)
+        question = question_of(request, found, request.budget)
         if worker is None:
-            outcome = _dry_run(job, found, clock, device, here)
+            outcome = _dry_run(question, found, clock, device, here)
         else:
             with clock.stage("build"):
                 environment = worker.environment
-            run = enter_run(stack, request, job, environment, tracer.units)
-            outcome = _searched(job, found, worker, run, request.storage or run.storage, clock)
+            run, known = enter_run(stack, request, question, environment, tracer.units)
+            if known is not None:
+                return kept(request, known)
+            outcome = _searched(question, found, worker, run, request.storage or run.storage, clock)
         return kept(request, outcome)
+
+
+def _environment(request: SearchRequest) -> Environment | None:
+    """What steps would run on; None where saying so takes a process of its own: asking a GPU opens a context."""
+    if request.hardware is not None:
+        return simulated_environment(request.hardware)
+    device = get_device(request.device)
+    return (
+        environment_of(device, {**process_environment(request.device), **os.environ}) if device.kind == "cpu" else None
+    )
 
 
 def _refuse_unwritable(request: SearchRequest) -> None:
@@ -121,6 +136,7 @@ def search(
     timeout: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,
+    again: bool = False,
     listener: Listener | None = None,
 ) -> Plan:
     """Search for a live model, in this process: a second copy might not fit.
@@ -131,7 +147,8 @@ def search(
     ``host_budget`` (text such as "8GB", or bytes) bounds what offloading may claim of host memory, in the search and
     wherever the plan is applied. With ``allow_inexact`` output head and loss may run over chunks of tokens, where that
     pays: gradients are then equal up to rounding.
-    ``out`` is a folder for the run's directory; None keeps nothing on disk. Returns the best measured plan.
+    ``out`` is a folder for the run's directory; None keeps nothing on disk. A search that came to its end there is
+    answered from its record, unless ``again`` or more ``trials`` are asked for. Returns the best measured plan.
 
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was measured.
@@ -163,7 +180,7 @@ def search(
             way = "allow_inexact=True"
             stack.enter_context(_naming_the_way_out(found, environment.device.overhead_bytes, way))
         said = (*workload.notes, *found.uniform["save"][1].notes, *found.notes)
-        job = Job(
+        question = Question(
             name=type(model).__name__,
             spec=None,
             settings=dict(workload.settings),
@@ -175,9 +192,12 @@ def search(
         )
         run = None
         if out is not None:
-            run = _directory_of_live(job, measurer, tracer, Path(out), parsed.text)
+            run = _directory_of_live(question, measurer, tracer, Path(out), parsed.text)
             stack.enter_context(run.lock())
-        outcome = _searched(job, found, measurer, run, run.storage if run else "sqlite://", clock)
+            known = None if again else run.finished()
+            if known is not None and known.outcome.plan is not None and known.answers(trials, timeout):
+                return known.outcome.plan
+        outcome = _searched(question, found, measurer, run, run.storage if run else "sqlite://", clock)
     if outcome.plan is None:
         raise KeyboardInterrupt
     return outcome.plan
@@ -201,20 +221,20 @@ def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
     return Limits(trials, timeout, seed)
 
 
-def _directory_of_live(job: Job, measurer: Measurer, tracer: Tracer, out: Path, budget: str) -> RunDirectory:
+def _directory_of_live(question: Question, measurer: Measurer, tracer: Tracer, out: Path, budget: str) -> RunDirectory:
     """The run's directory of a live model: its question is the structure and everything else that was said."""
     environment = measurer.environment
-    question = {
-        "model": job.name,
+    identity = {
+        "model": question.name,
         "model_fingerprint": fingerprint(tracer.units),
-        "settings": plain(job.settings),
+        "settings": plain(question.settings),
         "budget": budget,
-        "space": job.space.model_dump(mode="json", exclude={"description"}),
+        "space": question.space.model_dump(mode="json", exclude={"description"}),
         "device": environment.device.model_dump(mode="json", exclude={"overhead_bytes"}),
-        "seed": job.limits.seed,
-        **({"host_budget": job.host_budget} if job.host_budget is not None else {}),
+        "seed": question.limits.seed,
+        **({"host_budget": question.host_budget} if question.host_budget is not None else {}),
     }
-    return RunDirectory.enter(out, question, model=job.name, device=environment.device.kind, budget=budget)
+    return RunDirectory.enter(out, identity, model=question.name, device=environment.device.kind, budget=budget)
 
 
 @contextmanager
@@ -230,7 +250,7 @@ def _naming_ways_out(
             raise error if request.allow_inexact else way_out(error, found.tracer, found.uniform, overhead) from None
         room = environment.device.capacity_bytes - device.used_by_others()
         budget = min(request.budget.size or room, room)
-        bench = Bench(budget, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
+        bench = WhatIf(budget, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
         raise explained(error, request, found.tracer.settings, found.uniform, bench, clock) from None
 
 
@@ -243,7 +263,7 @@ def _naming_the_way_out(found: Traced, overhead: int, way: str) -> Iterator[None
         raise way_out(error, found.tracer, found.uniform, overhead, way) from None
 
 
-def _profiled(job: Job, found: Traced, measurer: Measurer, clock: Clock) -> Profiled:
+def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> Profiled:
     """Op times, menus and predictions of the workload on the measurer's device."""
     device = measurer.environment.device
     others = used_by_others(measurer)
@@ -251,7 +271,12 @@ def _profiled(job: Job, found: Traced, measurer: Measurer, clock: Clock) -> Prof
     try:
         with clock.part("measured steps"):
             times = measure_op_times(
-                measurer, found.uniform, job.workload_key, room=room, host_budget=job.host_budget, head=found.heads
+                measurer,
+                found.uniform,
+                question.workload_key,
+                room=room,
+                host_budget=question.host_budget,
+                head=found.heads,
             )
     except DeviceOutOfMemory as error:
         raise InfeasibleError(
@@ -260,24 +285,26 @@ def _profiled(job: Job, found: Traced, measurer: Measurer, clock: Clock) -> Prof
             smallest_peak=leanest(found.uniform)[1].peak_bytes,
         ) from None
     return build_profile(
-        found.tracer, times, found.uniform, used_by_others=others, host_budget=job.host_budget, head=found.heads
+        found.tracer, times, found.uniform, used_by_others=others, host_budget=question.host_budget, head=found.heads
     )
 
 
-def _without_refused(job: Job, found: Traced, measurer: Measurer) -> tuple[Job, Traced]:
+def _without_refused(question: Question, found: Traced, measurer: Measurer) -> tuple[Question, Traced]:
     """The question, and what was traced for it, without choices that the device refuses."""
-    refused = refused_choices(measurer, found.uniform["save"][0], job.space.choices)
+    refused = refused_choices(measurer, found.uniform["save"][0], question.space.choices)
     if not refused:
-        return job, found
+        return question, found
 
-    space = job.space.restricted(tuple(k for k in (*job.space.choices, *job.space.head) if k not in refused))
+    space = question.space.restricted(
+        tuple(k for k in (*question.space.choices, *question.space.head) if k not in refused)
+    )
     note = f"not on this device: {', '.join(refused)} ({next(iter(refused.values()))})"
     uniform = {kind: pair for kind, pair in found.uniform.items() if kind not in refused}
-    return replace(job, space=space, notes=(*job.notes, note)), replace(found, uniform=uniform, space=space)
+    return replace(question, space=space, notes=(*question.notes, note)), replace(found, uniform=uniform, space=space)
 
 
 def _searched(
-    job: Job,
+    question: Question,
     found: Traced,
     measurer: Measurer,
     run: RunDirectory | None,
@@ -285,27 +312,31 @@ def _searched(
     clock: Clock,
 ) -> SearchOutcome:
     """Profile on the device, search by real steps, write the plan."""
-    confirm = confirmation(job.spec, measurer, host_budget=job.host_budget)
+    confirm = confirmation(question.spec, measurer, host_budget=question.host_budget)
     with clock.stage("profile"):
-        job, found = _without_refused(job, found, measurer)
-        profiled = _profiled(job, found, measurer, clock)
+        question, found = _without_refused(question, found, measurer)
+        profiled = _profiled(question, found, measurer, clock)
     # on other devices a plan's first cycle after another's has its memory to get first
     pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
-    return find_plan(job, found.tracer, profiled, RealSteps(measurer, clock, confirm, pairing), run, storage, clock)
+    return find_plan(
+        question, found.tracer, profiled, RealSteps(measurer, clock, confirm, pairing), run, storage, clock
+    )
 
 
-def _dry_run(job: Job, found: Traced, clock: Clock, device: Device, environment: Environment) -> SearchOutcome:
+def _dry_run(
+    question: Question, found: Traced, clock: Clock, device: Device, environment: Environment
+) -> SearchOutcome:
     """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
-    _, graph = leanest(within_host(found.uniform, environment.device, job.host_budget))
-    disk = wants_disk(found.uniform, environment.device, job.host_budget)
+    _, graph = leanest(within_host(found.uniform, environment.device, question.host_budget))
+    disk = wants_disk(found.uniform, environment.device, question.host_budget)
     graphs = [graph, *(found.heads.graphs.values() if found.heads else [])]
-    times = cached_op_times(environment, graphs, job.workload_key, disk=disk)
+    times = cached_op_times(environment, graphs, question.workload_key, disk=disk)
     if times is None:
         note = (
             "no op times of this workload are known on this device: choices were ranked by nominal rates, "
             "and no step times are given (a search without --dry-run measures them)"
         )
-        job = replace(job, notes=(*job.notes, note))
+        question = replace(question, notes=(*question.notes, note))
     with clock.stage("solve"):
         times_used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
         others = device.used_by_others()
@@ -314,7 +345,7 @@ def _dry_run(job: Job, found: Traced, clock: Clock, device: Device, environment:
             times_used,
             found.uniform,
             used_by_others=others,
-            host_budget=job.host_budget,
+            host_budget=question.host_budget,
             head=found.heads,
         )
-    return foresee_plan(job, found.tracer, profiled, clock, seconds=times is not None)
+    return foresee_plan(question, found.tracer, profiled, clock, seconds=times is not None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from pathlib import Path
 
-from autockpt.errors import PlanError, UsageError
+from autockpt.errors import PlanError
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import Heads, Profiled, Traces, Uniform, head_graphs, uniform_graphs
+from autockpt.profiling import Profiled
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -16,96 +16,32 @@ from autockpt.schema import (
     Comparison,
     DeviceInfo,
     Environment,
-    Graph,
+    FinishedSearch,
     Plan,
     PlanStatus,
     SearchOutcome,
     SearchRequest,
-    SearchSpace,
     StageTime,
+    Trial,
     Unit,
-    parse_choice,
 )
-from autockpt.schema.choices import ChunkedLoss
 from autockpt.tracing import Tracer
-from autockpt.tuning.candidates import REFEREE_CALLS
 from autockpt.tuning.dryrun import foresee
-from autockpt.tuning.engine import Engine, Found
-from autockpt.tuning.job import Clock, Job, Limits
+from autockpt.tuning.loop import Loop, SearchResult
+from autockpt.tuning.opening import Traced
 from autockpt.tuning.outcome import listed_units, make_plan, plain, said_of_head, scored_rows, simulated_rows
-from autockpt.tuning.scoring import Scorer
+from autockpt.tuning.proposers.solver import REFEREE_CALLS, SolverProposer
+from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.targets.base import Target
+from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint
 
-CHUNKS = (256, 1024, 4096)
-"""Tokens of a chunk, where head and loss run in chunks: fewer hold fewer logits, more keep a device busier."""
 
-
-@dataclass(frozen=True)
-class Traced:
-    """Ghost runs that a search begins with, and the space without choices that the model refuses.
-
-    ``uniform`` are plans with one choice on every layer, ``heads`` those with a choice on the output head alone. With a
-    ``twin``, a shallow model that stands for a deep one, they are of that; ``base`` is the whole model's plain step.
-    """
-
-    tracer: Tracer
-    uniform: Uniform
-    heads: Heads | None
-    space: SearchSpace
-    notes: tuple[str, ...] = ()
-    twin: Traces | None = None
-    base: Graph | None = None
-
-
-def traced(tracer: Tracer, space: SearchSpace, inexact: bool, notes: Sequence[str] = ()) -> Traced:
-    """Ghost-run what a search begins with. Raises UsageError for a model without blocks to choose for."""
-    uniform, space, refused = uniform_plans(tracer, space)
-    if inexact and tracer.head is None:
-        refused = (*refused, "--allow-inexact changes nothing: the model has no output head")
-    heads = head_graphs(tracer, tracer.head, head_choices(space, inexact))
-    return Traced(tracer, uniform, heads, space, (*notes, *refused))
-
-
-def head_choices(space: SearchSpace, inexact: bool) -> tuple[Choice, ...]:
-    """What the output head may do besides saving."""
-    chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
-    return (*map(parse_choice, space.head), *(chunked if inexact else ()))
-
-
-def uniform_plans(tracer: Tracer, space: SearchSpace) -> tuple[Uniform, SearchSpace, tuple[str, ...]]:
-    """Ghost runs of the uniform plans, the space without choices that the model refuses, and a note on those.
-
-    Raises UsageError for a model without blocks to choose for.
-    """
-    uniform = uniform_graphs(tracer, blocks_of(tracer), space.choices)
-    return uniform, *allowed(space, uniform)
-
-
-def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
-    """The blocks to choose for. Raises UsageError where there are none."""
-    blocks = tuple(u for u in tracer.units if u.role == "block")
-    if not blocks:
-        raise UsageError(
-            "the model has no repeated blocks, so there is nothing to choose per layer",
-            remedy="autockpt plans for members of an nn.ModuleList or nn.Sequential, and for transformers' layers.",
-        )
-    return blocks
-
-
-def allowed(space: SearchSpace, uniform: Uniform) -> tuple[SearchSpace, tuple[str, ...]]:
-    """The space without choices that have no ghost run, because the model refuses them, and a note on those."""
-    refused = [kind for kind in space.choices if kind not in uniform]
-    if not refused:
-        return space, ()
-    note = f"not for this model: {', '.join(refused)} (apply such a plan to see why)"
-    return space.restricted((*uniform, *space.head)), (note,)
-
-
-def job_of(request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = ()) -> Job:
+def question_of(request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = ()) -> Question:
     """The question of a described workload, with what became known of it."""
     tracer = found.tracer
     seeds, doubts = _seeds(request, found)
-    return Job(
+    return Question(
         name=request.workload.model,
         spec=request.workload,
         settings=dict(tracer.settings),
@@ -155,32 +91,91 @@ def kept(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:
 def enter_run(
     stack: ExitStack,
     request: SearchRequest,
-    job: Job,
+    question: Question,
     environment: Environment,
     units: Sequence[Unit],
     *,
     device: str | None = None,
-) -> RunDirectory:
+) -> tuple[RunDirectory, SearchOutcome | None]:
     """The directory of this question, locked until ``stack`` ends; ``device`` names it (default: the device's kind).
 
-    Raises RunDirectoryError where it is another question's, corrupt or in use.
+    With what it answers already, where a search of this question came to its end. Raises RunDirectoryError where it is
+    another question's, corrupt or in use.
     """
     run = RunDirectory.enter(
         request.out,
         request.question(environment, model_fingerprint=fingerprint(units)),
-        model=job.name,
+        model=question.name,
         device=device or environment.device.kind,
         budget=request.budget.text,
         fresh=request.fresh,
     )
     stack.enter_context(run.lock())
     run.add_command(request.command)
-    return run
+    return run, recorded(run, request)
+
+
+def answered(request: SearchRequest, environment: Environment | None) -> SearchOutcome | None:
+    """The answer that is on record already, found without tracing; None where there is none to rely on.
+
+    Whoever's code or files make the model may have changed them, which only tracing tells; ``environment`` None: it
+    takes a process of its own to know. Raises RunDirectoryError where a search of this question is at work.
+    """
+    model = request.workload.model
+    if request.dry_run or environment is None or ":" in model or Path(model).expanduser().exists():
+        return None
+    for run in RunDirectory.alike(request.out, request.question(environment)):
+        with run.lock():
+            if (outcome := recorded(run, request)) is not None:
+                run.add_command(request.command)
+                return outcome
+    return None
+
+
+def recorded(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
+    """What a run answered, if its search came to its end and the request asks for no more than that."""
+    finished = run.finished()
+    if finished is None or request.again or request.fresh or request.start is not None:
+        return None
+    if not finished.answers(request.trials, request.timeout):
+        return None
+    note = f"This is the answer of {run.path}, where the search had ended; --again, or more --trials, searches on."
+    return finished.outcome.model_copy(update={"notes": (*finished.outcome.notes, note), "set_aside": None})
+
+
+def finish(run: RunDirectory | None, question: Question, found: SearchResult, outcome: SearchOutcome) -> SearchOutcome:
+    """Put an outcome on record, unless it was interrupted; a verdict that is another than before is said so."""
+    if run is None or found.interrupted or outcome.plan is None:
+        return outcome
+    before = run.finished()
+    if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != outcome.plan.hash:
+        note = _changed(before.outcome.plan, outcome.plan, found)
+        outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
+    limits = question.limits
+    run.write_finished(FinishedSearch(trials=limits.trials, timeout=limits.timeout, outcome=outcome))
+    return outcome
+
+
+def _changed(before: Plan, now: Plan, found: SearchResult) -> str:
+    """Which plan was named before, which one is named now, and why."""
+    trials = {t.plan_hash: t for t in found.trials}
+    old, new = trials.get(before.hash or ""), trials.get(now.hash or "")
+    why = "side by side again it was the faster one"
+    if old is None or not old.feasible:
+        why = "the earlier one does not hold the budget any more"
+    elif new is not None and new.number >= found.resumed:
+        why = "it was tried only now"
+
+    def said(plan: Plan, trial: Trial | None) -> str:
+        seconds = f" ({trial.score_seconds:.4g} s)" if trial is not None and trial.score is not None else ""
+        return f"{plan.hash}{seconds}"
+
+    return f"the verdict changed: it was {said(before, old)} and is {said(now, new)} now, because {why}"
 
 
 def outcome_of(
-    job: Job,
-    found: Found,
+    question: Question,
+    found: SearchResult,
     rows: tuple[Comparison, ...],
     plan: Plan | None,
     device: DeviceInfo,
@@ -197,7 +192,7 @@ def outcome_of(
         budget=found.budget,
         device=device,
         rows=rows,
-        settings=plain(job.settings),
+        settings=plain(question.settings),
         binding=found.binding,
         interrupted=found.interrupted,
         resumed=found.resumed,
@@ -208,22 +203,22 @@ def outcome_of(
         set_aside=run.set_aside if run else None,
         smallest_peak=found.smallest_peak,
         stages=tuple(stages),
-        notes=(*job.notes, *notes),
+        notes=(*question.notes, *notes),
     )
 
 
 def find_plan(
-    job: Job,
+    question: Question,
     tracer: Tracer,
     profiled: Profiled,
-    scorer: Scorer,
+    target: Target,
     run: RunDirectory | None,
     storage: str,
     clock: Clock,
     *,
     referee_calls: int = REFEREE_CALLS,
 ) -> SearchOutcome:
-    """Search a profiled workload and write the plan; ``scorer`` says what is measured. Raises InfeasibleError.
+    """Search a profiled workload and write the plan; ``target`` says what is measured. Raises InfeasibleError.
 
     ``referee_calls`` are the ghost runs that may be spent on refining one candidate.
     """
@@ -232,63 +227,56 @@ def find_plan(
         run.write_environment(environment)
         run.write_graph(profiled.base)
         run.write_profile(profiled.profile)
-    engine = Engine(
-        profiled=profiled,
-        scorer=scorer,
-        budget=job.budget,
-        space=job.space,
-        limits=job.limits,
-        run=run,
-        storage=storage,
-        clock=clock,
-        seeds=job.seeds,
-        referee_calls=referee_calls,
-    )
-    found = engine.run()
-    rows = scored_rows(engine.known, found.trials, found.best, job.host_budget)
+    trials = Trials(run)
+    proposer = SolverProposer(question, profiled, target, trials, storage, calls=referee_calls)
+    found = Loop(proposer, target, trials, question.limits, clock).run()
+    rows = scored_rows(proposer.known, found.trials, found.best, question.host_budget)
     plan = None
     if found.best is not None:
         found.notes.extend(said_of_head(tracer.head, found.best.choices))
-        notes = (*job.notes, *found.notes) if scorer.source == "simulated" else found.notes
+        notes = (*question.notes, *found.notes) if target.source == "simulated" else found.notes
         plan = make_plan(
-            job,
+            question,
             found.best.choices,
             listed_units(tracer.units, tracer.head, found.best.choices),
             environment,
             found.budget,
-            source=scorer.source,
+            source=target.source,
             rows=rows,
             notes=notes,
-            host_budget=job.host_budget,
+            host_budget=question.host_budget,
         )
         if run is not None:
             run.write_plan(plan)
-    return outcome_of(
-        job,
+    outcome = outcome_of(
+        question,
         found,
         rows,
         plan,
         environment.device,
         run,
-        source=scorer.source,
+        source=target.source,
         stages=clock.stages,
         notes=found.notes,
     )
+    return finish(run, question, found, outcome)
 
 
-def foresee_plan(job: Job, tracer: Tracer, profiled: Profiled, clock: Clock, *, seconds: bool) -> SearchOutcome:
+def foresee_plan(
+    question: Question, tracer: Tracer, profiled: Profiled, clock: Clock, *, seconds: bool
+) -> SearchOutcome:
     """The solver's plan and what ghost runs say of it and of the well-known ones; nothing is tried or written.
 
     ``seconds``: whether op times are good for more than ranking. Raises InfeasibleError.
     """
     with clock.stage("solve"):
-        foreseen = foresee(profiled, job.budget, job.space)
+        foreseen = foresee(profiled, question.budget, question.space)
     environment = profiled.profile.op_times.environment
-    notes = (*job.notes, *said_of_head(tracer.head, foreseen.choices))
-    rows = simulated_rows(foreseen.predictions, seconds=seconds, host_budget=job.host_budget)
+    notes = (*question.notes, *said_of_head(tracer.head, foreseen.choices))
+    rows = simulated_rows(foreseen.predictions, seconds=seconds, host_budget=question.host_budget)
     return SearchOutcome(
         plan=make_plan(
-            job,
+            question,
             foreseen.choices,
             listed_units(tracer.units, tracer.head, foreseen.choices),
             environment,
@@ -296,13 +284,13 @@ def foresee_plan(job: Job, tracer: Tracer, profiled: Profiled, clock: Clock, *, 
             source="simulated",
             rows=rows,
             notes=notes,
-            host_budget=job.host_budget,
+            host_budget=question.host_budget,
         ),
         source="simulated",
         budget=foreseen.budget,
         device=environment.device,
         rows=rows,
-        settings=plain(job.settings),
+        settings=plain(question.settings),
         binding=foreseen.binding,
         dry_run=True,
         stopped="dry run",

@@ -1,30 +1,58 @@
-"""Searches on the made-up device, with their answers as plain data."""
+"""Searches on the made-up device."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from autockpt.schema import Silence, dump_choice, load_space, parse_budget
-from autockpt.tuning.engine import Engine
-from autockpt.tuning.job import Clock, Limits
-from autockpt.tuning.scoring import RealSteps, Simulated
+from autockpt.history.rundir import RunDirectory
+from autockpt.schema import Choice, Silence, dump_choice, load_space, parse_budget
+from autockpt.tuning.loop import Loop, SearchResult
+from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.targets.measured import RealSteps
+from autockpt.tuning.targets.simulated import Simulated
+from autockpt.tuning.trials import Trials
 from tests.tuning.device import MadeUpDevice
+
+
+def search(
+    device: MadeUpDevice,
+    budget: str,
+    *,
+    space: str = "knobs",
+    trials: int = 20,
+    run: RunDirectory | None = None,
+    listener: Any = None,
+    clock: Clock | None = None,
+    timeout: float | None = None,
+    confirm: Any = None,
+    simulated: bool = False,
+    seeds: Mapping[str, Mapping[str, Choice]] | None = None,
+    host_budget: int | None = None,
+) -> SearchResult:
+    """What the loop finds with the solver's plans."""
+    clock = clock or Clock(listener or Silence())
+    question = Question(
+        name="made up",
+        spec=None,
+        settings={},
+        budget=parse_budget(budget),
+        space=load_space(space),
+        limits=Limits(trials, timeout),
+        host_budget=host_budget,
+        seeds=seeds or {},
+    )
+    target = Simulated() if simulated else RealSteps(device, clock, confirm)  # type: ignore[arg-type]
+    tried = Trials(run)
+    storage = run.storage if run else "sqlite://"
+    proposer = SolverProposer(question, device.profiled(host_budget=host_budget), target, tried, storage)
+    return Loop(proposer, target, tried, question.limits, clock).run()
 
 
 def search_made_up(space: str, budget: str, units: int, *, simulated: bool) -> dict[str, Any]:
     """The best plan's bytes and seconds, and the plan."""
-    device, clock = MadeUpDevice(units), Clock(Silence())
-    engine = Engine(
-        profiled=device.profiled(),
-        scorer=Simulated() if simulated else RealSteps(device, clock),
-        budget=parse_budget(budget),
-        space=load_space(space),
-        limits=Limits(20),
-        run=None,
-        storage="sqlite://",
-        clock=clock,
-    )
-    found = engine.run()
+    found = search(MadeUpDevice(units), budget, space=space, simulated=simulated)
     assert found.best is not None and found.best.score is not None
     return {
         "budget_bytes": found.budget.bytes,

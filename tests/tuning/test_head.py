@@ -15,7 +15,7 @@ from autockpt.schema import Plan, SearchRequest, WorkloadSpec, load_space, parse
 from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search
-from autockpt.tuning.stages import CHUNKS
+from autockpt.tuning.opening import CHUNKS
 
 BUDGET = "250MB"
 

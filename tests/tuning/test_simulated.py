@@ -15,7 +15,7 @@ from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, Workloa
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
-from autockpt.tuning.simulated import within
+from autockpt.tuning.targets.simulated import within
 from search_spaces.hardware import load_hardware
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autockpt.schema import RECOMPUTE, SAVE
 from autockpt.schema.choices import CompileBudget
-from autockpt.tuning.splits import Cost, Split, estimate, from_knobs, proposals, to_knobs
+from autockpt.tuning.proposers.splits import Cost, Split, estimate, from_knobs, proposals, to_knobs
 
 LAYERS = 8
 NAMES = [f"layers.{i}" for i in range(LAYERS)]

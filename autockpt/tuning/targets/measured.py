@@ -1,4 +1,4 @@
-"""How candidates are judged: by real steps on a device, or by the simulation of one that is not at hand."""
+"""Candidates judged by real steps on a device."""
 
 from __future__ import annotations
 
@@ -7,63 +7,26 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.schema import Choice, CompileMode, Measurement, PlanStatus, Prediction, Trial, WorkloadSpec
 from autockpt.solvers.refine import FASTER
-from autockpt.tuning.book import Book, Score
-from autockpt.tuning.finals import Final, play, remeasured
-from autockpt.tuning.job import Clock
-from autockpt.tuning.pairing import Pairing
+from autockpt.tuning.finals import MOST_ROUNDS, Final, play, remeasured
+from autockpt.tuning.paired_timing import Pairing
+from autockpt.tuning.question import Clock
 from autockpt.tuning.refit import noise_of
-from autockpt.tuning.weighing import Foreseen
+from autockpt.tuning.targets.base import MOST_REPEATS, STEPS, Foresee
+from autockpt.tuning.trials import Candidate, Score, Trials
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
 FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a plan that stays the same is timed beside
 FINALISTS = 3
 FINAL_SECONDS = 30.0
 CONFIRMING_STEPS = 20
-MOST_REPEATS = 12
-STEPS, COMPILING = "measured steps", "compiling"
-"""What a search's real steps took, and what compiling them did."""
 
 Choices = Mapping[str, Choice]
-Foresee = Callable[[Sequence[Trial]], Foreseen]
 Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
-
-
-class Scorer(Protocol):
-    """Judges the candidates of one search. ``source`` says what its numbers are; ``notes`` what people should know.
-
-    The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
-    below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given.
-    """
-
-    source: PlanStatus
-    most_repeats: int
-    worthwhile: float
-    most_candidates: int | None
-    notes: list[str]
-
-    def begin(self, book: Book, foresee: Foresee) -> None:
-        """To be called with the trials of the question before any is scored.
-
-        ``foresee`` says what is expected of trials, which decides between those that steps cannot tell apart.
-        """
-        ...
-
-    def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
-        """Judge a plan that ``predicted`` says fits the device. ``budget_bytes``: a limit to hold where that is so."""
-        ...
-
-    def winner(self, book: Book, beside: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
-        """The plan to name, of those in the book that fit; None where none holds the budget.
-
-        ``beside`` are well-known plans to time with the best; ``seconds`` are left to do so.
-        """
-        ...
 
 
 def confirmation(
@@ -102,18 +65,20 @@ class RealSteps:
     most_repeats: int = MOST_REPEATS
     worthwhile: float = FASTER
     most_candidates: int | None = None
+    final_rounds: int | None = MOST_ROUNDS
     notes: list[str] = field(default_factory=list)
     _foresee: Foresee | None = None
 
-    def begin(self, book: Book, foresee: Foresee) -> None:
+    def begin(self, trials: Trials, foresee: Foresee) -> None:
         """What earlier trials were timed beside stays what later ones are timed beside."""
         self._foresee = foresee
         if self.pairing is not None:
-            self.pairing.begin(book)
+            self.pairing.begin(trials)
 
-    def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
+    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score:
         """Real steps; running out of memory is a result."""
-        cycles = SECONDS_PER_TRIAL / max(predicted.step_seconds or 1.0, 1e-3)
+        choices, seconds = candidate.choices, predicted.step_seconds if predicted is not None else None
+        cycles = SECONDS_PER_TRIAL / max(seconds or 1.0, 1e-3)
         try:
             with self.clock.part(STEPS):
                 if self.pairing is None:
@@ -124,47 +89,51 @@ class RealSteps:
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
 
-    def winner(self, book: Book, beside: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+    def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
+        """The finals may take longer than the limit."""
+        return 0.0
+
+    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """Measure the best few again side by side, confirm the winner, and return it with its final numbers."""
-        fitting = book.ranking()
+        fitting = trials.ranking()
         if self._foresee is not None:
             tried = {t.number: t.score_seconds for t in fitting}
-            weighed = self._foresee(book.scored).weigh(tried, {t.number: noise_of(t) for t in fitting})
+            weighed = self._foresee(trials.scored).weigh(tried, {t.number: noise_of(t) for t in fitting})
             fitting = sorted(fitting, key=lambda t: weighed[t.number])
         finalists = fitting[:FINALISTS]
         while finalists:
-            winner = self._fastest(book, finalists, beside, seconds)
-            if self.confirm is None or (winner := self._confirmed(book, winner, budget_bytes)).feasible:
+            winner = self._fastest(trials, finalists, compared, seconds)
+            if self.confirm is None or (winner := self._confirmed(trials, winner, budget_bytes)).feasible:
                 return winner
             finalists = [t for t in finalists if t.number != winner.number]
         return None
 
-    def _fastest(self, book: Book, finalists: list[Trial], beside: Sequence[Trial], seconds: float) -> Trial:
+    def _fastest(self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], seconds: float) -> Trial:
         """The plan that wins side by side; the times of the finals go into all trials that took part.
 
         Well-known plans that fit may win as well. Where trials were timed beside a standard, those that are surely
         slower, and those that do not fit, need not run again: their times are put to the finals' conditions.
         """
         playing = {t.number for t in finalists}
-        others = [t for n in beside if (t := book.trials[n.number]).measured and t.number not in playing]
+        others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
         fitting = [t for t in others if t.feasible and not (self.pairing and _surely_slower(t, finalists[0]))]
         extra = [t for t in others if t not in fitting and (self.pairing is None or self.pairing.is_standard(t))]
         with self.clock.part(STEPS):
             final = play([*finalists, *fitting], extra, self._side_by_side, seconds=min(FINAL_SECONDS, seconds))
-        self._put_right(book, [t for t in others if t.number not in final.times], final)
+        self._put_right(trials, [t for t in others if t.number not in final.times], final)
         for number in final.times:
-            trial = book.trials[number]
-            book.put(trial.model_copy(update={"measured": remeasured(trial, final)}))
-        return book.trials[self._named(book, final)]
+            trial = trials.all[number]
+            trials.put(trial.model_copy(update={"measured": remeasured(trial, final)}))
+        return trials.all[self._named(trials, final)]
 
-    def _named(self, book: Book, final: Final) -> int:
+    def _named(self, trials: Trials, final: Final) -> int:
         """The number of the fastest; of those that cannot be told apart, the one that should be by prices as well."""
         if not final.undecided:
             return final.winner
         times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
         named = final.winner
         if self._foresee is not None:
-            weighed = self._foresee(book.scored).weigh(times, dict.fromkeys(times, final.error))
+            weighed = self._foresee(trials.scored).weigh(times, dict.fromkeys(times, final.error))
             named = min(weighed, key=lambda number: weighed[number])
         close = ", ".join(f"#{number}" for number in times if number != named)
         why = "" if named == final.winner else "; by what their choices cost in all trials, the first is faster"
@@ -172,23 +141,25 @@ class RealSteps:
         return named
 
     @staticmethod
-    def _put_right(book: Book, trials: Sequence[Trial], final: Final) -> None:
+    def _put_right(trials: Trials, absent: Sequence[Trial], final: Final) -> None:
         """Times of trials that were not in the finals, as they would be there by those that were."""
         changes = [
             math.log(final.seconds(number) / known.step_seconds)
             for number in final.times
-            if (known := book.trials[number].measured) is not None
+            if (known := trials.all[number].measured) is not None
         ]
         change = math.exp(statistics.median(changes))
-        for trial in trials:
+        for trial in absent:
             if (measured := trial.measured) is not None:
                 seconds = measured.step_seconds * change
-                book.put(trial.model_copy(update={"measured": measured.model_copy(update={"step_seconds": seconds})}))
+                trials.put(trial.model_copy(update={"measured": measured.model_copy(update={"step_seconds": seconds})}))
 
     def _side_by_side(self, plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
-        return self.measurer.compare(plans, rounds=rounds)
+        times = self.measurer.compare(plans, rounds=rounds)
+        self.clock.listener.advance(rounds)
+        return times
 
-    def _confirmed(self, book: Book, winner: Trial, budget_bytes: int) -> Trial:
+    def _confirmed(self, trials: Trials, winner: Trial, budget_bytes: int) -> Trial:
         """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""
         assert self.confirm is not None and winner.measured is not None
         with suppress(DeviceOutOfMemory), self.clock.part(STEPS):
@@ -196,35 +167,13 @@ class RealSteps:
             if again.peak_bytes <= budget_bytes:
                 peak = max(again.peak_bytes, winner.measured.peak_bytes)
                 held = winner.measured.model_copy(update={"peak_bytes": peak})
-                return book.put(winner.model_copy(update={"measured": held}))
+                return trials.put(winner.model_copy(update={"measured": held}))
         where = f"over {CONFIRMING_STEPS} steps in a fresh process"
         self.notes.append(f"trial #{winner.number} did not hold the budget {where}")
-        return book.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
+        return trials.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
 
 
 def _surely_slower(trial: Trial, best: Trial) -> bool:
     """By their noise when they were tried."""
     assert trial.measured is not None and best.measured is not None
     return trial.score_seconds * (1 - trial.measured.noise) > best.score_seconds * (1 + best.measured.noise)
-
-
-@dataclass
-class Simulated:
-    """Candidates are what their ghost runs and modelled op times say; nothing is measured, so nothing is repeated."""
-
-    source: PlanStatus = "simulated"
-    most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
-    worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
-    most_candidates: int | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def begin(self, book: Book, foresee: Foresee) -> None:
-        """Predictions need no other trials."""
-
-    def score(self, choices: Choices, predicted: Prediction, budget_bytes: int | None) -> Score:
-        """The prediction stands."""
-        return Score("simulated")
-
-    def winner(self, book: Book, beside: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
-        """The fastest that fits."""
-        return book.best

@@ -12,8 +12,8 @@ from autockpt.profiling import build_profile, head_graphs, tracer_for, uniform_g
 from autockpt.schema import SAVE, WorkloadSpec, load_space, plan_hash
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.tracing import Tracer
-from autockpt.tuning import depth
-from autockpt.tuning.simulated import modelled
+from autockpt.tuning.targets import shallow_twin as depth
+from autockpt.tuning.targets.simulated import modelled
 from search_spaces.hardware import load_hardware
 
 BLOCKS = 16

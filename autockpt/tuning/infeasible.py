@@ -1,4 +1,4 @@
-"""Ways out of a budget that no plan reaches: the mildest change of each sort that fits, found by ghost runs alone.
+"""What is said of a budget that no plan reaches: the mildest change of each sort that fits, found by ghost runs alone.
 
 Every change is judged with the same choice on every layer, so a search after it can only do better.
 """
@@ -15,7 +15,16 @@ from typing import Any, get_args
 import torch
 
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError
-from autockpt.profiling import Needs, Predictor, Uniform, nominal_op_times, promised_bytes, tracer_for, uniform_graphs
+from autockpt.profiling import (
+    Needs,
+    Predictor,
+    Profiled,
+    Uniform,
+    nominal_op_times,
+    promised_bytes,
+    tracer_for,
+    uniform_graphs,
+)
 from autockpt.schema import (
     Choice,
     Environment,
@@ -32,8 +41,8 @@ from autockpt.schema.choices import CHUNKED_LOSS, ChunkedLoss
 from autockpt.schema.remedy import WayOut
 from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer
-from autockpt.tuning.job import Clock
-from autockpt.tuning.stages import CHUNKS, blocks_of
+from autockpt.tuning.opening import CHUNKS, blocks_of
+from autockpt.tuning.question import Clock
 
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
 MOST = 3
@@ -57,7 +66,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Bench:
+class WhatIf:
     """What variants are judged by: their budget in bytes, the device they would run on, and its op times.
 
     ``kinds`` are the choices that are allowed; ``seconds``: whether op times are good for more than ranking. Where the
@@ -83,8 +92,22 @@ class Bench:
         return None if self.hardware is None else promised_bytes(self.hardware, self.budget)
 
 
+def nothing_fits(profiled: Profiled, size: int, smallest: int) -> InfeasibleError:
+    """The error for a budget of ``size`` bytes that nothing fits, with what the leanest plan's bytes go to."""
+    host = profiled.host_budget
+    within = f" with at most {format_bytes(host)} of host memory" if host is not None else ""
+    wider = " or --host-budget" if host is not None else ""
+    return InfeasibleError(
+        f"nothing fits {format_bytes(size)}{within}: "
+        f"the leanest plan needs {format_bytes(smallest)}\n{profiled.needs(smallest)}",
+        remedy=f"Raise the budget{wider}, or use a smaller --batch-size (with --accumulate to keep its effect), a "
+        "shorter --seq-len, --lora, or --optimizer sgd.",
+        smallest_peak=smallest,
+    )
+
+
 def ways_out(
-    spec: WorkloadSpec, settings: Mapping[str, Any], base: Uniform, bench: Bench, *, chunked: bool = False
+    spec: WorkloadSpec, settings: Mapping[str, Any], base: Uniform, bench: WhatIf, *, chunked: bool = False
 ) -> tuple[WayOut, ...]:
     """The cheapest ways to make a job fit, at most three: on one device first, fewest simulated seconds per token.
 
@@ -118,7 +141,7 @@ def explained(
     request: SearchRequest,
     settings: Mapping[str, Any],
     uniform: Uniform,
-    bench: Bench,
+    bench: WhatIf,
     clock: Clock,
 ) -> InfeasibleError:
     """The error of a search with the ways out of it; as it is for a budget that is a share of the job's own peak."""
@@ -278,7 +301,7 @@ def _together(spec: WorkloadSpec, settings: Mapping[str, Any], simulated: bool) 
         yield from _sharded(start.spec, start.options, start.effect)
 
 
-def _mildest(changes: Iterator[Change], bench: Bench, standard: float, hopeful: bool = False) -> WayOut | None:
+def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float, hopeful: bool = False) -> WayOut | None:
     """The first change that fits, where all behind one that fits do; None where none does, or this sort of change is
     not possible for this model. ``hopeful``: the very first is likely to, and tried before all others."""
     with ExitStack() as stack:
@@ -299,7 +322,7 @@ class _Variant:
     Its tracers are closed with ``stack``.
     """
 
-    def __init__(self, change: Change, bench: Bench, stack: ExitStack) -> None:
+    def __init__(self, change: Change, bench: WhatIf, stack: ExitStack) -> None:
         self._change, self._bench, self._stack = change, bench, stack
         self._uniform: dict[str, tuple[dict[str, Choice], Graph]] = {}  # as ``uniform_graphs`` gives them
         self._short = change.spec.model_copy(update={"accumulate": min(change.spec.accumulate, MICRO_STEPS)})
@@ -368,11 +391,11 @@ class _Variant:
         return True
 
 
-def _fitting(bench: Bench, uniform: Uniform) -> dict[str, Prediction]:
+def _fitting(bench: WhatIf, uniform: Uniform) -> dict[str, Prediction]:
     return {kind: p for kind, p in _predictions(bench, uniform).items() if p.peak_bytes <= bench.budget}
 
 
-def _predictions(bench: Bench, uniform: Uniform) -> dict[str, Prediction]:
+def _predictions(bench: WhatIf, uniform: Uniform) -> dict[str, Prediction]:
     graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
     times = bench.times(list(graphs.values()))
     predictor = Predictor(lambda choices: graphs[plan_hash(choices)], times, needs=bench.needs)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autockpt.measuring import Measurer
 from autockpt.schema import Choice, Measurement, Trial, plan_hash
-from autockpt.tuning.book import Book
+from autockpt.tuning.trials import Trials
 
 PRIOR_SCATTER, PRIOR_CYCLES = 0.015, 4  # of the logarithm of one cycle's seconds; how many cycles that guess is worth
 FRESH = 15.0  # seconds that a reading of the standard holds for what comes next
@@ -36,9 +36,9 @@ class Pairing:
     _squares: float = PRIOR_CYCLES * PRIOR_SCATTER**2
     _freedom: float = PRIOR_CYCLES
 
-    def begin(self, book: Book) -> None:
+    def begin(self, trials: Trials) -> None:
         """Keep to the plan that earlier trials were timed beside."""
-        first = next((t for t in book.trials if t.measured is not None and not t.measured.beside), None)
+        first = next((t for t in trials.all if t.measured is not None and not t.measured.beside), None)
         if first is not None and first.measured is not None:
             self.standard = first.choices, first.measured.step_seconds
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autockpt.schema import load_space
-from autockpt.tuning.candidates import COPY_PRICES, hidden_copies, neutral
-from autockpt.tuning.study import Parameters
+from autockpt.tuning.proposers.solver import COPY_PRICES, hidden_copies, neutral
+from autockpt.tuning.trials import Parameters
 
 
 def test_the_price_of_copies_is_the_one_whose_plan_should_be_fastest() -> None:

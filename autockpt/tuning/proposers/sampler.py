@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,27 +16,38 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
-from autockpt.errors import RunDirectoryError, UsageError
-from autockpt.schema import Choice, SearchSpace, Trial, label
+from autockpt.errors import RunDirectoryError
+from autockpt.schema import Choice, Trial, label
 from autockpt.schema.files import FULL
-
-Parameters = dict[str, float | int | str]
+from autockpt.schema.space import Encoding, Knob, Sampler
+from autockpt.tuning.trials import Parameters
 
 
 class Study:
-    """One study over a search space; ``menus`` are the choices of each unit. ``storage`` None keeps it in memory.
+    """One study of ``knobs``, or with the encoding "layers" of ``menus``, the choices of each unit.
+
+    ``storage`` None keeps it in memory.
 
     A trial that ran out of memory or over the budget is told as complete, with its predicted time and a positive
     violation: told as failed it would teach the sampler nothing.
     """
 
     def __init__(
-        self, space: SearchSpace, menus: Mapping[str, Sequence[Choice]], *, name: str, storage: str | None, seed: int
+        self,
+        encoding: Encoding,
+        sampler: Sampler,
+        knobs: Mapping[str, Knob],
+        menus: Mapping[str, Sequence[Choice]],
+        *,
+        name: str,
+        storage: str | None,
+        seed: int,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
-        self.distributions = _distributions(space, menus)
-        if space.encoding == "layers":
+        self.distributions = _distributions(encoding, knobs, menus)
+        self._queue: deque[Mapping[str, Any]] = deque()
+        if encoding == "layers":
             # Optuna refuses to mix trials over other menus, which a profile made anew may bring
             name += f"-{hashlib.sha256(repr(sorted(self.distributions.items())).encode()).hexdigest()[:8]}"
         self._open: dict[int, optuna.Trial] = {}
@@ -44,7 +56,7 @@ class Study:
             self._study = optuna.create_study(
                 study_name=name,
                 storage=storage,
-                sampler=_sampler(space, seed),
+                sampler=_sampler(sampler, seed),
                 direction="minimize",
                 load_if_exists=True,
             )
@@ -58,20 +70,22 @@ class Study:
             raise _unusable(self._storage, error) from error
 
     def _reap(self) -> None:
-        """Trials left running by a killed search would hold their place for ever."""
+        """Trials left running or waiting by a killed search would hold their place for ever."""
+        for _ in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            self._study.ask()  # only what runs can be told to have failed
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self._study.tell(trial.number, state=TrialState.FAIL)
 
     def enqueue(self, points: Iterable[Mapping[str, Any]]) -> None:
         """Try these points before the sampler's own, again where they were tried: what they mean may have changed."""
-        with self._in_words():
-            for parameters in points:
-                self._study.enqueue_trial(dict(parameters))
+        self._queue.extend(points)
 
     def ask(self) -> tuple[int, Parameters]:
         """The next point to try: Optuna's trial number and its parameters."""
         with self._in_words(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if self._queue:  # one at a time: what is not asked for leaves no trace in the study
+                self._study.enqueue_trial(dict(self._queue.popleft()))
             trial = self._study.ask(self.distributions)
         self._open[trial.number] = trial
         return trial.number, dict(trial.params)
@@ -120,21 +134,21 @@ def _is_full(error: BaseException | None) -> bool:
     return False
 
 
-def _distributions(space: SearchSpace, menus: Mapping[str, Sequence[Choice]]) -> dict[str, BaseDistribution]:
-    if space.encoding == "layers":
+def _distributions(
+    encoding: Encoding, knobs: Mapping[str, Knob], menus: Mapping[str, Sequence[Choice]]
+) -> dict[str, BaseDistribution]:
+    if encoding == "layers":
         return {unit: CategoricalDistribution(tuple(map(label, choices))) for unit, choices in menus.items()}
-    return {name: FloatDistribution(knob.low, knob.high, log=knob.log) for name, knob in space.knobs.items()}
+    return {name: FloatDistribution(knob.low, knob.high, log=knob.log) for name, knob in knobs.items()}
 
 
-def _sampler(space: SearchSpace, seed: int) -> BaseSampler:
+def _sampler(name: Sampler, seed: int) -> BaseSampler:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # multivariate TPE is marked experimental
-        if space.sampler == "gp":
+        if name == "gp":
             return GPSampler(seed=seed, n_startup_trials=4)
-        if space.sampler == "tpe":
+        if name == "tpe":
             return TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
-        if space.sampler == "random":
+        if name == "random":
             return RandomSampler(seed=seed)
-        if space.sampler == "nsga2":
-            return NSGAIISampler(seed=seed, population_size=12)  # Optuna's 50 are more than a search has trials
-    raise UsageError(f"unknown sampler {space.sampler!r}", remedy="Use gp, tpe, nsga2 or random.")
+        return NSGAIISampler(seed=seed, population_size=12)  # Optuna's 50 are more than a search has trials

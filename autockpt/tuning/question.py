@@ -15,7 +15,7 @@ from autockpt.schema import Budget, Choice, Listener, SearchSpace, StageTime, Wo
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a search may work: real trials in all, wall seconds."""
+    """How long a search may work: candidates in all, wall seconds."""
 
     trials: int
     timeout: float | None = None
@@ -26,7 +26,7 @@ class Limits:
         return math.inf if self.timeout is None else self.timeout - clock.elapsed
 
     def used_up(self, spent: int, clock: Clock, reserved: float = 0.0) -> str:
-        """Which limit is reached, in words; empty where none is. ``spent`` are the trials so far.
+        """Which limit is reached, in words; empty where none is. ``spent`` are the candidates so far.
 
         ``reserved`` seconds of the time limit are for something else.
         """
@@ -38,8 +38,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One question: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
+class Question:
+    """What is asked: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
 
     ``seeds`` are plans to try early, by name; ``host_budget`` bounds what offloading may claim on the host, in bytes.
     """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, parse_choice
-from autockpt.tuning.book import Book, Score
-from autockpt.tuning.pairing import Pairing
+from autockpt.tuning.paired_timing import Pairing
+from autockpt.tuning.trials import Candidate, Score, Trials
 
 PLAIN, SLOW, GOOD = ({"layer": c} for c in (SAVE, RECOMPUTE, parse_choice("offload")))
 SECONDS = {"save": 1.0, "recompute": 1.5, "offload": 1.1}
@@ -39,10 +39,10 @@ def machine() -> Machine:
     return Machine()
 
 
-def pairing_on(machine: Machine, book: Book | None = None) -> Pairing:
+def pairing_on(machine: Machine, trials: Trials | None = None) -> Pairing:
     measurer: Any = machine
     pairing = Pairing(measurer)
-    pairing.begin(book or Book(None))
+    pairing.begin(trials or Trials(None))
     return pairing
 
 
@@ -60,7 +60,7 @@ def test_a_machine_that_others_use_more_and_more_changes_no_ranking(machine: Mac
 
 def test_an_old_reading_of_the_standard_is_not_relied_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("autockpt.tuning.pairing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("autockpt.tuning.paired_timing.time.monotonic", lambda: now[0])
     pairing = pairing_on(machine)
     pairing.measure(PLAIN, steps=2, budget_bytes=None)
     pairing.measure(SLOW, steps=2, budget_bytes=None)
@@ -69,13 +69,12 @@ def test_an_old_reading_of_the_standard_is_not_relied_on(machine: Machine, monke
 
 
 def test_a_search_that_goes_on_keeps_to_the_plan_of_before(machine: Machine) -> None:
-    book = Book(None)
-    first = pairing_on(machine, book)
-    book.write(
-        PLAIN, "none", "baseline", Score("measured", first.measure(PLAIN, steps=2, budget_bytes=None)), elapsed=0
-    )
+    trials = Trials(None)
+    first = pairing_on(machine, trials)
+    score = Score("measured", first.measure(PLAIN, steps=2, budget_bytes=None))
+    trials.write(Candidate(dict(PLAIN), "none"), score, elapsed=0)
     machine.load = 3.0
-    again = pairing_on(machine, book)
+    again = pairing_on(machine, trials)
     assert again.measure(GOOD, steps=2, budget_bytes=None).step_seconds == pytest.approx(1.1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import Choice, Measurement, Prediction, Trial, TrialState, plan_hash
@@ -18,44 +18,55 @@ class Score:
     message: str = ""
 
 
-class Book:
+Parameters = dict[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan worth a look, what it is called and where it is from. ``fits`` is what its ghost run says.
+
+    ``number`` is the sampler's; one that is not ``allowed`` is not tried.
+    """
+
+    choices: dict[str, Choice]
+    name: str = ""
+    encoding: str = "baseline"
+    parameters: Parameters = field(default_factory=dict)
+    fits: bool = True
+    allowed: bool = True
+    number: int = -1
+
+
+class Trials:
     """All trials of one question, those of earlier runs first. One plan is measured once: ``find`` knows it by hash."""
 
     def __init__(self, run: RunDirectory | None) -> None:
         self._run = run
-        self.trials: list[Trial] = run.trials() if run is not None else []
-        self.resumed = len(self.trials)
-        self._by_hash = {t.plan_hash: t for t in self.trials}
+        self.all: list[Trial] = run.trials() if run is not None else []
+        self.resumed = len(self.all)
+        self._by_hash = {t.plan_hash: t for t in self.all}
         self.budget_bytes: int | None = None
 
-    def find(self, choices: dict[str, Choice]) -> Trial | None:
+    def find(self, choices: Mapping[str, Choice]) -> Trial | None:
         """The trial of this plan, if there was one."""
         return self._by_hash.get(plan_hash(choices))
 
     def write(
-        self,
-        choices: dict[str, Choice],
-        name: str,
-        encoding: str,
-        score: Score,
-        *,
-        elapsed: float,
-        predicted: Prediction | None = None,
-        parameters: Mapping[str, float | int | str] | None = None,
+        self, candidate: Candidate, score: Score, *, elapsed: float, predicted: Prediction | None = None
     ) -> Trial:
         """Add what became of a new plan ``elapsed`` seconds after the search began. Returns what was written."""
         return self.put(
             Trial(
-                number=len(self.trials),
-                name=name,
-                encoding=encoding,
-                choices=choices,
-                plan_hash=plan_hash(choices),
+                number=len(self.all),
+                name=candidate.name,
+                encoding=candidate.encoding,
+                choices=candidate.choices,
+                plan_hash=plan_hash(candidate.choices),
                 state=score.state,
                 feasible=score.state in ("measured", "simulated"),
                 predicted=predicted,
                 measured=score.measured,
-                parameters=dict(parameters or {}),
+                parameters=dict(candidate.parameters),
                 message=score.message,
                 elapsed_seconds=elapsed,
             )
@@ -64,10 +75,10 @@ class Book:
     def put(self, trial: Trial) -> Trial:
         """Add a trial, or replace the one of its number; judged if the budget is known. Returns what was written."""
         trial = self._judged(trial)
-        if trial.number == len(self.trials):
-            self.trials.append(trial)
+        if trial.number == len(self.all):
+            self.all.append(trial)
         else:
-            self.trials[trial.number] = trial
+            self.all[trial.number] = trial
         self._by_hash[trial.plan_hash] = trial
         if self._run is not None:
             self._run.add_trial(trial)
@@ -76,7 +87,7 @@ class Book:
     def judge(self, budget_bytes: int) -> None:
         """Hold all trials against the budget: baselines run before it is known in bytes."""
         self.budget_bytes = budget_bytes
-        for trial in list(self.trials):
+        for trial in list(self.all):
             if self._judged(trial) != trial:
                 self.put(trial)
 
@@ -90,13 +101,17 @@ class Book:
 
     @property
     def spent(self) -> int:
-        """Trials that took real steps, those that ran out of memory included; in a simulation those scored by it."""
-        return sum(t.score is not None or t.state == "out_of_memory" for t in self.trials)
+        """Candidates that took real steps, those that ran out of memory included; in a simulation those scored by it.
+
+        Baselines do not count: everybody knows these plans.
+        """
+        candidates = (t for t in self.all if t.encoding != "baseline")
+        return sum(t.score is not None or t.state == "out_of_memory" for t in candidates)
 
     @property
     def scored(self) -> list[Trial]:
         """Trials with a measurement (in a simulated search: a simulation), fitting or not."""
-        return [t for t in self.trials if t.score is not None]
+        return [t for t in self.all if t.score is not None]
 
     def ranking(self) -> list[Trial]:
         """Scored trials within the budget, fastest first; none before the budget is known."""

@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import Measurement, SearchSpace, Trial, load_space
-from autockpt.tuning.study import Study
+from autockpt.schema import Measurement, Trial, load_space
+from autockpt.tuning.proposers.sampler import Study
 
 
 @pytest.mark.parametrize("storage", ["nonsense", "nosuchdriver://someone:secret@nowhere/db"])
 def test_a_storage_that_cannot_be_opened_is_named_without_its_password(storage: str) -> None:
     with pytest.raises(RunDirectoryError, match="cannot be used") as caught:
-        Study(load_space("knobs"), {"a": [], "b": []}, name="search", storage=storage, seed=0)
+        Study("knobs", "gp", load_space("knobs").knobs, {}, name="search", storage=storage, seed=0)
     assert "secret" not in str(caught.value) and "sqlite:///" in caught.value.remedy
     assert caught.value.exit_code == 2
 
@@ -30,10 +31,12 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         finally:
             connection.close()
 
-    space = load_space("knobs")
-    study = Study(space, {}, name="search", storage=f"sqlite:///{tmp_path / 'study.db'}", seed=0)
+    def opened(storage: str) -> Study:
+        return Study("knobs", "gp", load_space("knobs").knobs, {}, name="search", storage=storage, seed=0)
+
+    study = opened(f"sqlite:///{tmp_path / 'study.db'}")
     monkeypatch.setattr(study._study, "ask", commit)
-    for used in (study.ask, lambda: Study(space, {}, name="search", storage="sqlite:///x.db", seed=0)):
+    for used in (study.ask, lambda: opened("sqlite:///x.db")):
         with pytest.raises(RunDirectoryError, match="is full") as caught:
             used()
         assert "Free space" in caught.value.remedy and "invalid" not in str(caught.value)
@@ -41,9 +44,9 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe", "nsga2", "random"])
-def test_every_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit(sampler: str) -> None:
-    space = SearchSpace.model_validate(load_space("knobs").model_dump() | {"sampler": sampler})
-    study = Study(space, {}, name="search", storage=None, seed=0)
+def test_every_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit(sampler: Any) -> None:
+    space = load_space("knobs")
+    study = Study("knobs", sampler, space.knobs, {}, name="search", storage=None, seed=0)
     record = Trial(number=0, name="t", encoding="knobs", choices={}, plan_hash="h", state="measured", feasible=True)
     record = record.model_copy(update={"measured": Measurement(peak_bytes=1, step_seconds=1.0)})
     margins = []
@@ -54,3 +57,22 @@ def test_every_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit(
         study.tell(number, 1.0 + float(point["margin"]), 0.5 if i % 3 == 0 else -0.5, record)
         margins.append(point["margin"])
     assert len(set(margins)) > 5
+
+
+def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> None:
+    def opened() -> Study:
+        return Study("knobs", "random", load_space("knobs").knobs, {}, name="search", storage=storage, seed=0)
+
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    point = {"margin": 0.01, "recompute_price": 1.0, "offload_price": 1.0}
+    study = opened()
+    study.enqueue([point, {**point, "margin": 0.02}])
+    number, first = study.ask()
+    assert first == point
+    study.fail(number)
+    killed = optuna.load_study(study_name="search", storage=storage)
+    assert [t.state.name for t in killed.trials] == ["FAIL"]
+    killed.enqueue_trial(point)  # as earlier versions left them
+    opened()
+    states = [t.state.name for t in optuna.load_study(study_name="search", storage=storage).trials]
+    assert states == ["FAIL", "FAIL"]

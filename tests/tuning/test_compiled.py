@@ -11,12 +11,24 @@ import pytest
 
 from autockpt.errors import ConflictError, InfeasibleError, MeasurementError
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, ResolvedBudget, Silence, parse_budget
+from autockpt.schema import (
+    RECOMPUTE,
+    SAVE,
+    Choice,
+    DeviceInfo,
+    Environment,
+    Measurement,
+    Silence,
+    load_space,
+    parse_budget,
+)
 from autockpt.schema.choices import CompileBudget
-from autockpt.tuning.compiled_engine import CompiledEngine
-from autockpt.tuning.engine import Found
-from autockpt.tuning.job import Clock, Limits
-from autockpt.tuning.scoring import RealSteps
+from autockpt.tuning.loop import Loop
+from autockpt.tuning.proposers.splits import SplitProposer
+from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.targets.compiled_steps import CompiledSteps
+from autockpt.tuning.targets.measured import RealSteps
+from autockpt.tuning.trials import Trials
 
 NAMES = tuple(f"layers.{i}" for i in range(6))
 
@@ -29,6 +41,8 @@ class MadeUpCompiler:
         self.says = says or (lambda choices: None)
         self.measured: list[dict[str, Choice]] = []
         self.bounds: list[float] = []
+        info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=10**6)
+        self.environment = Environment(device=info, versions={})
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
@@ -57,30 +71,17 @@ class MadeUpCompiler:
         return {name: [self.costs(choices)[1]] * rounds for name, choices in plans.items()}
 
 
-def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trials: int = 14, **more: Any) -> Found:
+def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trials: int = 14, **more: Any) -> Any:
     clock = Clock(Silence())
-    asked = parse_budget(budget)
-
-    def resolve(most: int, least: int) -> ResolvedBudget:
-        return ResolvedBudget(asked=budget, bytes=asked.resolve(most, least, 10**6), covers="all")
-
+    space = load_space("knobs").restricted(("recompute",))
+    limits = Limits(trials, more.pop("timeout", None))
+    question = Question("m", None, {}, parse_budget(budget), space, limits)
     run = more.pop("run", None)
-    engine = CompiledEngine(
-        mode=mode,
-        layers=NAMES,
-        kinds=("save", "recompute"),
-        scorer=RealSteps(compiler, clock),  # type: ignore[arg-type]
-        measurer=compiler,  # type: ignore[arg-type]
-        limits=Limits(trials, more.pop("timeout", None)),
-        room=10**6,
-        run=run,
-        storage=run.storage if run else "sqlite://",
-        clock=clock,
-        resolve=resolve,
-        seeds={},
-        eager=more.pop("eager", lambda share: {}),
-    )
-    return engine.search()
+    tried = Trials(run)
+    target = CompiledSteps(mode, RealSteps(compiler, clock), compiler, limits, clock)  # type: ignore[arg-type]
+    storage, eager = run.storage if run else "sqlite://", more.pop("eager", lambda share: {})
+    proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager)
+    return Loop(proposer, target, tried, limits, clock).run()
 
 
 @pytest.mark.parametrize("mode", ["layers", "model"])
@@ -123,7 +124,7 @@ def test_plans_of_the_eager_solver_are_tried():
 def test_with_dropout_budgets_are_given_up_and_that_is_said():
     def says(choices: Mapping[str, Choice]) -> None:
         if any(isinstance(c, CompileBudget) for c in choices.values()):
-            raise ConflictError("… random numbers … (pytorch#190758)")
+            raise ConflictError("a graph that draws random numbers, as dropout does")
 
     compiler = MadeUpCompiler(says)
     found = search(compiler, "60%act")

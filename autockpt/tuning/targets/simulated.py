@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autockpt.errors import AutockptError, InfeasibleError
@@ -18,29 +18,61 @@ from autockpt.profiling import (
     tracer_for,
     uniform_graphs,
 )
-from autockpt.profiling.roofline import roofline_times
-from autockpt.schema import Budget, Graph, OpTimes, SearchOutcome, SearchRequest, SearchSpace, format_bytes
+from autockpt.profiling.roofline import environment_of_hardware, roofline_times
+from autockpt.schema import (
+    Budget,
+    Environment,
+    Graph,
+    OpTimes,
+    PlanStatus,
+    Prediction,
+    SearchOutcome,
+    SearchRequest,
+    SearchSpace,
+    Trial,
+    format_bytes,
+)
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import uncollected
-from autockpt.tuning.depth import DEEP, calls_per_candidate, open_twin, transplanted
-from autockpt.tuning.job import Clock
-from autockpt.tuning.remedies import Bench, explained
-from autockpt.tuning.scoring import Simulated
-from autockpt.tuning.stages import (
-    Traced,
-    blocks_of,
-    enter_run,
-    find_plan,
-    foresee_plan,
-    job_of,
-    kept,
-    traced,
-)
+from autockpt.tuning.infeasible import WhatIf, explained
+from autockpt.tuning.opening import Traced, blocks_of, traced
+from autockpt.tuning.question import Clock
+from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, kept, question_of
+from autockpt.tuning.targets.base import MOST_REPEATS, Foresee
+from autockpt.tuning.targets.shallow_twin import DEEP, calls_per_candidate, open_twin, transplanted
+from autockpt.tuning.trials import Candidate, Score, Trials
 
 CANDIDATES = 1
 """Plans of the solver that are refined where ghost runs of the whole model are dear. In a simulation prices are what
 the solver takes them for, so its plan is what any other candidate would come to."""
+
+
+@dataclass
+class Simulated:
+    """Candidates are what their ghost runs and modelled op times say; nothing is measured, so nothing is repeated."""
+
+    source: PlanStatus = "simulated"
+    most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
+    worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
+    most_candidates: int | None = None
+    final_rounds: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def begin(self, trials: Trials, foresee: Foresee) -> None:
+        """Predictions need no other trials."""
+
+    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score:
+        """The prediction stands."""
+        return Score("simulated")
+
+    def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
+        """Nothing is measured."""
+        return 0.0
+
+    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+        """The fastest that fits."""
+        return trials.best
 
 
 def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) -> SearchOutcome:
@@ -55,17 +87,19 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
             found = _traced(stack, request, tracer, hardware)
         budget, capped = within(request.budget, hardware)
         stack.enter_context(_naming_ways_out(request, found, hardware, clock))
-        job = job_of(request, found, budget, (*capped, said_of(hardware)))
-        job = replace(job, settings={**job.settings, "device": f"{hardware.name}, simulated"})
+        question = question_of(request, found, budget, (*capped, said_of(hardware)))
+        question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
         with clock.stage("profile"):
             profiled = _profiled(found, hardware, budget, request.host_budget)
         environment = profiled.profile.op_times.environment
         if request.dry_run:
-            return kept(request, foresee_plan(job, tracer, profiled, clock, seconds=True))
-        run = enter_run(stack, request, job, environment, tracer.units, device=hardware.name)
+            return kept(request, foresee_plan(question, tracer, profiled, clock, seconds=True))
+        run, known = enter_run(stack, request, question, environment, tracer.units, device=hardware.name)
+        if known is not None:
+            return kept(request, known)
         storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
-        scorer = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
-        return kept(request, find_plan(job, tracer, profiled, scorer, run, storage, clock, referee_calls=calls))
+        target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
+        return kept(request, find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls))
 
 
 def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware) -> Traced:
@@ -115,7 +149,7 @@ def _naming_ways_out(request: SearchRequest, found: Traced, hardware: Hardware, 
         budget = min(request.budget.size or hardware.memory_bytes, hardware.memory_bytes)
         kinds = tuple(found.space.choices)
         device = torch_device(hardware)
-        bench = Bench(budget, device, partial(modelled, hardware), kinds, hardware=hardware)
+        bench = WhatIf(budget, device, partial(modelled, hardware), kinds, hardware=hardware)
         uniform = found.uniform
         if found.twin is not None:
             blocks = blocks_of(found.tracer)
@@ -125,9 +159,13 @@ def _naming_ways_out(request: SearchRequest, found: Traced, hardware: Hardware, 
 
 def modelled(hardware: Hardware, graphs: Sequence[Graph]) -> OpTimes:
     """Op times of the hardware for all that these ghost runs execute."""
-    times = roofline_times(hardware, graphs)
-    versions = installed_versions() | times.environment.versions
-    return times.model_copy(update={"environment": times.environment.model_copy(update={"versions": versions})})
+    return roofline_times(hardware, graphs).model_copy(update={"environment": simulated_environment(hardware)})
+
+
+def simulated_environment(hardware: Hardware) -> Environment:
+    """The hardware, and the versions that simulate it."""
+    environment = environment_of_hardware(hardware)
+    return environment.model_copy(update={"versions": installed_versions() | environment.versions})
 
 
 def within(budget: Budget, hardware: Hardware) -> tuple[Budget, tuple[str, ...]]:

@@ -14,26 +14,28 @@ from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.compiled import missing
 from autockpt.profiling import build_profile, nominal_op_times, used_by_others
 from autockpt.schema import (
-    Choice,
     CompileMode,
     Measurement,
     Plan,
-    ResolvedBudget,
     SearchOutcome,
     SearchRequest,
     StageTime,
-    covers,
     format_bytes,
 )
 from autockpt.schema.choices import dump_choice
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
-from autockpt.tuning.compiled_engine import CompiledEngine
-from autockpt.tuning.engine import Found
-from autockpt.tuning.job import Clock, Job
+from autockpt.tuning.loop import Loop, SearchResult
+from autockpt.tuning.opening import Traced, uniform_plans
 from autockpt.tuning.outcome import make_plan, scored_rows
-from autockpt.tuning.scoring import COMPILING, STEPS, RealSteps, confirmation
-from autockpt.tuning.stages import Traced, enter_run, job_of, kept, outcome_of, uniform_plans
+from autockpt.tuning.proposers.base import Plans
+from autockpt.tuning.proposers.splits import SplitProposer
+from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.stages import enter_run, finish, kept, outcome_of, question_of
+from autockpt.tuning.targets.base import COMPILING, STEPS
+from autockpt.tuning.targets.compiled_steps import CompiledSteps
+from autockpt.tuning.targets.measured import RealSteps, confirmation
+from autockpt.tuning.trials import Trials
 
 IN_GRAPHS = ("save", "recompute")
 """Choices that can be part of a compiled graph, compile_budget besides."""
@@ -63,14 +65,16 @@ def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> 
         traced = Traced(tracer, uniform, None, space, refused)
         outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
         left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
-        job = job_of(request, traced, request.budget, (*left_out, _NOT_PREDICTED))
-        job = replace(job, settings={**job.settings, "compile": mode})
+        question = question_of(request, traced, request.budget, (*left_out, _NOT_PREDICTED))
+        question = replace(question, settings={**question.settings, "compile": mode})
         with clock.stage("build"):
             environment = measurer.environment
-        run = enter_run(stack, request, job, environment, tracer.units)
+        run, known = enter_run(stack, request, question, environment, tracer.units)
+        if known is not None:
+            return kept(request, known)
         run.write_environment(environment)
         run.write_graph(uniform["save"][1])
-        return kept(request, _found(request, mode, job, traced, measurer, run, clock))
+        return kept(request, _found(request, mode, question, traced, measurer, run, clock))
 
 
 def _refuse(request: SearchRequest, device_kind: str) -> None:
@@ -93,7 +97,7 @@ def _refuse(request: SearchRequest, device_kind: str) -> None:
 def _found(
     request: SearchRequest,
     mode: CompileMode,
-    job: Job,
+    question: Question,
     traced: Traced,
     measurer: WorkerMeasurer,
     run: RunDirectory,
@@ -105,11 +109,7 @@ def _found(
     tracer, uniform = traced.tracer, traced.uniform
     blocks = [unit for unit in tracer.units if unit.role == "block"]
 
-    def resolve(most: int, least: int) -> ResolvedBudget:
-        size = job.budget.resolve(most, least, room)
-        return ResolvedBudget(asked=job.budget.text, bytes=size, covers=covers(info.kind))
-
-    def eager(share: float) -> dict[str, dict[str, Choice]]:
+    def eager(share: float) -> Plans:
         """The eager solver's plan for a budget at the same place between the eager peaks."""
         with clock.part("eager solver"):
             times = nominal_op_times(environment, uniform["recompute"][1])
@@ -120,35 +120,26 @@ def _found(
             refined = refine(problem, profiled.rule, max_calls=REFEREE_CALLS)
         return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
 
-    engine = CompiledEngine(
-        mode=mode,
-        layers=tuple(unit.name for unit in blocks),
-        kinds=job.space.choices,
-        scorer=RealSteps(measurer, clock, confirmation(request.workload, measurer, compile=mode)),
-        measurer=measurer,
-        limits=job.limits,
-        room=room,
-        run=run,
-        storage=request.storage or run.storage,
-        clock=clock,
-        resolve=resolve,
-        seeds=job.seeds,
-        eager=eager,
-    )
-    found = engine.search()
-    rows = scored_rows(engine.known, found.trials, found.best)
+    trials = Trials(run)
+    confirm = confirmation(request.workload, measurer, compile=mode)
+    target = CompiledSteps(mode, RealSteps(measurer, clock, confirm), measurer, question.limits, clock)
+    storage, layers = request.storage or run.storage, [unit.name for unit in blocks]
+    proposer = SplitProposer(question, layers, target, trials, storage, room=room, eager=eager)
+    found = Loop(proposer, target, trials, question.limits, clock).run()
+    rows = scored_rows(proposer.known, found.trials, found.best)
     plan, notes = None, [*found.notes, *_graphs(found)]
     if found.best is not None:
         late = request.timeout is not None and clock.elapsed > request.timeout
         elsewise, said = (None, []) if late else _in_eager_steps(measurer, found)
         notes += said
-        plan = _plan(job, mode, tracer, measurer, found, rows, (*notes, _NOT_PREDICTED), elsewise)
+        plan = _plan(question, mode, tracer, measurer, found, rows, (*notes, _NOT_PREDICTED), elsewise)
         run.write_plan(plan)
     stages = _compiling_apart(clock.stages, found)
-    return outcome_of(job, found, rows, plan, info, run, source="measured", stages=stages, notes=notes)
+    outcome = outcome_of(question, found, rows, plan, info, run, source="measured", stages=stages, notes=notes)
+    return finish(run, question, found, outcome)
 
 
-def _compiling_apart(stages: Sequence[StageTime], found: Found) -> tuple[StageTime, ...]:
+def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[StageTime, ...]:
     """The stages with what compiling took taken out of the measured steps that it preceded."""
     compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
     steps = [s.model_copy(update={"seconds": s.seconds - compiling}) if s.name == STEPS else s for s in stages]
@@ -156,18 +147,18 @@ def _compiling_apart(stages: Sequence[StageTime], found: Found) -> tuple[StageTi
 
 
 def _plan(
-    job: Job,
+    question: Question,
     mode: CompileMode,
     tracer: Tracer,
     measurer: WorkerMeasurer,
-    found: Found,
+    found: SearchResult,
     rows: tuple[Any, ...],
     notes: tuple[str, ...],
     eager: Measurement | None,
 ) -> Plan:
     assert found.best is not None
     plan = make_plan(
-        job,
+        question,
         found.best.choices,
         tracer.units,
         measurer.environment,
@@ -180,7 +171,7 @@ def _plan(
     return plan if eager is None else plan.noting("eager", eager)
 
 
-def _in_eager_steps(measurer: WorkerMeasurer, found: Found) -> tuple[Measurement | None, list[str]]:
+def _in_eager_steps(measurer: WorkerMeasurer, found: SearchResult) -> tuple[Measurement | None, list[str]]:
     """What the same choices do without a compiler; there a compile_budget saves everything."""
     assert found.best is not None
     if found.interrupted:
@@ -196,7 +187,7 @@ def _in_eager_steps(measurer: WorkerMeasurer, found: Found) -> tuple[Measurement
     return measured, [f"the same choices in eager steps: {peak}, {seconds:.3g} s"]
 
 
-def _graphs(found: Found) -> list[str]:
+def _graphs(found: SearchResult) -> list[str]:
     """How many graphs the found plan became."""
     if found.best is None or found.best.measured is None:
         return []

@@ -17,25 +17,28 @@ from autockpt.schema import (
     Measurement,
     Silence,
     Trial,
-    load_space,
-    parse_budget,
     parse_choice,
     plan_hash,
 )
-from autockpt.tuning.engine import Engine, Found
 from autockpt.tuning.finals import BATCH, Final, play
-from autockpt.tuning.job import Clock, Limits
-from autockpt.tuning.scoring import RealSteps, Simulated
+from autockpt.tuning.question import Clock
 from tests.tuning.device import MadeUpDevice
+from tests.tuning.made_up import search
 
 
 class Watcher(Silence):
     def __init__(self) -> None:
         self.trials: list[Trial] = []
         self.stages: list[str] = []
+        self.total: int | None = None
+        self.steps = 0
 
     def stage(self, name: str, total: int | None = None) -> None:
         self.stages.append(name)
+        self.total, self.steps = total, 0
+
+    def advance(self, steps: int = 1) -> None:
+        self.steps += steps
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         self.trials.append(trial)
@@ -43,37 +46,6 @@ class Watcher(Silence):
 
 def run_in(tmp_path: Path, question: str = "q") -> RunDirectory:
     return RunDirectory.enter(tmp_path, {"question": question}, model="m", device="cpu", budget="60%")
-
-
-def search(
-    device: MadeUpDevice,
-    budget: str,
-    *,
-    space: str = "knobs",
-    trials: int = 20,
-    run: RunDirectory | None = None,
-    listener: Any = None,
-    clock: Clock | None = None,
-    timeout: float | None = None,
-    confirm: Any = None,
-    simulated: bool = False,
-    seeds: Any = None,
-    host_budget: int | None = None,
-) -> Found:
-    storage = run.storage if run else "sqlite://"
-    clock = clock or Clock(listener or Silence())
-    engine = Engine(
-        profiled=device.profiled(host_budget=host_budget),
-        scorer=Simulated() if simulated else RealSteps(device, clock, confirm),
-        budget=parse_budget(budget),
-        space=load_space(space),
-        limits=Limits(trials, timeout),
-        run=run,
-        storage=storage,
-        clock=clock,
-        seeds=seeds,
-    )
-    return engine.run()
 
 
 @pytest.mark.parametrize("space", ["knobs", "layers"])
@@ -208,6 +180,7 @@ def test_trials_are_written_with_their_choices_and_the_listener_hears_of_each(tm
     found = search(MadeUpDevice(), "50%act", trials=8, run=run, listener=watcher)
     assert [t.number for t in watcher.trials] == [t.number for t in run.trials()]
     assert watcher.stages == ["baselines", "search", "finals"]
+    assert watcher.total is not None and 0 < watcher.steps <= watcher.total, "the finals say how far they are"
     assert found.best is not None and run.trials()[found.best.number].measured == found.best.measured
 
 
@@ -253,10 +226,12 @@ def test_finals_compare_what_ran_side_by_side() -> None:
     assert final.seconds(3) / final.seconds(final.winner) == pytest.approx(1.2, rel=0.05)
 
 
-def test_the_number_of_trials_is_a_limit() -> None:
+@pytest.mark.parametrize("trials", [1, 4])
+def test_the_number_of_trials_is_that_of_candidates_whatever_the_baselines_take(trials: int) -> None:
     device = MadeUpDevice(8, noise=0.01)
-    search(device, "50%act", trials=6)
-    assert len(device.measured) <= 6
+    found = search(device, "50%act", trials=trials)
+    candidates = [t for t in found.trials if t.encoding != "baseline" and t.measured is not None]
+    assert 1 <= len(candidates) <= trials and len(device.measured) == len(candidates) + 4
 
 
 def test_the_time_limit_holds_for_the_whole_search_and_still_names_a_plan() -> None:

@@ -1,0 +1,153 @@
+"""The search: baselines, the budget in bytes, candidates until enough, finals. One loop, whatever steps run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autockpt.schema import ResolvedBudget, Trial
+from autockpt.schema.known import NONE
+from autockpt.tuning.proposers.base import Proposer
+from autockpt.tuning.question import Clock, Limits
+from autockpt.tuning.targets.base import Target
+from autockpt.tuning.trials import Candidate, Trials
+
+
+@dataclass
+class SearchResult:
+    """What a search found. ``best`` None: interrupted before anything that fits was measured."""
+
+    budget: ResolvedBudget
+    best: Trial | None
+    trials: list[Trial]
+    binding: bool
+    smallest_peak: int
+    interrupted: bool = False
+    resumed: int = 0
+    stopped: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+class Loop:
+    """One search. ``proposer`` says what to try, ``target`` what it takes; trials are written down as they end."""
+
+    def __init__(self, proposer: Proposer, target: Target, trials: Trials, limits: Limits, clock: Clock) -> None:
+        self.proposer, self.target, self.trials, self.limits, self.clock = proposer, target, trials, limits, clock
+        self.stopped = ""
+
+    def run(self) -> SearchResult:
+        """Search until the trials, the time or the possibilities are used up; Ctrl-C ends it with the best so far.
+
+        Raises InfeasibleError where nothing fits the budget, naming the smallest reachable peak; KeyboardInterrupt
+        where not even the budget was known in bytes by then.
+        """
+        best, interrupted = None, False
+        try:
+            self.proposer.begin()
+            with self.clock.stage("baselines", self.proposer.most_baselines):
+                self._baselines()
+            self._judge()
+            if not self.binding:
+                self.stopped = "saving everything fits the budget, so there is nothing to trade"
+                best = self._plain
+            else:
+                with self.clock.stage("search", max(0, self.limits.trials - self.trials.spent)):
+                    self._search()
+                with self.clock.stage("finals", self.target.final_rounds):
+                    best = self._finals()
+        except KeyboardInterrupt:
+            interrupted, self.stopped = True, "interrupted; everything measured so far is kept"
+            if self.trials.budget_bytes is None and self._plain is not None and self.proposer.knows_the_budget:
+                self._judge()
+            best = self.trials.best
+        if self.proposer.budget is None:
+            raise KeyboardInterrupt
+        if best is None and not interrupted:
+            raise self.proposer.infeasible()
+        return SearchResult(
+            budget=self.proposer.budget,
+            best=best,
+            trials=self.trials.all,
+            binding=self.binding,
+            smallest_peak=self.proposer.smallest_peak,
+            interrupted=interrupted,
+            resumed=self.trials.resumed,
+            stopped=self.stopped,
+            notes=[*self.proposer.notes, *self.target.notes],
+        )
+
+    @property
+    def binding(self) -> bool:
+        """Whether the budget asks for anything at all; taken for granted until the budget is known in bytes."""
+        plain = self._plain
+        return self.trials.budget_bytes is None or plain is None or not plain.feasible
+
+    @property
+    def _plain(self) -> Trial | None:
+        """The trial of saving everything."""
+        return self.trials.find(self.proposer.known[NONE])
+
+    def _baselines(self) -> None:
+        """Plans that everybody knows, whatever they need: the budget may be a share of what they do."""
+        for candidate in self.proposer.baselines(self._used_up):
+            if self.trials.find(candidate.choices) is None:
+                self._try(candidate)
+            else:
+                self.clock.listener.advance()
+
+    def _judge(self) -> None:
+        """From now on the budget is known in bytes, and every trial is held against it."""
+        self.trials.judge(self.proposer.resolve(self.stopped))
+        self.proposer.learn_budget()
+
+    def _search(self) -> None:
+        """Plans from elsewhere first, then what the proposer thinks best, until it is enough."""
+        for candidate in self.proposer.first(self._used_up):
+            if self.trials.find(candidate.choices) is None and not self._used_up():
+                self._try(candidate)
+        repeats = 0
+        while not self._enough(repeats):
+            candidate = self.proposer.propose()
+            trial, repeats = self.trials.find(candidate.choices), repeats + 1
+            fresh = trial is None and candidate.allowed
+            if fresh:
+                trial, repeats = self._try(candidate), 0
+            self.proposer.tell(candidate, trial, fresh)
+
+    def _try(self, candidate: Candidate) -> Trial | None:
+        """Score a plan where its ghost run says that this can be worth it; None where time ran out over it."""
+        predicted, score = self.proposer.foresee(candidate)
+        if score is None:
+            limit = None if candidate.encoding == "baseline" else self.trials.budget_bytes
+            score = self.target.score(candidate, predicted, limit)
+        if score is None:
+            return None
+        trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed, predicted=predicted)
+        self.clock.listener.trial(trial, self.trials.best)
+        return trial
+
+    def _finals(self) -> Trial | None:
+        """The plan to name; well-known plans are timed with the best: the table sets their step times against it."""
+        assert self.trials.budget_bytes is not None
+        left = self.limits.seconds_left(self.clock)
+        return self.target.winner(self.trials, self.proposer.compared(), self.trials.budget_bytes, left)
+
+    # -- when to stop -------------------------------------------------------------------------------------------------
+
+    def _used_up(self) -> bool:
+        """Whether a limit is reached; ``stopped`` then says which."""
+        reserved = 0.0
+        if self.limits.timeout is not None and self.proposer.knows_the_budget:
+            reserved = self.target.reserved(self.trials, self.proposer.compared())
+        return self._over(self.limits.used_up(self.trials.spent, self.clock, reserved))
+
+    def _enough(self, repeats: int) -> bool:
+        """Whether the search should end; ``stopped`` then says why."""
+        if self._used_up():
+            return True
+        if repeats >= self.target.most_repeats:
+            return self._over("the space offers no further plan within the budget")
+        return self._over(self.proposer.nothing_left())
+
+    def _over(self, why: str) -> bool:
+        self.stopped = why or self.stopped
+        return bool(why)

@@ -1,0 +1,406 @@
+"""Candidates by an exact solver: steered by knobs that Optuna searches, or sampled per layer and repaired.
+
+What is measured changes the prices that the solver plans with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+
+from autockpt.errors import InfeasibleError
+from autockpt.profiling import LEAN_CALLS, Profiled
+from autockpt.schema import (
+    SAVE,
+    Budget,
+    Choice,
+    Prediction,
+    Problem,
+    ResolvedBudget,
+    SearchSpace,
+    Trial,
+    covers,
+    format_bytes,
+    from_label,
+    host_of,
+    label,
+    option_of,
+    peak_of,
+)
+from autockpt.schema.known import NONE, known_plans
+from autockpt.solvers import Ruling, exact, refine
+from autockpt.solvers.refine import FASTER
+from autockpt.tuning.infeasible import nothing_fits
+from autockpt.tuning.pooling import foreseen
+from autockpt.tuning.proposers.base import Plans
+from autockpt.tuning.proposers.sampler import Study
+from autockpt.tuning.question import Question
+from autockpt.tuning.refit import Fit, fit, unseen_bytes
+from autockpt.tuning.targets.base import Target
+from autockpt.tuning.trials import Candidate, Parameters, Score, Trials, peak_of_trial
+
+Referee = Callable[[Mapping[str, Choice]], Ruling]
+MakeProblem = Callable[[Mapping[str, float], int], Problem]  # prices by kind, bytes left free -> problem
+
+REFEREE_CALLS = 8
+REPAIRS = 4
+COPY_PRICES = (0.5, 0.2, 0.1)  # of the profile's, for copies that hide behind other units' compute than their own
+LADDER_CALLS = 3  # ghost runs spent on each
+REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
+CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
+MOST_MISSES = 3  # candidates tried for each that is wanted
+
+
+class SolverProposer:
+    """Plans of the solver for one question; what is predicted of them comes from ghost runs and op times.
+
+    ``calls`` are the ghost runs that may be spent on refining one candidate.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        profiled: Profiled,
+        target: Target,
+        trials: Trials,
+        storage: str,
+        *,
+        calls: int = REFEREE_CALLS,
+    ) -> None:
+        self.question, self.profiled, self.target, self.trials = question, profiled, target, trials
+        self.space, self.storage, self.calls = question.space, storage, calls
+        self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
+        self.rulings: dict[tuple[Choice, ...], Ruling] = {}
+        self.device = profiled.predictor.device
+        self.room = self.device.capacity_bytes - profiled.used_by_others
+        self.unpriced = profiled.problem(0)
+        self.notes: list[str] = []
+        self.fresh = 0
+        self.smallest_peak, self._plain_smallest = smallest_peaks(
+            profiled, question.budget, self.known, calls=max(2, calls // 2)
+        )
+        # Until the baselines have run, the best guess of what the budget is in bytes.
+        size = question.budget.resolve(self._predict(self.known[NONE]).peak_bytes, self._plain_smallest, self.room)
+        self.budget = ResolvedBudget(asked=question.budget.text, bytes=size, covers=covers(self.device.kind))
+        target.begin(trials, lambda scored: foreseen(self.unpriced, scored))
+
+    @property
+    def most_baselines(self) -> int:
+        return len(self.known)
+
+    @property
+    def knows_the_budget(self) -> bool:
+        return True
+
+    def begin(self) -> None:
+        """Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step."""
+        if self.question.budget.kind == "bytes" and self.budget.bytes < self.smallest_peak:
+            raise self.infeasible()
+        self.menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
+        seed = self.question.limits.seed + self.trials.resumed
+        space = self.space
+        self.study = Study(
+            space.encoding, space.sampler, space.knobs, self.menus, name="search", storage=self.storage, seed=seed
+        )
+
+    def baselines(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:
+        """The well-known plans, all of them: what the budget means may depend on each."""
+        yield from (Candidate(dict(choices), name) for name, choices in self.known.items())
+        if not self.trials.scored and self.profiled.head is None and self.target.source == "measured":
+            raise self.infeasible()
+
+    # -- the budget ---------------------------------------------------------------------------------------------------
+
+    def resolve(self, stopped: str) -> int:
+        """The budget by this job's own peaks, measured where they could be."""
+        known = {name: c for name, c in self.known.items() if not self.profiled.predictor.over_host(c)}
+        peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.trials.find(c)) is not None}
+        # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
+        leanest = min(self._plain_smallest + unseen_bytes(self.trials.scored), *peaks.values())
+        size = self.question.budget.resolve(peaks[NONE], leanest, self.room)
+        self.budget = self.budget.model_copy(update={"bytes": size})
+        none = self.trials.find(self.known[NONE])
+        if self.question.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
+            self.notes.append("save-everything does not fit the device: the percentage is of its simulated peak")
+        if size > self.room:
+            free = format_bytes(self.room)
+            self.notes.append(f"the device has less free than the budget ({free}); what does not fit there was not run")
+        return size
+
+    def learn_budget(self) -> None:
+        """A simulated allocator that is kept to the budget may make do with less than one that is not."""
+        self.profiled.keep_within(self.budget.bytes)
+        for trial in self.trials.scored:
+            close = not trial.feasible and peak_of_trial(trial) <= CLOSE * self.budget.bytes
+            if trial.state == "simulated" and close:
+                self.trials.put(trial.model_copy(update={"predicted": self._predict(trial.choices)}))
+
+    def infeasible(self) -> InfeasibleError:
+        return nothing_fits(self.profiled, self.budget.bytes, self.smallest_peak)
+
+    # -- candidates ---------------------------------------------------------------------------------------------------
+
+    def first(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:
+        """Plans from elsewhere, whatever they cost there: here they are ghost-run and scored like any other."""
+        for name, choices in self.question.seeds.items():
+            fits = self._predict(choices).peak_bytes <= self.budget.bytes
+            yield Candidate(dict(choices), name, "seed", fits=fits)
+        self.study.enqueue(self._seeds())
+
+    def propose(self) -> Candidate:
+        """The plan at the sampler's next point."""
+        number, parameters = self.study.ask()
+        if self.space.encoding == "layers":
+            found = from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.rule)
+        else:
+            found = self._solved(parameters)
+        encoding, name = self.space.encoding, f"{self.space.encoding} #{number}"
+        choices = self.profiled.plan(found.choices)
+        return Candidate(choices, name, encoding, parameters, fits=found.fits, number=number)
+
+    def tell(self, candidate: Candidate, trial: Trial | None, fresh: bool) -> None:
+        """Seconds and violation: measured where there is a measurement, predicted where it did not fit."""
+        if fresh:
+            self.fresh += 1
+            if self.fresh in REFITS:
+                self.study.enqueue(self._seeds())
+        seconds = None
+        if trial is not None:
+            seconds = (trial.measured or trial.predicted or Prediction(peak_bytes=0)).step_seconds
+        if trial is None or seconds is None:
+            self.study.fail(candidate.number)
+            return
+        over = peak_of_trial(trial) / self.budget.bytes - 1
+        self.study.tell(candidate.number, seconds, min(over, 0.0) if trial.feasible else max(over, 0.01), trial)
+
+    def foresee(self, candidate: Candidate) -> tuple[Prediction | None, Score | None]:
+        """What its ghost run says; a plan that cannot fit is judged by that."""
+        predicted = self._predict(candidate.choices)
+        said = f"simulated {format_bytes(predicted.peak_bytes)}"
+        if self.profiled.predictor.over_host(candidate.choices):
+            return predicted, Score(
+                "predicted_over", message=f"{said}, {format_bytes(predicted.host_bytes)} on the host"
+            )
+        if predicted.peak_bytes > self.room or not candidate.fits:
+            return predicted, Score("predicted_over", message=said)
+        return predicted, None
+
+    def compared(self) -> Sequence[Trial]:
+        """All well-known plans."""
+        return [trial for choices in self.known.values() if (trial := self.trials.find(choices)) is not None]
+
+    def nothing_left(self) -> str:
+        """Whether enough candidates were found, or the refitted optimum is beaten already."""
+        wanted = self.target.most_candidates
+        if wanted is not None and self._enough_candidates(wanted):
+            return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
+        if self._beaten():
+            return "no plan can be faster than the best by more than the noise, by the refitted bound"
+        return ""
+
+    def _enough_candidates(self, wanted: int) -> bool:
+        """Whether so many plans were found besides the known ones; those that did not fit count for less."""
+        tried = [t for t in self.trials.all if t.encoding == self.space.encoding]
+        return sum(t.feasible for t in tried) >= wanted or len(tried) >= MOST_MISSES * wanted
+
+    def _beaten(self) -> bool:
+        """Whether the refitted solver's optimum, less the largest error seen of its predictions, is beaten already."""
+        best = self.trials.best
+        candidates = [t for t in self.trials.scored if t.encoding != "baseline"]
+        if best is None or best.score is None or len(candidates) < len(self.space.margins):
+            return False
+        prices = self._prices
+        optimum = exact(self._problem(prices.scale, 0))
+        if not optimum.feasible:
+            return False
+        bound = prices.predict(self.unpriced, optimum.choices) - prices.error_seconds
+        noise = best.measured.noise if best.measured is not None else 0.0
+        return best.score_seconds * (1 - noise) <= bound
+
+    # -- prices and plans ---------------------------------------------------------------------------------------------
+
+    @property
+    def _prices(self) -> Fit:
+        """What choices cost by all that was measured so far."""
+        return fit(self.unpriced, self.trials.scored)
+
+    def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
+        """The planning problem at these prices, with ``free`` bytes of the budget left unused."""
+        return self.profiled.problem(self._ceiling, prices, free)
+
+    @property
+    def _ceiling(self) -> int:
+        """Most bytes that a ghost run may show: the budget less the context and less what ghost runs seem to miss."""
+        return self.budget.bytes - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
+
+    def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
+        return self.profiled.predictor.predict(choices)
+
+    def _solved(self, parameters: Parameters, calls: int | None = None) -> Candidate:
+        return from_knobs(
+            parameters,
+            self.budget.bytes,
+            self._prices.scale,
+            self._problem,
+            self.profiled.rule,
+            remembered=self.rulings,
+            calls=calls or self.calls,
+            faster=self.target.worthwhile,
+        )
+
+    def _seeds(self) -> list[Parameters]:
+        """The solver's plans at several margins, in the terms of the encoding."""
+        if self.space.encoding == "knobs":
+            plain = [neutral(self.space, margin) for margin in self.space.margins]
+            return [plain[0], *self._hidden(plain[0]), *plain[1:]]
+        solved = (self._solved({"margin": m}).choices for m in self.space.margins)
+        plans = [*self.known.values(), *self.question.seeds.values(), *solved]
+        menus = {name: list(map(label, choices)) for name, choices in self.menus.items()}
+        labels: list[Parameters] = [{name: label(plan.get(name, SAVE)) for name in menus} for plan in plans]
+        return [point for point in labels if all(point[n] in menu for n, menu in menus.items())]
+
+    def _hidden(self, plain: Parameters) -> list[Parameters]:
+        """The price of copies that the simulator prefers to the profile's, if any, where it sees a schedule at all."""
+        if not self.device.copy_queues or self.target.most_candidates is not None:
+            return []
+        return hidden_copies(plain, self.space, self._prices.scale.get("offload", 1.0), self._simulated)
+
+    def _simulated(self, parameters: Parameters) -> float:
+        """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
+        candidate = self._solved(parameters, calls=LADDER_CALLS)
+        seconds = self._predict(candidate.choices).step_seconds
+        return seconds if candidate.fits and seconds is not None else math.inf
+
+
+def smallest_peaks(profiled: Profiled, budget: Budget, known: Plans, calls: int = LEAN_CALLS) -> tuple[int, int]:
+    """The least reachable peak in bytes, and that of plans with a plain head.
+
+    A share of the activation range is of plans as everybody knows them; the second is only looked for where it counts.
+    """
+    smallest = profiled.smallest_peak(known.values(), calls)
+    if profiled.head is None or budget.kind != "activation_share":
+        return smallest, smallest
+    return smallest, profiled.smallest_peak(known.values(), calls, plain_head=True)
+
+
+def neutral(space: SearchSpace, margin: float) -> Parameters:
+    """The knobs that trust the profile as it is, with a share of the budget left free."""
+    parameters: Parameters = {
+        name: knob.neutral if knob.neutral is not None else knob.low for name, knob in space.knobs.items()
+    }
+    if "margin" in parameters:
+        parameters["margin"] = min(max(margin, space.knobs["margin"].low), space.knobs["margin"].high)
+    return parameters
+
+
+def hidden_copies(
+    plain: Parameters, space: SearchSpace, scale: float, foreseen: Callable[[Parameters], float]
+) -> list[Parameters]:
+    """The knobs of ``plain`` with the price of copies whose plan should be fastest; none where that is the fitted one.
+
+    The solver's prices add up, as if every unit had its own compute to hide its copies behind. Between units of
+    different kinds, or with few units that copy, that is too dear; ``foreseen``, the simulated step seconds of the
+    solver's plan under some knobs, sees the whole schedule. ``scale`` is the fitted price as a multiple of the
+    profile's, which is among the points, too: a plan in which every unit copies says little of one where a few do.
+    """
+    knob = space.knobs.get("offload_price")
+    if knob is None:
+        return []
+    prices = dict.fromkeys((*COPY_PRICES, 1 / scale))
+    points = [plain, *({**plain, "offload_price": p} for p in prices if knob.low <= p <= knob.high)]
+    best = min(points, key=foreseen)
+    return [] if best is plain else [best]
+
+
+def from_knobs(
+    parameters: Mapping[str, float | int | str],
+    budget: int,
+    scale: Mapping[str, float],
+    make_problem: MakeProblem,
+    referee: Referee,
+    *,
+    remembered: MutableMapping[tuple[Choice, ...], Ruling] | None = None,
+    calls: int = REFEREE_CALLS,
+    faster: float = FASTER,
+) -> Candidate:
+    """The solver's plan under these knobs, refined until its ghost run fits ``budget``.
+
+    ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them. ``remembered``
+    holds the rulings of earlier calls; at most ``calls`` new ones are asked for,
+    for plans that are faster by a share ``faster`` of the step.
+    """
+    kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
+    prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
+    free = int(budget * float(parameters.get("margin", 0.0)))
+    problem = make_problem(prices, free)
+    refined = refine(problem, referee, max_calls=calls, remembered=remembered, faster=faster)
+    fits_host = problem.host_budget is None or refined.ruling.host_bytes <= problem.host_budget
+    return Candidate(dict(refined.choices), fits=fits_host and refined.ruling.peak_bytes <= problem.budget + free)
+
+
+def from_layers(
+    parameters: Mapping[str, float | int | str], budget: int, problem: Problem, referee: Referee
+) -> Candidate:
+    """One choice per unit as sampled, repaired to the budgets: cheapest bytes first, until the ghost run fits."""
+    choices = {name: from_label(str(text)) for name, text in parameters.items()}
+    target, host = budget, problem.host_budget
+    for _ in range(REPAIRS):
+        if host is not None:
+            choices = _repaired_host(problem, choices, host)
+        choices = _repaired(problem, choices, target, host)
+        ruling = referee(choices)
+        excess = ruling.peak_bytes - budget
+        over_host = 0 if problem.host_budget is None else ruling.host_bytes - problem.host_budget
+        if excess <= 0 and over_host <= 0:
+            return Candidate(choices)
+        if excess > 0:
+            target = min(target, peak_of(problem, choices)) - excess
+        if host is not None and over_host > 0:
+            host = min(host, host_of(problem, choices)) - over_host
+    return Candidate(choices, fits=False)
+
+
+def _repaired_host(problem: Problem, choices: dict[str, Choice], most: int) -> dict[str, Choice]:
+    """Change single units to what moves less to the host, fewest extra seconds per byte first, until ``most`` holds."""
+    choices = dict(choices)
+    while host_of(problem, choices) > most:
+        best: tuple[float, str, Choice] | None = None
+        for unit in problem.units:
+            current = option_of(unit, choices[unit.name])
+            for option in unit.options:
+                if option.host < current.host:
+                    rate = (option.seconds - current.seconds) / (current.host - option.host)
+                    best = min(best or (rate, unit.name, option.choice), (rate, unit.name, option.choice), key=_rate)
+        if best is None:
+            return choices
+        choices[best[1]] = best[2]
+    return choices
+
+
+def _rate(change: tuple[float, str, Choice]) -> float:
+    return change[0]
+
+
+def _repaired(problem: Problem, choices: dict[str, Choice], target: int, host: int | None) -> dict[str, Choice]:
+    """Change single units, fewest extra seconds per byte of peak first, until the linear bound is within ``target``;
+    with at most ``host`` bytes on the host."""
+    choices = dict(choices)
+    peak = peak_of(problem, choices)
+    while peak > target:
+        room = math.inf if host is None else host - host_of(problem, choices)
+        best: tuple[float, int, str, Choice] | None = None
+        for unit in problem.units:
+            current = option_of(unit, choices[unit.name])
+            for option in unit.options:
+                if option.kept >= current.kept or option.host - current.host > max(room, 0):
+                    continue
+                lower = peak_of(problem, choices | {unit.name: option.choice})
+                if lower < peak:
+                    rate = (option.seconds - current.seconds) / (peak - lower)
+                    if best is None or rate < best[0]:
+                        best = (rate, lower, unit.name, option.choice)
+        if best is None:
+            return choices
+        _, peak, name, choice = best
+        choices[name] = choice
+    return choices

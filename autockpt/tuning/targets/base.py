@@ -1,0 +1,54 @@
+"""What the loop asks of the place that steps run on, or are simulated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from autockpt.schema import PlanStatus, Prediction, Trial
+from autockpt.tuning.pooling import Foreseen
+from autockpt.tuning.trials import Candidate, Score, Trials
+
+MOST_REPEATS = 12
+STEPS, COMPILING = "measured steps", "compiling"
+"""What a search's real steps took, and what compiling them did."""
+
+Foresee = Callable[[Sequence[Trial]], Foreseen]
+
+
+class Target(Protocol):
+    """Judges candidates. ``source`` says what its numbers are; ``notes`` what people should know.
+
+    The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
+    below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given. Finals have
+    at most ``final_rounds`` rounds, None: they take no time.
+    """
+
+    source: PlanStatus
+    most_repeats: int
+    worthwhile: float
+    most_candidates: int | None
+    final_rounds: int | None
+    notes: list[str]
+
+    def begin(self, trials: Trials, foresee: Foresee) -> None:
+        """To be called with the trials of the question before any is scored.
+
+        ``foresee`` says what is expected of trials, which decides between those that steps cannot tell apart.
+        """
+        ...
+
+    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score | None:
+        """Judge a plan; None where time ran out over it. ``budget_bytes``: a limit to hold where the device has one."""
+        ...
+
+    def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
+        """Seconds of the time limit in which no further plan is begun."""
+        ...
+
+    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+        """The plan to name, of those that fit; None where none holds the budget.
+
+        ``compared`` are well-known plans to time with the best; ``seconds`` are left to do so.
+        """
+        ...

@@ -1,0 +1,116 @@
+"""Candidates judged by compiled steps: each is compiled first, which may fail, and takes most of the time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autockpt.errors import ConflictError, MeasurementError
+from autockpt.measuring import WorkerMeasurer
+from autockpt.schema import CompileMode, PlanStatus, Prediction, Trial
+from autockpt.tuning.finals import BATCH, MOST_ROUNDS
+from autockpt.tuning.question import Clock, Limits
+from autockpt.tuning.targets.base import MOST_REPEATS, Foresee
+from autockpt.tuning.targets.measured import FINALISTS, RealSteps
+from autockpt.tuning.trials import Candidate, Score, Trials
+
+FINALS_SHARE = 0.2
+"""Of the time limit, at most, is kept for the finals."""
+SWITCHING = 1.25
+"""What a cycle of the finals takes beside its step: plans are attached, taken off and tidied up after in turns."""
+LATELY = 3
+"""So many plans before it say how long the next one takes to compile and measure."""
+ANSWERING = 5.0
+"""Seconds that a worker gets at least before it is ended at the time limit."""
+_COMPILING = {
+    "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
+    "model": "Every plan is compiled as a whole, which takes a while; later runs find it.",
+}
+
+
+@dataclass
+class CompiledSteps:
+    """Real steps by a measurer that compiles as ``mode`` says, within the time limit."""
+
+    mode: CompileMode
+    steps: RealSteps
+    measurer: WorkerMeasurer
+    limits: Limits
+    clock: Clock
+    source: PlanStatus = "measured"
+    most_repeats: int = MOST_REPEATS
+    worthwhile: float = 0.0
+    most_candidates: int | None = None
+    final_rounds: int | None = MOST_ROUNDS
+    refuses_budgets: bool = False
+    notes: list[str] = field(default_factory=list)
+    _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included
+    _typical: float | None = None  # seconds of a step so far
+
+    def begin(self, trials: Trials, foresee: Foresee | None = None) -> None:
+        """Says what takes long."""
+        self._typical = next((t.measured.step_seconds for t in reversed(trials.all) if t.measured is not None), None)
+        self.clock.listener.note(_COMPILING[self.mode])
+
+    @property
+    def device_kind(self) -> str:
+        return self.measurer.environment.device.kind
+
+    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score | None:
+        """Measure a plan; one that the compiler refuses failed. None where time ran out over it."""
+        began = self.clock.elapsed
+        expected = Prediction(peak_bytes=0, step_seconds=self._typical)
+        try:
+            with self.measurer.within(max(ANSWERING, self._seconds_left)):
+                score = self.steps.score(candidate, expected, budget_bytes)
+        except ConflictError as error:
+            score = Score("failed", message=error.message)
+            if not self.refuses_budgets and any(c.kind == "compile_budget" for c in candidate.choices.values()):
+                self.refuses_budgets = True
+                self.notes.append(f"no compile_budget for this model: {error.message}")
+        except MeasurementError as error:
+            score = Score("failed", message=error.message)
+            if self._seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
+                self.notes.append(f"{candidate.name} was not compiled and measured by the time limit")
+                return None
+        self._took.append(self.clock.elapsed - began)
+        if score.measured is not None:
+            self._typical = score.measured.step_seconds
+        return score
+
+    def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
+        """What the next plan takes, and then the finals."""
+        if self.limits.timeout is None or not self._took:
+            return 0.0
+        contest = [*trials.ranking()[:FINALISTS], *compared]
+        anew = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
+        finals = min(_first_rounds(contest) * 2 + anew, FINALS_SHARE * self.limits.timeout)
+        return finals + statistics.median(self._took[-LATELY:])
+
+    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+        """The best plan by steps side by side; where time runs out over them, the best by those it was tried with."""
+        compared, finalists = list(compared), trials.ranking()[:FINALISTS]
+        while compared and _first_rounds([*finalists, *compared]) > self._seconds_left:
+            compared.pop(0)
+        left = self._seconds_left - _first_rounds([*finalists, *compared])
+        if left > 0:
+            try:  # plans of an earlier run are compiled here first
+                with self.measurer.within(max(ANSWERING, self._seconds_left)):
+                    best = self.steps.winner(trials, compared, budget_bytes, left)
+                self.notes.extend(self.steps.notes)
+                return best
+            except MeasurementError:
+                if self._seconds_left > 0:
+                    raise
+        self.notes.append("the time limit left no room to measure the best plans side by side")
+        return trials.best
+
+    @property
+    def _seconds_left(self) -> float:
+        return self.limits.seconds_left(self.clock)
+
+
+def _first_rounds(trials: Sequence[Trial]) -> float:
+    """Seconds that the first rounds of the finals take, all or nothing: a cycle to warm up and a timed one each."""
+    return SWITCHING * 2 * BATCH * sum(t.score_seconds for t in trials if t.measured is not None)

@@ -1,0 +1,50 @@
+"""Op times are kept as they are measured: a search that is stopped while it profiles goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autockpt.profiling import measure_op_times, uniform_graphs
+from autockpt.schema import DeviceInfo, Environment, Graph, OpTimes
+from tests.profiling.steps import SECONDS, step
+
+NAMES = ["layers.0", "layers.1"]
+
+
+class Machine:
+    """Times ops; ``stopped`` while it times whole plans."""
+
+    def __init__(self, stopped: bool) -> None:
+        info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 30)
+        self.environment, self.stopped, self.asked = Environment(device=info, versions={}), stopped, 0
+
+    def trace(self, choices: Mapping[str, Any] | None = None) -> Graph:
+        return step(NAMES, choices)
+
+    def call(self, ref: str, payload: dict) -> dict:
+        self.asked += 1
+        return {"seconds": SECONDS, "optimizer_seconds": 3.0, "copy_out_bandwidth": 40.0, "copy_in_bandwidth": 40.0}
+
+    def compare(self, plans: Mapping[str, Any], *, rounds: int) -> dict[str, list[float]]:
+        if self.stopped:
+            raise KeyboardInterrupt
+        return {name: [50.0 + len(name)] * rounds for name in plans}
+
+    def op_times(self) -> OpTimes:
+        blocks = self.trace().blocks()
+        uniform = uniform_graphs(self, blocks, ("save", "recompute", "offload"))
+        return measure_op_times(self, uniform, "a workload", room=1 << 30)
+
+
+def test_ops_that_were_timed_are_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
+    killed, second, third = Machine(stopped=True), Machine(stopped=False), Machine(stopped=True)
+    with pytest.raises(KeyboardInterrupt):
+        killed.op_times()
+    times = second.op_times()
+    assert (killed.asked, second.asked) == (1, 0)
+    assert third.op_times() == times and third.asked == 0

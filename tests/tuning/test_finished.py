@@ -1,0 +1,102 @@
+"""A search that came to its end is answered from the record; asked for more, it goes on and says what changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from autockpt.errors import RunDirectoryError
+from autockpt.history.rundir import RunDirectory
+from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
+from autockpt.tuning import run_search, search
+from search_spaces.hardware import load_hardware
+from tests.tuning.walk import files_entered
+
+
+class Stages(Silence):
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self.begun.append(name)
+
+
+def ask(out: Path, **more: Any) -> tuple[SearchOutcome, list[str]]:
+    """The outcome, and the stages that it took."""
+    space = load_space("knobs").restricted(("recompute", "offload"))
+    asked = {"budget": parse_budget("60%act"), "workload": WorkloadSpec(model="llama-tiny"), "space": space}
+    hardware = load_hardware("rtx4090")
+    stages = Stages()
+    request = SearchRequest.model_validate(asked | {"hardware": hardware, "trials": 2, "out": out} | more)
+    return run_search(request, stages), stages.begun
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchOutcome]:
+    out = tmp_path_factory.mktemp("runs")
+    return out, ask(out)[0]
+
+
+def test_a_request_walks_through_few_files(tmp_path: Path) -> None:
+    files = files_entered(lambda: ask(tmp_path))
+    assert "tuning/search.py" in files and len(files) <= 15, sorted(files)
+
+
+def test_the_same_command_is_answered_at_once(finished: tuple[Path, SearchOutcome], tmp_path: Path) -> None:
+    out, first = finished
+    again, stages = ask(out, plan_out=tmp_path / "plan.yaml")
+    assert stages == [] and again.plan is not None and first.plan is not None
+    assert again.plan.hash == first.plan.hash == Plan.load(tmp_path / "plan.yaml").hash
+    assert again.rows == first.rows and any("--again" in note for note in again.notes)
+
+
+@pytest.mark.parametrize("more", [{"again": True}, {"trials": 3}])
+def test_asked_for_more_it_goes_on(finished: tuple[Path, SearchOutcome], more: dict[str, Any]) -> None:
+    out, first = finished
+    again, stages = ask(out, **more)
+    assert "search" in stages and again.resumed >= first.measured_trials
+
+
+def test_a_changed_verdict_names_both_plans(finished: tuple[Path, SearchOutcome]) -> None:
+    out, first = finished
+    assert first.run_directory is not None and first.plan is not None
+    run = RunDirectory.open(first.run_directory)
+    record = run.finished()
+    assert record is not None
+    other = first.plan.model_copy(update={"hash": first.rows[1].plan_hash})
+    run.write_finished(record.model_copy(update={"outcome": record.outcome.model_copy(update={"plan": other})}))
+    again, _ = ask(out, again=True)
+    said = next(note for note in again.notes if "verdict changed" in note)
+    assert again.plan is not None and str(again.plan.hash) in said and str(first.rows[1].plan_hash) in said
+
+
+def test_a_second_search_of_the_same_question_is_refused_at_once(finished: tuple[Path, SearchOutcome]) -> None:
+    out, first = finished
+    assert first.run_directory is not None
+    with RunDirectory.open(first.run_directory).lock(), pytest.raises(RunDirectoryError, match="at work"):
+        ask(out, again=True)
+
+
+def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model, ids = transformers.LlamaForCausalLM(config), torch.randint(0, 64, (2, 16))
+    space = load_space("knobs").restricted(("recompute",))
+
+    def asked(**more: Any) -> tuple[Plan, list[str]]:
+        stages = Stages()
+        batch = {"input_ids": ids, "labels": ids}
+        return search(
+            model, batch, budget="50%act", space=space, trials=1, out=tmp_path, listener=stages, **more
+        ), stages.begun
+
+    first, _ = asked()
+    second, stages = asked()
+    assert second.hash == first.hash and "profile" not in stages
+    _, stages = asked(again=True)
+    assert "profile" in stages
