@@ -168,7 +168,7 @@ def test_a_corrupt_study_is_an_error_that_names_the_file_and_changes_nothing(tmp
     damaged = run.path / "study.db"
     damaged.write_bytes(b"this is no database" * 100)
     device = MadeUpDevice()
-    with pytest.raises(RunDirectoryError, match="cannot be opened"):
+    with pytest.raises(RunDirectoryError, match="cannot be used"):
         search(device, "50%act", run=run)
     assert device.measured == []
     assert damaged.read_bytes() == b"this is no database" * 100

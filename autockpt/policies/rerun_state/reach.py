@@ -52,8 +52,8 @@ _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 )
 _STATE = ("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-MODULE = Fields(frozenset((*vars(nn.Module()), "forward")) - {*_STATE, *_HOOKS})
+HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+MODULE = Fields(frozenset((*vars(nn.Module()), "forward")) - {*_STATE, *HOOKS})
 _CALLED = ("__call__", "__getattr__", "__setattr__", "__getitem__", "__enter__", "__exit__", "__iter__")
 _IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
 _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
@@ -174,7 +174,7 @@ class Walk:
             if attached is not None and attached.state.unit not in ("", self._unit):
                 if _IN_MODULES.search(name):
                     return
-                kind = Fields(MODULE.hidden | {*_STATE, *_HOOKS})
+                kind = Fields(MODULE.hidden | {*_STATE, *HOOKS})
         self._node(name, fields, kind, step, False)
         self._go(f"{name}.forward", step, [("", _placed_before(fields.get("forward")))], False)
         self._class(name, type(module), step)

@@ -32,7 +32,7 @@ from autockpt.policies.rerun_state.kinds import (
     fingerprint,
     place_of,
 )
-from autockpt.policies.rerun_state.reach import Global, Node, Walk, said
+from autockpt.policies.rerun_state.reach import HOOKS, Global, Node, Walk, said
 
 _FIRST_CALLS = 2
 _ARGUMENT = "the argument"
@@ -101,6 +101,8 @@ class Quiet:
         self.known = (walk.fixed.keys() | {id(node.obj) for node in settled}) - {id(node.obj) for node in self.lively}
         self._others, self._views, self._cells = [], [], []
         for node in settled:
+            if node.name.endswith(HOOKS):  # they go with the hooks themselves
+                continue
             if isinstance(node.kind, Fields):
                 self._views.append(dict.values(node.obj))
             elif isinstance(node.obj, type):
