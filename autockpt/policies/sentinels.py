@@ -30,7 +30,7 @@ from autockpt.policies.saved import probe_of
 F = TypeVar("F", bound=Callable[..., Any])
 Place = tuple[Any, ...]
 Mode = Literal["off", "sample", "all"]
-WINDOW = 251
+WINDOW = 499
 """Steps after which every unit has been checked again, at most. A prime: of a unit that is called several times in
 every step all calls have their turn."""
 FIRST_CALLS = 2
@@ -75,9 +75,10 @@ class Sentinels:
         self._lock = threading.Lock()
         self._open: list[weakref.ref[Watch]] = []
         self._pending: dict[int, dict[int, Watch]] = {}
+        self._in_a_thread: RerunMismatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_open", "_pending")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_open", "_pending", "_in_a_thread")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -96,9 +97,15 @@ class Sentinels:
             unit.past_first(index)
 
     def begin(self) -> None:
-        """A forward of the whole model begins."""
+        """A forward of the whole model begins.
+
+        Raises RerunMismatch where one ended a backward in a thread of the user's own, whose errors stay there.
+        """
         if torch.compiler.is_dynamo_compiling():
             return
+        if (error := self._in_a_thread) is not None:
+            self._in_a_thread = None
+            raise error
         self.step += 1
         if torch._C._current_graph_task_id() == -1:
             self._pending.clear()  # left by a backward that failed
@@ -151,7 +158,10 @@ class Sentinels:
                 watch.sentinel.proven(watch, sum(1 for owner, _ in seen if owner is watch))
         for watch in watches:
             if watch in wrong or watch.differences:
-                raise watch.error(wrong.get(watch, []))
+                error = watch.error(wrong.get(watch, []))
+                if not isinstance(threading.current_thread(), (threading._MainThread, threading._DummyThread)):  # type: ignore[attr-defined]
+                    self._in_a_thread = error
+                raise error
 
     def _does_not_repeat(self, unit: UnitSentinel, away: float) -> None:
         """A device's kernels give other last bits each time: said once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -302,3 +303,14 @@ def test_two_steps_of_a_mixed_plan_under_all_of_them() -> None:
     with attach(model, {n: parse_choice(kinds[i % 4]) for i, n in enumerate(names)}, sentinels="all") as session:
         assert_equal(train(model, case), plain(case))
         assert all(unit.checks for unit in session.proof().units.values())
+
+
+def test_a_mismatch_in_a_thread_of_the_users_own_comes_up_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    model = Model(unrepeatable)
+    with attached(model, "recompute"):
+        thread = threading.Thread(target=step, args=(model,))
+        thread.start()
+        thread.join()
+        with pytest.raises(RerunMismatch, match="step 1"):
+            model(BATCH)
