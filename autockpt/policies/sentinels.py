@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from autockpt.errors import RerunMismatch
+from autockpt.policies.compared import Compared, distance_of, read
 from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, why_not
 from autockpt.policies.saved import probe_of
 
@@ -144,7 +145,7 @@ class Sentinels:
     def _judge(self, watches: list[Watch]) -> None:
         """The one read. Raises RerunMismatch for the first unit with tensors that differ."""
         seen = [(watch, compared) for watch in watches for compared in watch.take()]
-        verdicts = _read([compared for _, compared in seen])
+        verdicts = read([compared for _, compared in seen])
         wrong: dict[Watch, list[Compared]] = {}
         for (watch, compared), (same, away) in zip(seen, verdicts, strict=True):
             if same:
@@ -173,37 +174,6 @@ class Sentinels:
                 "compared bit by bit",
                 stacklevel=2,
             )
-
-
-class Compared(NamedTuple):
-    """Two fingerprints of what should be one and the same; sketches where a device need not repeat itself."""
-
-    what: str
-    expected: torch.Tensor
-    found: torch.Tensor
-    distance: torch.Tensor | None = None
-    tolerance: float | None = None
-
-
-def _read(compared: list[Compared]) -> list[tuple[bool, float]]:
-    """Whether each pair is equal, and how far its sketches are apart; one read per device."""
-    result: list[tuple[bool, float]] = [(True, 0.0)] * len(compared)
-    places: dict[torch.device, list[int]] = {}
-    for place, pair in enumerate(compared):
-        places.setdefault(pair.found.device, []).append(place)
-    with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
-        for device, found in places.items():
-            pairs = [compared[place] for place in found]
-            same = torch.stack([p.expected for p in pairs]) == torch.stack([p.found for p in pairs])
-            if any(p.distance is not None for p in pairs):
-                nothing = torch.zeros((), dtype=torch.float64, device=device)
-                away = torch.stack([nothing if p.distance is None else p.distance for p in pairs])
-                values = torch.stack([same.double(), away]).tolist()
-            else:
-                values = [same.tolist(), [0.0] * len(pairs)]
-            for place, equal, far in zip(found, *values, strict=True):
-                result[place] = bool(equal), far
-    return result
 
 
 class UnitSentinel:
@@ -441,7 +411,7 @@ class Entry:
         distance = tolerance = None
         rounding = self._watch.sentinels.rounding
         if self._sketch is not None and rounding is not None:
-            distance = _distance(self._sketch, rounding.sketch(value))
+            distance = distance_of(self._sketch, rounding.sketch(value))
             tolerance = rounding.tolerance(value.dtype)
         found = self._watch.known.get(self._place)
         if found is None or value.untyped_storage()._cdata != self._place[0]:
@@ -453,14 +423,6 @@ class Entry:
         reader = f"{node.name()} reads" if node is not None else "is read"
         size, dtype = tuple(self._form.size), str(self._form.dtype).removeprefix("torch.")
         return f"the {dtype} tensor {size} that {reader} (number {self._number + 1} of those that forward saved)"
-
-
-def _distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """How far two sketches are apart, relative to the length of the first. What is in both alike, NaN too, is not."""
-    with quietly(), torch._C.DisableTorchFunction():
-        alike = (first == second) | (first.isnan() & second.isnan())
-        away = torch.where(alike, 0.0, first - second).norm() / first.norm()
-        return torch.where(away.isnan(), torch.inf, away)
 
 
 def _place(tensor: torch.Tensor, form: Form) -> Place:

@@ -179,8 +179,8 @@ def test_forwards_without_backward_are_not_all_watched(monkeypatch: pytest.Monke
 
 def test_one_read_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
-    real = sentinels._read
-    monkeypatch.setattr(sentinels, "_read", lambda compared: reads.append(len(compared)) or real(compared))
+    real = sentinels.read
+    monkeypatch.setattr(sentinels, "read", lambda compared: reads.append(len(compared)) or real(compared))
     model = Model(mlp)
     with attached(model, "recompute", sentinels="all"):
         step(model)
