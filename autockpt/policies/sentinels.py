@@ -24,13 +24,14 @@ import torch
 from torch import nn
 
 from autockpt.errors import RerunMismatch
+from autockpt.policies.compared import Compared, distance_of, read
 from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, why_not
 from autockpt.policies.saved import probe_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 Place = tuple[Any, ...]
 Mode = Literal["off", "sample", "all"]
-WINDOW = 251
+WINDOW = 499
 """Steps after which every unit has been checked again, at most. A prime: of a unit that is called several times in
 every step all calls have their turn."""
 FIRST_CALLS = 2
@@ -75,9 +76,10 @@ class Sentinels:
         self._lock = threading.Lock()
         self._open: list[weakref.ref[Watch]] = []
         self._pending: dict[int, dict[int, Watch]] = {}
+        self._in_a_thread: RerunMismatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_open", "_pending")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_open", "_pending", "_in_a_thread")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -96,9 +98,15 @@ class Sentinels:
             unit.past_first(index)
 
     def begin(self) -> None:
-        """A forward of the whole model begins."""
+        """A forward of the whole model begins.
+
+        Raises RerunMismatch where one ended a backward in a thread of the user's own, whose errors stay there.
+        """
         if torch.compiler.is_dynamo_compiling():
             return
+        if (error := self._in_a_thread) is not None:
+            self._in_a_thread = None
+            raise error
         self.step += 1
         if torch._C._current_graph_task_id() == -1:
             self._pending.clear()  # left by a backward that failed
@@ -137,7 +145,7 @@ class Sentinels:
     def _judge(self, watches: list[Watch]) -> None:
         """The one read. Raises RerunMismatch for the first unit with tensors that differ."""
         seen = [(watch, compared) for watch in watches for compared in watch.take()]
-        verdicts = _read([compared for _, compared in seen])
+        verdicts = read([compared for _, compared in seen])
         wrong: dict[Watch, list[Compared]] = {}
         for (watch, compared), (same, away) in zip(seen, verdicts, strict=True):
             if same:
@@ -151,7 +159,10 @@ class Sentinels:
                 watch.sentinel.proven(watch, sum(1 for owner, _ in seen if owner is watch))
         for watch in watches:
             if watch in wrong or watch.differences:
-                raise watch.error(wrong.get(watch, []))
+                error = watch.error(wrong.get(watch, []))
+                if not isinstance(threading.current_thread(), (threading._MainThread, threading._DummyThread)):  # type: ignore[attr-defined]
+                    self._in_a_thread = error
+                raise error
 
     def _does_not_repeat(self, unit: UnitSentinel, away: float) -> None:
         """A device's kernels give other last bits each time: said once."""
@@ -163,37 +174,6 @@ class Sentinels:
                 "compared bit by bit",
                 stacklevel=2,
             )
-
-
-class Compared(NamedTuple):
-    """Two fingerprints of what should be one and the same; sketches where a device need not repeat itself."""
-
-    what: str
-    expected: torch.Tensor
-    found: torch.Tensor
-    distance: torch.Tensor | None = None
-    tolerance: float | None = None
-
-
-def _read(compared: list[Compared]) -> list[tuple[bool, float]]:
-    """Whether each pair is equal, and how far its sketches are apart; one read per device."""
-    result: list[tuple[bool, float]] = [(True, 0.0)] * len(compared)
-    places: dict[torch.device, list[int]] = {}
-    for place, pair in enumerate(compared):
-        places.setdefault(pair.found.device, []).append(place)
-    with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
-        for device, found in places.items():
-            pairs = [compared[place] for place in found]
-            same = torch.stack([p.expected for p in pairs]) == torch.stack([p.found for p in pairs])
-            if any(p.distance is not None for p in pairs):
-                nothing = torch.zeros((), dtype=torch.float64, device=device)
-                away = torch.stack([nothing if p.distance is None else p.distance for p in pairs])
-                values = torch.stack([same.double(), away]).tolist()
-            else:
-                values = [same.tolist(), [0.0] * len(pairs)]
-            for place, equal, far in zip(found, *values, strict=True):
-                result[place] = bool(equal), far
-    return result
 
 
 class UnitSentinel:
@@ -432,7 +412,7 @@ class Entry:
         distance = tolerance = None
         rounding = self._watch.sentinels.rounding
         if self._sketch is not None and rounding is not None:
-            distance = _distance(self._sketch, rounding.sketch(value))
+            distance = distance_of(self._sketch, rounding.sketch(value))
             tolerance = rounding.tolerance(value.dtype)
         found = self._watch.known.get(self._place)
         if found is None or value.untyped_storage()._cdata != self._place[0]:
@@ -448,14 +428,6 @@ class Entry:
 
 def _layout_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], int]:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-
-def _distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """How far two sketches are apart, relative to the length of the first. What is in both alike, NaN too, is not."""
-    with quietly(), torch._C.DisableTorchFunction():
-        alike = (first == second) | (first.isnan() & second.isnan())
-        away = torch.where(alike, 0.0, first - second).norm() / first.norm()
-        return torch.where(away.isnan(), torch.inf, away)
 
 
 def _place(tensor: torch.Tensor, form: Form) -> Place:

@@ -95,7 +95,7 @@ def apply(
     otherwise), one warning says that its promise does not hold here.
 
     While training, sentinels compare what backward is given with what forward had computed: every unit's first calls,
-    then each unit once in 251 steps (``sentinels="sample"``, also by the environment variable ``AUTOCKPT_SENTINELS``),
+    then each unit once in 499 steps (``sentinels="sample"``, also by the environment variable ``AUTOCKPT_SENTINELS``),
     every call (``"all"``) or none (``"off"``). A mismatch ends that backward with a ConflictError that names the unit,
     before the optimizer's step unless that is itself a hook of backward; other ranks of a distributed training then see
     this one gone, as after any exception.

@@ -26,7 +26,7 @@ from autockpt.history.statistics import ratio_interval
 CHOICES = ("recompute", "selective", "remake", "offload", "recompute_offload", {"kind": "segment", "size": 2})
 SHAPES = {  # hidden size, layers, batch, tokens
     "so small that only host time is left": (16, 24, 1, 8),
-    "a small Llama": (256, 8, 4, 256),
+    "a small Llama": (256, 4, 4, 256),
 }
 
 
