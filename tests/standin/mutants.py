@@ -28,7 +28,7 @@ class Mutant(NamedTuple):
     equivalent: str = ""  # why nobody can notice, where that is so
 
 
-_STREAMS, _DISK, _SAVED = "autockpt.devices.streams", "autockpt.devices.disk", "autockpt.policies.saved"
+_STREAMS, _DISK = "autockpt.devices.streams", "autockpt.devices.disk"
 MUTANTS = {
     "the copy out does not wait for what made the source": Mutant(_STREAMS, "[self._ready, *earlier]", "[*earlier]"),
     "the copy out does not wait for whoever had the host memory": Mutant(
@@ -91,7 +91,10 @@ MUTANTS = {
         'self._queues.copy("out", target, source[part], [])',
     ),
     "disk: settling does not wait for the copy": Mutant(
-        _DISK, "            self._out.left.result()  # no copy", "            # no copy"
+        _DISK,
+        "            self._out.left.result()  # no copy",
+        "            # no copy",
+        equivalent="the thread holds the source until its copy has ended; only when the memory is free is lost",
     ),
     "disk: the thread writes before the copy has ended": Mutant(
         _DISK,
@@ -116,12 +119,6 @@ MUTANTS = {
         "        self._written.result()  # an error",
         "        # an error",
         equivalent="one thread does both, in order",
-    ),
-    "a second backward over a graph takes what the first one left": Mutant(
-        _SAVED, "        if not self.waiting:\n            self.group.start_over()\n", ""
-    ),
-    "saved tensors of a storage that was written to since share its copy": Mutant(
-        _SAVED, "        if storage is None or not storage.holds(tensor):", "        if storage is None:"
     ),
 }
 
