@@ -32,7 +32,7 @@ def test_search_and_verify(inside, tmp_path):
     question = ["--model", "llama-tiny", "-b", "16", "-s", "128", "--choices", "save,recompute,offload"]
     autockpt("search", "--budget", "75%", *question, "--device", "standin", "--trials", "2", "--plan-out", "plan.yaml")
     plan = yaml.safe_load((tmp_path / "plan.yaml").read_text())
-    assert plan["source"] == "measured" and plan["device"]["kind"] == "standin"
+    assert plan["source"] == "measured" and plan["environment"]["device"]["kind"] == "standin"
     answer = json.loads(autockpt("verify", "plan.yaml", "--device", "standin", "--json", codes=(0, 4)))
     states = {check["name"]: check["state"] for check in answer["checks"]}
     # what the machine's load makes of the step time is no promise of the device's

@@ -56,7 +56,7 @@ class Twofold(Block):
             shared.record_stream(side)
             left = shared * shared.cos()
         left.record_stream(torch.accelerator.current_stream())
-        return x + self.down(left + shared.exp() * 0.1)
+        return x + self.down(left + shared.sin() * 0.1)
 
 
 class Model(nn.Module):
