@@ -10,9 +10,11 @@ import numpy as np
 
 from autockpt.profiling import Profiled
 from autockpt.schema import Budget, SearchSpace, Silence, load_space, searched_kinds
-from autockpt.tuning.engine import Engine, Found
-from autockpt.tuning.job import Clock, Limits
-from autockpt.tuning.scoring import RealSteps
+from autockpt.tuning import question as asked
+from autockpt.tuning.loop import Loop, SearchResult
+from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.targets.measured import RealSteps
+from autockpt.tuning.trials import Trials
 from results.samplers_cpu_202611.device import MadeUpDevice, Truth, believed, menu_of
 from results.samplers_cpu_202611.family import Instance, instance
 from results.samplers_cpu_202611.reference import Costs, Reference, optimum, scheduled
@@ -34,7 +36,7 @@ class Question:
     budget: int
     reference: Reference
 
-    def gap(self, found: Found) -> float:
+    def gap(self, found: SearchResult) -> float:
         """How much longer the named plan's true step takes than the optimum's; infinite where none was named."""
         if found.best is None:
             return float("inf")
@@ -57,21 +59,15 @@ def question(made: Instance, seeds: int, kinds: tuple[str, ...] = ()) -> Questio
     return Question(made, Truth(made), beliefs, budget, reference)
 
 
-def search(q: Question, seed: int, noise: float, trials: int, space: SearchSpace | None = None) -> Found:
+def search(q: Question, seed: int, noise: float, trials: int, space: SearchSpace | None = None) -> SearchResult:
     """One search by the engine that users get, on the made-up device."""
-    clock = Clock(Silence())
-    device = MadeUpDevice(q.truth, noise=noise, seed=seed)
-    engine = Engine(
-        profiled=q.beliefs[seed],
-        scorer=RealSteps(device, clock),
-        budget=Budget(text=f"{q.budget} bytes", kind="bytes", size=q.budget),
-        space=space or load_space("knobs"),
-        limits=Limits(trials, None, seed),
-        run=None,
-        storage="sqlite://",
-        clock=clock,
-    )
-    return engine.run()
+    clock = asked.Clock(Silence())
+    target = RealSteps(MadeUpDevice(q.truth, noise=noise, seed=seed), clock)
+    budget = Budget(text=f"{q.budget} bytes", kind="bytes", size=q.budget)
+    limits = asked.Limits(trials, None, seed)
+    what = asked.Question("made up", None, {}, budget, space or load_space("knobs"), limits)
+    tried = Trials(None)
+    return Loop(SolverProposer(what, q.beliefs[seed], target, tried, "sqlite://"), target, tried, limits, clock).run()
 
 
 def rows(queues: bool, seeds: int) -> Iterator[str]:
@@ -98,9 +94,9 @@ def rows(queues: bool, seeds: int) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
-def grown(q: Question, seed: int, noise: float) -> list[Found]:
+def grown(q: Question, seed: int, noise: float) -> list[SearchResult]:
     """The searches with each limit of trials. One that ended by itself would end the same way with a higher limit."""
-    found: list[Found] = []
+    found: list[SearchResult] = []
     for limit in TRIALS:
         by_itself = found and not found[-1].stopped.startswith("all ")
         found.append(found[-1] if by_itself else search(q, seed, noise, limit))

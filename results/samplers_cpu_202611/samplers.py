@@ -14,10 +14,10 @@ import numpy as np
 from autockpt.schema import Choice, Problem, SearchSpace, Trial, from_label, label, load_space, parse_choice
 from autockpt.schema.known import known_plans
 from autockpt.solvers import Ruling, exact
-from autockpt.tuning.book import Book, Score
-from autockpt.tuning.candidates import from_knobs, from_layers, neutral
+from autockpt.tuning.proposers.sampler import Study
+from autockpt.tuning.proposers.solver import from_knobs, from_layers, neutral
 from autockpt.tuning.refit import fit
-from autockpt.tuning.study import Parameters, Study
+from autockpt.tuning.trials import Candidate, Parameters, Score, Trials
 from results.samplers_cpu_202611.device import MadeUpDevice
 from results.samplers_cpu_202611.engine import Question, question
 from results.samplers_cpu_202611.family import instance
@@ -63,12 +63,13 @@ class Run:
         space = load_space(method.encoding).restricted(KINDS)
         self.space: SearchSpace = space.model_copy(update={"sampler": method.sampler})
         self.device = MadeUpDevice(q.truth, noise=NOISE, seed=seed)
-        self.book = Book(None)
-        self.book.judge(q.budget)
+        self.tried = Trials(None)
+        self.tried.judge(q.budget)
         self.rulings: dict[tuple[Choice, ...], Ruling] = {}
         self.unpriced = self.profiled.problem(0)
         menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
-        self.study = Study(self.space, menus, name="search", storage=None, seed=seed)
+        space = self.space
+        self.study = Study(space.encoding, space.sampler, space.knobs, menus, name="search", storage=None, seed=seed)
         self.curve: list[Trial | None] = []
 
     def play(self) -> list[float | None]:
@@ -79,14 +80,14 @@ class Run:
         for _ in range(self.method.trials):
             number, parameters = self.study.ask()
             choices = self._choices(parameters)
-            trial = self.book.find(choices)
+            trial = self.tried.find(choices)
             if trial is None:
                 fresh += 1
                 trial = self._measured(choices, parameters)
                 if self.method.refitted and fresh in REFITS:
                     self.study.enqueue(self._seeds())
             self._tell(number, trial)
-            self.curve.append(self.book.best)
+            self.curve.append(self.tried.best)
         return [None if best is None else self._gap(best.choices) for best in self.curve]
 
     def _gap(self, choices: Mapping[str, Choice]) -> float:
@@ -101,7 +102,7 @@ class Run:
         return {name: from_label(str(text)) for name, text in parameters.items()}
 
     def _solved(self, parameters: Parameters) -> dict[str, Choice]:
-        scale = fit(self.unpriced, self.book.scored).scale if self.method.refitted else {}
+        scale = fit(self.unpriced, self.tried.scored).scale if self.method.refitted else {}
         return from_knobs(
             parameters, self.q.budget, scale, self._problem, self.profiled.rule, remembered=self.rulings
         ).choices
@@ -121,9 +122,8 @@ class Run:
         score = Score("predicted_over")
         if predicted.peak_bytes <= self.q.budget:
             score = Score("measured", self.device.measure(choices))
-        return self.book.write(
-            choices, "", self.space.encoding, score, elapsed=0.0, predicted=predicted, parameters=parameters
-        )
+        candidate = Candidate(choices, "", self.space.encoding, parameters)
+        return self.tried.write(candidate, score, elapsed=0.0, predicted=predicted)
 
     def _tell(self, number: int, trial: Trial) -> None:
         said = trial.measured or trial.predicted

@@ -41,8 +41,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.tuning import run_search
-from autockpt.tuning.candidates import neutral
-from autockpt.tuning.engine import Engine
+from autockpt.tuning.proposers.solver import SolverProposer, neutral
 
 HERE = Path(__file__).parent
 SPEC = WorkloadSpec(
@@ -68,18 +67,18 @@ class Notes(Silence):
     @contextmanager
     def going_on(self) -> Iterator[None]:
         """Searches do not end because nothing can be faster; the first time that one would have is noted."""
-        ends, notes = Engine._nothing_left, self
+        ends, notes = SolverProposer.nothing_left, self
 
-        def goes_on(self: Engine) -> bool:
+        def goes_on(self: SolverProposer) -> str:
             if notes.would_end is None and ends(self):
-                notes.would_end = {"trials": self.book.spent, "at": round(time.monotonic() - notes.began, 2)}
-            return False
+                notes.would_end = {"trials": self.trials.spent, "at": round(time.monotonic() - notes.began, 2)}
+            return ""
 
-        Engine._nothing_left = goes_on
+        SolverProposer.nothing_left = goes_on
         try:
             yield
         finally:
-            Engine._nothing_left = ends
+            SolverProposer.nothing_left = ends
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         measured = trial.measured
