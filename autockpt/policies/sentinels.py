@@ -426,7 +426,7 @@ class Entry:
         return f"the {dtype} tensor {size} that {reader} (number {self._number + 1} of those that forward saved)"
 
 
-def _layout_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], int]:
+def _layout_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Any]:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
