@@ -9,6 +9,7 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -23,6 +24,19 @@ if ON_CUDA:
 # A shell that runs the tests in the background makes them ignore Ctrl-C, and with it the tests that send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Campaigns run only where they are asked for; what is neither slow nor a campaign is fast."""
+    asked = "campaign" in (config.option.markexpr or "")
+    campaigns = [item for item in items if item.get_closest_marker("campaign")]
+    for item in items:
+        if not (item.get_closest_marker("slow") or item.get_closest_marker("campaign")):
+            item.add_marker("fast")
+    if campaigns and not asked:
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
+
 
 # The same examples each time: a failure then belongs to the change at hand. HYPOTHESIS_PROFILE=explore draws new ones.
 settings.register_profile("steady", derandomize=True, deadline=None)

@@ -20,6 +20,8 @@ from autockpt.measuring import StepRunner
 from autockpt.schema import WorkloadSpec
 from autockpt.workload import build, discover_units
 
+pytestmark = pytest.mark.slow
+
 BUDGETS = {"70%": 0.7, "95%": 0.95}
 
 

@@ -19,6 +19,8 @@ from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow, SearchCos
 from tests.bench.stand_in import HereMeasurer
 from tests.measuring.small_workloads import BLOCKS
 
+pytestmark = pytest.mark.slow
+
 PEERS = ("recompute all", "first-k", "offload all", "autockpt")
 
 

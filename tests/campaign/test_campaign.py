@@ -17,6 +17,8 @@ from tests.campaign.program import Placed, Program, draw, source
 from tests.campaign.script import shrunk, written
 from tests.campaign.trial import PLANS, Trials, observe
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = ("layers.0", "layers.1")
 
 

@@ -16,6 +16,8 @@ from search_spaces.hardware import load_hardware
 from tests.diagnose.logs import FORWARD, LOSS, message
 from tests.diagnose.snapshots import dumped, training_oom
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=32, seq_len=128)
 VOCABULARY = 512

@@ -10,6 +10,8 @@ from autockpt.errors import PlanError, UsageError, WorkloadError
 from autockpt.explain import Question, explain
 from autockpt.schema import Plan, WorkloadSpec, parse_budget
 
+pytestmark = pytest.mark.slow
+
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32)
 
 

@@ -11,6 +11,8 @@ from autockpt.explain.rules import FULL, PLAIN, Plans, forwards, take_steps
 from autockpt.schema import RECOMPUTE, Choice, DeviceInfo, Environment, Measurement, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule
 
+pytestmark = pytest.mark.slow
+
 
 class Steps:
     """A device on which recompute takes a third longer and half the memory."""

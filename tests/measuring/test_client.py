@@ -18,6 +18,8 @@ from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.schema import RECOMPUTE, WorkloadSpec
 from tests.measuring.small_workloads import FACTORY
 
+pytestmark = pytest.mark.slow
+
 ALL = {f"layers.{i}": RECOMPUTE for i in range(3)}
 
 

@@ -16,6 +16,8 @@ from autockpt.schema import RECOMPUTE, Choice, CompileMode
 from autockpt.schema.choices import CompileBudget
 from tests.measuring.small_workloads import BLOCKS, RECOMPUTE_ALL, Stack, make_workload
 
+pytestmark = pytest.mark.slow
+
 CHEAP = "aot_eager_decomp_partition"
 TIGHT: Choice = CompileBudget(fraction=0.1)
 TIGHT_ALL: dict[str, Choice] = {f"layers.{i}": TIGHT for i in range(BLOCKS)}
@@ -118,7 +120,6 @@ def test_where_there_is_no_compiler_that_is_said(monkeypatch):
         Compiler("layers", "cpu")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(missing("cpu")), reason="no C++ compiler")
 def test_the_real_compiler_keeps_the_budget_of_each_layer():
     runner = StepRunner(make_workload(Stack(dropout=0.0)), get_device("cpu"), compiler=Compiler("layers", "cpu"))

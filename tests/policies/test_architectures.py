@@ -17,6 +17,8 @@ from tests.device import DEVICE, random_state
 from tests.policies.architectures import ARCHITECTURES, Architecture
 from tests.policies.zoo import assert_equal
 
+pytestmark = pytest.mark.slow
+
 PRECISIONS = ("fp32", "bf16", "autocast")
 DROPOUTS = (0.0, 0.2)
 

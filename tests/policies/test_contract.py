@@ -19,6 +19,8 @@ from tests.device import DEVICE
 from tests.policies.deferred import DeferredTransport
 from tests.policies.zoo import CASES, Case, assert_equal, bytes_alive_after, plain, precision, train
 
+pytestmark = pytest.mark.slow
+
 KINDS = sorted(choice_kinds("block"))
 NO_CACHE = {"use_cache": False}
 

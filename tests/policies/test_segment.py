@@ -22,6 +22,8 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Segment, d
 from tests.policies.test_contract import SCENARIOS, gradients, planned
 from tests.policies.zoo import CASES, Case, Tally, assert_equal, bytes_alive_after, plain, train
 
+pytestmark = pytest.mark.slow
+
 WAYS = [Segment(size=2), Segment(size=2, levels=2), Segment(size=99), Segment(size=99, levels=2)]
 each_way = pytest.mark.parametrize("way", WAYS, ids=str)
 each_level = pytest.mark.parametrize("levels", (1, 2))

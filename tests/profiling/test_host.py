@@ -14,6 +14,8 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.dryrun import foresee
 from autockpt.workload import build
 
+pytestmark = pytest.mark.slow
+
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=4, seq_len=64, accumulate=2)
 KINDS = ("save", "recompute", "offload", "recompute_offload")
 

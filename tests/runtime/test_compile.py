@@ -13,6 +13,8 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, choice_kinds, parse_choice
 from tests.policies.zoo import CASES, assert_equal, bytes_alive_after
 
+pytestmark = pytest.mark.slow
+
 LLAMA = CASES["llama"]
 NO_CACHE = {"use_cache": False}
 # aot_eager runs the very kernels that eager mode runs, so gradients can be compared bit for bit

@@ -18,6 +18,8 @@ from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
 from tests.policies.zoo import CASES
 from tests.runtime.processes import in_two_processes, needs_gloo
 
+pytestmark = pytest.mark.slow
+
 LLAMA = CASES["llama"]
 NAMES = [f"model.layers.{i}" for i in range(3)]
 WAYS = ("ddp", "fsdp2", "fsdp2 in 16 bits")
@@ -120,7 +122,6 @@ def all_plans(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
 @needs_gloo
 def test_ddp_and_fsdp2(tmp_path):
     assert in_two_processes(all_plans, tmp_path) == []

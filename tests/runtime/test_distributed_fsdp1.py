@@ -18,6 +18,8 @@ from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
 from tests.policies.zoo import CASES
 from tests.runtime.processes import in_two_processes, needs_gloo
 
+pytestmark = pytest.mark.slow
+
 LLAMA = CASES["llama"]
 NAMES = [f"model.layers.{i}" for i in range(3)]
 
@@ -78,7 +80,6 @@ def all_plans(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
 @needs_gloo
 def test_gradients(tmp_path):
     assert in_two_processes(all_plans, tmp_path) == []

@@ -13,6 +13,8 @@ from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss, ChunkedSoftm
 from tests.runtime.processes import in_two_processes, needs_gloo
 from tests.runtime.test_distributed import LLAMA, WAYS, shard
 
+pytestmark = pytest.mark.slow
+
 
 def train(
     rank: int,
@@ -79,7 +81,6 @@ def chunked(rank: int) -> list[str]:
     return [*wrong, "a head that is sharded by itself is not refused"]
 
 
-@pytest.mark.slow
 @needs_gloo
 def test_ddp_and_fsdp2(tmp_path):
     assert in_two_processes(chunked, tmp_path) == []
@@ -101,7 +102,6 @@ def softmax(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
 @needs_gloo
 def test_softmax_in_chunks_is_bit_equal(tmp_path):
     assert in_two_processes(softmax, tmp_path) == []

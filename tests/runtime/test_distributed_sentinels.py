@@ -7,6 +7,7 @@ import random
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
 from tests.runtime.processes import needs_gloo
+
+pytestmark = pytest.mark.slow
 
 
 class Layer(nn.Module):

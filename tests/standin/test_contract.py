@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CONTRACT = "tests/policies/test_contract.py"
 MOVING = "(offload or recompute) and (gpt2 or cnn)"
 
@@ -18,7 +20,7 @@ def test_some_of_the_contract(inside, schedule, tests):
     inside(CONTRACT, "-k", tests, schedule=schedule)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("schedule", ("lazy", "random:2", "compute-late"))
 def test_all_of_the_contract(inside, schedule):
     inside(CONTRACT, schedule=schedule, timeout=3600)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MEASURING = "tests/standin/inside/check_measuring.py"
 
 
@@ -9,6 +11,5 @@ def test_real_steps_under_a_real_limit(inside):
     inside(MEASURING, "-k", "not live")
 
 
-@pytest.mark.slow
 def test_a_live_search(inside):
     inside(MEASURING, "-k", "live")

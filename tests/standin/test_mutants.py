@@ -8,7 +8,7 @@ import pytest
 from tests.standin import build
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_whatever_is_taken_out_of_the_stream_code_is_noticed(inside):
     done = subprocess.run(
         [sys.executable, "-m", "tests.standin.mutants"],

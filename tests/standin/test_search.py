@@ -11,8 +11,9 @@ import yaml
 
 from tests.standin import build
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_search_and_verify(inside, tmp_path):
     report = tmp_path / "report"
     environment = build.environment("random:3", report, AUTOCKPT_CACHE=str(tmp_path / "cache"))

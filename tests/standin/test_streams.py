@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = "tests/standin/inside/check_streams.py"
 
 
@@ -9,6 +11,5 @@ def test_what_people_do_with_streams_threads_and_graphs(inside):
     inside(SCENARIOS)
 
 
-@pytest.mark.slow
 def test_every_plan_under_every_schedule(inside):
     inside(SCENARIOS, STANDIN_ALL="1")

@@ -14,6 +14,8 @@ from autockpt.tracing import Tracer
 from autockpt.workload import Workload, build, from_live
 from tests.tracing.reference import ConvNet, Real, additions, mlp, ops_of, same_names, saved_bytes
 
+pytestmark = pytest.mark.slow
+
 TRANSFORMERS = ("llama-tiny", "gpt2-tiny", "bert-tiny", "vit-tiny", "t5-tiny", "mixtral-tiny")
 MORE = ("bart-tiny", "gemma3-tiny", "mamba-tiny", "qwen3-tiny", "swin-tiny", "resnet-tiny")
 

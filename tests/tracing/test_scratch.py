@@ -20,7 +20,10 @@ from tests.tracing.test_workspaces import known, real_workspace
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN"),
+]
 
 
 @dataclass(eq=False)

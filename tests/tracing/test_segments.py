@@ -13,6 +13,8 @@ from autockpt.tracing import Tracer
 from autockpt.workload import build
 from tests.tracing.reference import Real, ops_of, same_names
 
+pytestmark = pytest.mark.slow
+
 TWO = Segment(size=2, levels=2)
 MIXES: tuple[tuple[Choice, ...], ...] = (
     (SAVE, Segment(), Segment(), OFFLOAD),

@@ -27,6 +27,8 @@ from autockpt.tracing.tracer import _InProcess
 from autockpt.workload import Workload, build, from_live
 from tests.tracing.reference import Real, mlp
 
+pytestmark = pytest.mark.slow
+
 SPEC = WorkloadSpec(model="llama-tiny", autocast="bf16")
 
 

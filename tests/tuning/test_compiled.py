@@ -30,6 +30,8 @@ from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.measured import RealSteps
 from autockpt.tuning.trials import Trials
 
+pytestmark = pytest.mark.slow
+
 NAMES = tuple(f"layers.{i}" for i in range(6))
 
 

@@ -16,6 +16,8 @@ from autockpt.tuning import run_search, search
 from search_spaces.hardware import load_hardware
 from tests.tuning.walk import files_entered
 
+pytestmark = pytest.mark.slow
+
 
 class Stages(Silence):
     def __init__(self) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.tuning.golden.cases import ANSWERS, CASES, MADE_UP, answer, compared
 
+pytestmark = pytest.mark.slow
+
 KNOWN = json.loads(ANSWERS.read_text())
 QUICK = [*MADE_UP, *(name for name, case in CASES.items() if not case.slow)]
 
@@ -21,7 +23,7 @@ def test_answers_are_the_same(name: str) -> None:
     assert compared(answer(name), KNOWN[name]) == "same"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.slow])
 def test_answers_that_take_a_while_are_the_same(name: str) -> None:
     assert compared(answer(name), KNOWN[name]) == "same"

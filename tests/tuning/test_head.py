@@ -17,6 +17,8 @@ from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search
 from autockpt.tuning.opening import CHUNKS
 
+pytestmark = pytest.mark.slow
+
 BUDGET = "250MB"
 
 

@@ -25,6 +25,8 @@ from autockpt.tuning.question import Clock
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
 
+pytestmark = pytest.mark.slow
+
 
 class Watcher(Silence):
     def __init__(self) -> None:

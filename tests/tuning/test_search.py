@@ -12,6 +12,8 @@ from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
 from autockpt.tuning import run_search, search
 
+pytestmark = pytest.mark.slow
+
 
 class Untouched(Silence):
     def stage(self, name: str, total: int | None = None) -> None:

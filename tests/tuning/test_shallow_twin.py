@@ -16,6 +16,8 @@ from autockpt.tuning.targets import shallow_twin as depth
 from autockpt.tuning.targets.simulated import modelled
 from search_spaces.hardware import load_hardware
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = 16
 
 

@@ -18,6 +18,8 @@ from autockpt.tuning import run_search
 from autockpt.tuning.targets.simulated import within
 from search_spaces.hardware import load_hardware
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def no_step_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

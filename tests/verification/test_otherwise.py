@@ -30,6 +30,8 @@ from autockpt.verification import verify
 from autockpt.workload import Workload, discover_units
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 
+pytestmark = pytest.mark.slow
+
 CHEAP = "aot_eager_decomp_partition"
 HERE = Environment(device=DeviceInfo(kind="cpu", name="here", capacity_bytes=1), versions={})
 

@@ -30,6 +30,8 @@ from autockpt.verification.checks import judge_runs, smaller_shapes
 from autockpt.workload import discover_units, fingerprint, from_live
 from tests.policies.zoo import CASES
 
+pytestmark = pytest.mark.slow
+
 HERE = DeviceInfo(kind="cpu", name="here", capacity_bytes=1)
 
 
