@@ -107,6 +107,8 @@ def _pieces(memory: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 
 def _sum_of_piece(piece: torch.Tensor) -> torch.Tensor:
     flat = piece.reshape(-1)
+    if flat.stride(0) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
     width = flat.element_size()
     nbytes = flat.numel() * width
     for size, dtype in _WORDS:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
 from autockpt.policies import InPlaceError
+from autockpt.policies.rerun_state.kinds import TENSORS
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Segment
 from tests.policies.zoo import assert_equal
@@ -461,3 +462,11 @@ def test_an_object_that_carries_the_hidden_state(choice):
             return flow
 
     assert_equal(trained(Carrying, choice), trained(Carrying))
+
+
+def test_one_element_written_unseen_anywhere_in_a_large_weight_is_seen():
+    weight = nn.Parameter(torch.zeros(300, 700))
+    taken = TENSORS.take(weight, close=True)
+    assert TENSORS.unchanged(weight, taken)
+    weight.data.view(-1)[123_457] = 1.0
+    assert weight._version == taken.version and not TENSORS.unchanged(weight, taken)

@@ -23,10 +23,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from autockpt.policies import fingerprints
 from autockpt.policies.fingerprints import quietly
 
-WHOLE = 1 << 16
-"""Elements of a tensor or array up to which all are looked at; of larger ones as many, evenly spread."""
 COPIED_BYTES = 1 << 28
 """Tensors and arrays up to this size are copied where that is needed to put them back."""
 ABSENT = object()
@@ -251,24 +250,18 @@ def place_of(tensor: torch.Tensor) -> int:
 
 
 def fingerprint(tensor: torch.Tensor) -> int | None:
-    """Of a tensor's bits and where they stand; None where it has none of its own."""
+    """Of a tensor's bits and where they stand, read by the host; None where it has none of its own."""
     if not place_of(tensor) or tensor.is_meta or _without_values():
         return None
     if not tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
     with quietly():
-        flat = tensor.detach().reshape(-1) if tensor.numel() <= WHOLE else _spread(tensor.detach())
-        return hash(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        return int(fingerprints.fingerprint(tensor, fingerprints.form_of(tensor)))
 
 
 def _without_values() -> bool:
     """Whether what runs is a step on tensors without memory behind them, of which only versions tell."""
     return any(getattr(mode, "without_values", False) for mode in _get_current_dispatch_mode_stack())
-
-
-def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    return flat[:: len(flat) // WHOLE | 1]
 
 
 class Arrays(Kind):
