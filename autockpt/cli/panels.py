@@ -12,7 +12,7 @@ PANELS = {
     "Training step": (
         "dtype", "autocast", "attn", "optimizer", "scaler", "accumulate", "max_grad_norm", "lora", "compile",
     ),
-    "Device and budget": ("budget", "budgets", "host_budget", "device", "hardware"),
+    "Device and budget": ("budget", "budgets", "headroom", "host_budget", "device", "hardware"),
     "Simulated hardware only": ("master_weights", "keep_gradients", "ddp", "shard"),
     "Search": (
         "trials", "timeout", "space", "choices", "allow_inexact", "dry_run", "storage", "resume", "fresh", "again",

@@ -47,6 +47,15 @@ def search(
             "Required without --hardware, else by default auto.",
         ),
     ] = None,
+    headroom: Annotated[
+        str | None,
+        typer.Option(
+            "--headroom",
+            metavar="SIZE",
+            help="Leave this much of the budget free: 2% (of it), 500MB. Default: 0%; simulated peaks hold a margin "
+            "for safety besides.",
+        ),
+    ] = None,
     host_budget: Annotated[
         str | None,
         typer.Option(
@@ -134,10 +143,10 @@ def search(
 
     start = None if resume is None else plan_at(resume)
     if budget is None and start is not None and start.budget is not None:
-        budget = start.budget.asked
+        budget, headroom = start.budget.asked, headroom or start.budget.headroom or None
     if budget is None and hardware is None:
         raise UsageError("no budget was given", remedy="Add --budget with 24GB, 24GiB, 60%, 60%act or auto.")
-    asked = parse_budget(budget or "auto")
+    asked = parse_budget(budget or "auto").with_headroom(headroom)
     limit = duration(timeout)
     allowed = _space(space, choices)
     _refuse_contradictions(workload, hardware, device)

@@ -171,6 +171,8 @@ def _heading(outcome: SearchOutcome) -> Text:
         text.append(f"\n{facts}", style="dim")
     budget = outcome.budget
     text.append(f"\nBudget {budget.asked}: {format_bytes(budget.bytes)}")
+    if budget.headroom:
+        text.append(f" (with {format_bytes(budget.headroom_bytes)} more left free: headroom {budget.headroom})")
     if budget.covers:
         text.append(f", for {budget.covers}", style="dim")
     if outcome.plan is not None and (host := outcome.plan.host_budget_bytes) is not None:

@@ -63,6 +63,7 @@ class SearchRequest(Data):
         left_out = {"overhead_bytes"} if self.budget.kind == "auto" else {"overhead_bytes", "capacity_bytes"}
         return {
             "budget": self.budget.text,
+            **({"headroom": self.budget.headroom.text} if self.budget.headroom else {}),
             "workload": self.workload.model_dump(mode="json"),
             "space": self.space.model_dump(mode="json", exclude={"description"}),
             "device": environment.device.model_dump(mode="json", exclude=left_out),

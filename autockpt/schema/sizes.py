@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import ROUND_FLOOR, Decimal
 from typing import Literal
@@ -23,6 +24,18 @@ _FORMS = "Write a size with its unit (24GB, 24GiB), a share of this job's own pe
 BudgetKind = Literal["bytes", "share", "activation_share", "auto"]
 
 
+class Headroom(Data):
+    """What a search must leave free of its budget: a share of it, or bytes."""
+
+    text: str
+    size: int = Field(default=0, ge=0, description="bytes, where no share is given")
+    share: float | None = Field(default=None, description="of the budget: 0 <= share < 1")
+
+    def of(self, budget: int) -> int:
+        """Bytes to leave free of a budget in bytes, a part of a byte counting as one."""
+        return self.size if self.share is None else math.ceil(Decimal(str(self.share)) * budget)
+
+
 class Budget(Data):
     """A memory budget as it was asked for; ``resolve`` turns it into bytes once the job's own peaks are known."""
 
@@ -30,16 +43,49 @@ class Budget(Data):
     kind: BudgetKind
     size: int | None = Field(default=None, description="bytes, where kind is bytes")
     share: float | None = Field(default=None, description="0 < share <= 1, where kind is a share")
+    headroom: Headroom | None = Field(default=None, description="left free of it; None: nothing")
 
     def __str__(self) -> str:
         return self.text
 
     def resolve(self, save_all_peak: int, leanest_peak: int, capacity: int) -> int:
-        """The budget in bytes.
+        """The budget less its headroom, in bytes: what plans are held against.
 
         ``save_all_peak`` and ``leanest_peak`` are this job's peaks in bytes when every unit saves everything and when
         each does what needs least; ``capacity`` is what the device has for this job.
         """
+        whole = self._whole(save_all_peak, leanest_peak, capacity)
+        return whole if self.headroom is None else max(1, whole - self.headroom.of(whole))
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes, headroom taken off; None where they depend on the job or the device."""
+        return self.resolve(0, 0, 0) if self.kind == "bytes" else None
+
+    def resolved(self, save_all_peak: int, leanest_peak: int, capacity: int, device_kind: str) -> ResolvedBudget:
+        """The same with the words it was asked in and what it covers on a kind of device."""
+        size = self.resolve(save_all_peak, leanest_peak, capacity)
+        left = self._whole(save_all_peak, leanest_peak, capacity) - size
+        text = "" if self.headroom is None else self.headroom.text
+        return ResolvedBudget(
+            asked=self.text, bytes=size, covers=covers(device_kind), headroom=text, headroom_bytes=left
+        )
+
+    def with_headroom(self, text: str | None) -> Budget:
+        """The same budget with so much left free (``2%`` of it, ``500MB``); None and ``0%``: nothing.
+
+        Raises UsageError for anything else, and where nothing of a budget in bytes would be left.
+        """
+        headroom = None if text is None else parse_headroom(text)
+        if headroom is not None and self.kind == "bytes" and headroom.of(self.size or 0) >= (self.size or 0):
+            raise UsageError(
+                f"a headroom of {headroom.text} leaves nothing of a budget of {self.text}",
+                remedy="Give less headroom, or more budget.",
+            )
+        return self.model_copy(update={"headroom": headroom})
+
+    def _whole(self, save_all_peak: int, leanest_peak: int, capacity: int) -> int:
+        """The budget as it was asked for, headroom included."""
         if self.kind == "bytes":
             return int(self.size or 0)
         if self.kind == "share":
@@ -60,11 +106,16 @@ class Budget(Data):
 
 
 class ResolvedBudget(Data):
-    """A budget in bytes, with the words it was asked in and what it covers."""
+    """A budget in bytes, with the words it was asked in and what it covers.
+
+    ``bytes`` are what plans are held against: what was asked for, less ``headroom_bytes``.
+    """
 
     asked: str
     bytes: int
     covers: str = ""
+    headroom: str = ""
+    headroom_bytes: int = 0
 
 
 def covers(device_kind: str) -> str:
@@ -113,6 +164,22 @@ def parse_budget(text: str | Budget) -> Budget:
         return Budget(text=text, kind="bytes", size=parse_size(text))
     except UsageError as error:
         raise UsageError(error.message.replace("a memory size", "a budget"), remedy=error.remedy) from None
+
+
+def parse_headroom(text: str) -> Headroom | None:
+    """What to leave free, from ``2%`` of the budget or ``500MB``; None for ``0%``. Else raises UsageError."""
+    if isinstance(text, str) and (match := _SHARE.fullmatch(text)) is not None and not match[2]:
+        share = Decimal(match[1]) / 100
+        if share >= 1:
+            raise UsageError(
+                f"a headroom of {text!r} leaves nothing of the budget", remedy="Give a share from 0% to below 100%."
+            )
+        return Headroom(text=text, share=float(share)) if share else None
+    try:
+        return Headroom(text=text, size=parse_size(text))
+    except UsageError as error:
+        remedy = "Write a share of the budget (2%) or a size with its unit (500MB, 500MiB); 0% leaves nothing free."
+        raise UsageError(error.message.replace("a memory size", "a headroom"), remedy=remedy) from None
 
 
 def _suggestion(text: object) -> str:

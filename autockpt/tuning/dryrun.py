@@ -11,7 +11,6 @@ from autockpt.schema import (
     Prediction,
     ResolvedBudget,
     SearchSpace,
-    covers,
 )
 from autockpt.schema.known import NONE, OURS, known_plans
 from autockpt.solvers import refine
@@ -41,8 +40,9 @@ def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
     known = known_plans([u.name for u in profiled.blocks], space.choices)
     predictions = {name: predictor.predict(choices) for name, choices in known.items()}
     smallest, plain = smallest_peaks(profiled, budget, known)
-    size = budget.resolve(predictions[NONE].peak_bytes, plain, device.capacity_bytes - profiled.used_by_others)
-    resolved = ResolvedBudget(asked=budget.text, bytes=size, covers=covers(device.kind))
+    room = device.capacity_bytes - profiled.used_by_others
+    resolved = budget.resolved(predictions[NONE].peak_bytes, plain, room, device.kind)
+    size = resolved.bytes
     binding = predictions[NONE].peak_bytes > size
     choices = known[NONE]
     if binding:

@@ -129,6 +129,7 @@ def search(
     autocast: Any = None,
     full_step: Callable[[], Any] | None = None,
     snapshot: tuple[Any, ...] = (),
+    headroom: str | None = None,
     host_budget: str | int | None = None,
     allow_inexact: bool = False,
     space: str | SearchSpace = "knobs",
@@ -144,6 +145,7 @@ def search(
     ``step(model, batch)`` returns the loss (default: ``model(**batch).loss``); backward, scaler, clipping and
     ``optimizer`` are run by autockpt. ``budget`` is text such as "24GB", "60%", "60%act" or "auto". Weights, buffers,
     optimizer, scaler, gradients and random state are the caller's again afterwards, bit for bit, after Ctrl-C too.
+    ``headroom`` (text: "2%" of the budget, or "500MB") is left free of it; by default nothing is.
     ``host_budget`` (text such as "8GB", or bytes) bounds what offloading may claim of host memory, in the search and
     wherever the plan is applied. With ``allow_inexact`` output head and loss may run over chunks of tokens, where that
     pays: gradients are then equal up to rounding.
@@ -167,6 +169,8 @@ def search(
     )
     chosen = load_space(space) if isinstance(space, str) else space
     parsed = parse_budget(budget)
+    if headroom is not None:
+        parsed = parsed.with_headroom(headroom)
     host = _host_budget(host_budget)
     limits = _limits(trials, timeout, seed)
     clock = Clock(listener or Silence())
@@ -229,6 +233,7 @@ def _directory_of_live(question: Question, measurer: Measurer, tracer: Tracer, o
         "model_fingerprint": fingerprint(tracer.units),
         "settings": plain(question.settings),
         "budget": budget,
+        **({"headroom": question.budget.headroom.text} if question.budget.headroom else {}),
         "space": question.space.model_dump(mode="json", exclude={"description"}),
         "device": environment.device.model_dump(mode="json", exclude={"overhead_bytes"}),
         "seed": question.limits.seed,
@@ -249,7 +254,7 @@ def _naming_ways_out(
             overhead = environment.device.overhead_bytes
             raise error if request.allow_inexact else way_out(error, found.tracer, found.uniform, overhead) from None
         room = environment.device.capacity_bytes - device.used_by_others()
-        budget = min(request.budget.size or room, room)
+        budget = min(request.budget.resolve(0, 0, room), room)
         bench = WhatIf(budget, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
         raise explained(error, request, found.tracer.settings, found.uniform, bench, clock) from None
 

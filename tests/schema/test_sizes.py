@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.errors import UsageError
-from autockpt.schema.sizes import Budget, covers, format_binary, format_bytes, format_decimal, parse_budget, parse_size
+from autockpt.schema.sizes import (
+    Budget,
+    covers,
+    format_binary,
+    format_bytes,
+    format_decimal,
+    parse_budget,
+    parse_headroom,
+    parse_size,
+)
 
 UNITS = {
     "KB": 10**3,
@@ -170,3 +179,38 @@ def test_printed_sizes_are_close_to_the_truth(size: int) -> None:
 
 def test_what_a_budget_covers_depends_on_the_device() -> None:
     assert "context" in covers("cuda") and "memory-mapped" in covers("cpu") and covers("other")
+
+
+@given(st.decimals(0, 99, places=3), st.integers(1, 10**13))
+def test_a_headroom_and_what_is_left_are_the_budget(percent: Decimal, size: int) -> None:
+    budget = parse_budget("auto").with_headroom(f"{percent}%")
+    resolved = budget.resolved(0, 0, size, "cpu")
+    assert resolved.bytes + resolved.headroom_bytes == size and 0 < resolved.bytes <= size
+    exact = percent * size / 100
+    assert resolved.bytes == 1 or exact <= resolved.headroom_bytes < exact + 1
+
+
+@given(st.one_of(st.text(max_size=12), st.from_regex(r"\A-?[0-9]{1,4}(\.[0-9])? ?(%|%act|MB|mb|GiB)?\Z")))
+def test_arbitrary_text_is_a_headroom_or_a_usage_error(text: str) -> None:
+    try:
+        headroom = parse_headroom(text)
+    except UsageError as error:
+        assert error.remedy
+        return
+    free = headroom.of(10**12) if headroom is not None else 0
+    assert free >= 0 and text[0].isdigit()
+    assert text.endswith("%") if headroom is None or headroom.share is not None else free == parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["", "2", "-1%", "100%", "2%act", "auto", "0MB", "500mb", " 2%"])
+def test_other_headrooms_are_refused_with_a_remedy(text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_headroom(text)
+    assert error.value.remedy
+
+
+def test_a_headroom_as_large_as_the_budget_is_refused() -> None:
+    with pytest.raises(UsageError, match="leaves nothing"):
+        parse_budget("1GB").with_headroom("1GB")
+    assert parse_budget("1GB").with_headroom("0%") == parse_budget("1GB")
+    assert parse_budget("1GB").with_headroom("1%").resolve(0, 0, 0) == 990_000_000

@@ -30,6 +30,7 @@ def search(
     simulated: bool = False,
     seeds: Mapping[str, Mapping[str, Choice]] | None = None,
     host_budget: int | None = None,
+    headroom: str | None = None,
 ) -> SearchResult:
     """What the loop finds with the solver's plans."""
     clock = clock or Clock(listener or Silence())
@@ -37,7 +38,7 @@ def search(
         name="made up",
         spec=None,
         settings={},
-        budget=parse_budget(budget),
+        budget=parse_budget(budget).with_headroom(headroom),
         space=load_space(space),
         limits=Limits(trials, timeout),
         host_budget=host_budget,

@@ -60,6 +60,22 @@ def test_names_a_plan_close_to_the_optimum_although_the_profile_is_wrong(space: 
     assert device.true_seconds(found.best.choices) <= 1.03 * device.optimum(found.budget.bytes)
 
 
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("headroom", ["2%", "0.02KB"])
+def test_the_headroom_is_left_free(headroom: str, simulated: bool) -> None:
+    whole = search(MadeUpDevice(), "60%act", simulated=simulated)
+    found = search(MadeUpDevice(), "60%act", headroom=headroom, simulated=simulated)
+    asked = whole.budget.bytes
+    assert whole.budget.headroom_bytes == 0 and not whole.budget.headroom
+    assert found.budget.headroom == headroom
+    assert found.budget.headroom_bytes == (20 if headroom == "0.02KB" else -(-asked * 2 // 100))
+    assert found.budget.bytes + found.budget.headroom_bytes == asked
+    assert found.best is not None and found.best.score is not None
+    assert found.best.score.peak_bytes <= found.budget.bytes
+    scored = [t for t in found.trials if t.score is not None]
+    assert all(t.feasible == (t.score.peak_bytes <= found.budget.bytes) for t in scored if t.score is not None)
+
+
 def test_never_slower_than_the_known_plans_that_fit_under_noise() -> None:
     device = MadeUpDevice(8, noise=0.02)
     found = search(device, "55%act")

@@ -128,3 +128,20 @@ def test_a_plan_to_start_from_is_tried_and_its_numbers_are_not_believed(
     assert again.plan.predicted.step_seconds and again.plan.predicted.step_seconds > 1e-6
     known = {"none", "recompute all", "every-2", "offload all"}
     assert found.plan.hash in {row.plan_hash for row in again.rows} or set(heard) - known == {"simulated plan"}
+
+
+def test_a_headroom_is_left_free_and_is_in_the_plan_and_in_the_question(
+    tmp_path: Path, card: Hardware, found: SearchOutcome
+) -> None:
+    tight = ask(tmp_path, card, budget="60%act").model_copy(
+        update={"budget": parse_budget("60%act").with_headroom("1MB")}
+    )
+    outcome = run_search(tight)
+    assert outcome.plan is not None and outcome.plan_path is not None
+    plan = Plan.load(outcome.plan_path)
+    assert plan.budget is not None and plan.budget.headroom == "1MB" and plan.predicted is not None
+    assert plan.budget.bytes + plan.budget.headroom_bytes == found.budget.bytes
+    assert plan.predicted.peak_bytes <= plan.budget.bytes < found.budget.bytes
+    assert plan.environment is not None
+    same = ask(tmp_path, card, budget="60%act").question(plan.environment)
+    assert tight.question(plan.environment) == same | {"headroom": "1MB"}

@@ -16,10 +16,8 @@ from autockpt.schema import (
     Choice,
     Prediction,
     Problem,
-    ResolvedBudget,
     SearchSpace,
     Trial,
-    covers,
     format_bytes,
     from_label,
     host_of,
@@ -80,8 +78,8 @@ class SolverProposer:
             profiled, question.budget, self.known, calls=max(2, calls // 2)
         )
         # Until the baselines have run, the best guess of what the budget is in bytes.
-        size = question.budget.resolve(self._predict(self.known[NONE]).peak_bytes, self._plain_smallest, self.room)
-        self.budget = ResolvedBudget(asked=question.budget.text, bytes=size, covers=covers(self.device.kind))
+        top = self._predict(self.known[NONE]).peak_bytes
+        self.budget = question.budget.resolved(top, self._plain_smallest, self.room, self.device.kind)
         target.begin(trials, lambda scored: foreseen(self.unpriced, scored))
 
     @property
@@ -117,8 +115,8 @@ class SolverProposer:
         peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.trials.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
         leanest = min(self._plain_smallest + unseen_bytes(self.trials.scored), *peaks.values())
-        size = self.question.budget.resolve(peaks[NONE], leanest, self.room)
-        self.budget = self.budget.model_copy(update={"bytes": size})
+        self.budget = self.question.budget.resolved(peaks[NONE], leanest, self.room, self.device.kind)
+        size = self.budget.bytes
         none = self.trials.find(self.known[NONE])
         if self.question.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
             self.notes.append("save-everything does not fit the device: the percentage is of its simulated peak")

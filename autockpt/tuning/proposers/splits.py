@@ -18,7 +18,6 @@ from autockpt.schema import (
     Prediction,
     ResolvedBudget,
     Trial,
-    covers,
     format_bytes,
 )
 from autockpt.schema.choices import CompileBudget
@@ -250,10 +249,8 @@ class SplitProposer:
             )
         none = self.trials.find(self.known[NONE])
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
-        asked = self.question.budget
-        size = asked.resolve(top, self._leanest, self.room)
-        self.budget = ResolvedBudget(asked=asked.text, bytes=size, covers=covers(self.target.device_kind))
-        return size
+        self.budget = self.question.budget.resolved(top, self._leanest, self.room, self.target.device_kind)
+        return self.budget.bytes
 
     def learn_budget(self) -> None: ...
 

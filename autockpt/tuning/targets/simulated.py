@@ -129,7 +129,7 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
 
 
 def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: int | None) -> Profiled:
-    needs = promised_bytes(hardware, budget.size)
+    needs = promised_bytes(hardware, budget.limit)
     graphs = [graph for _, graph in found.uniform.values()]
     times = modelled(hardware, graphs if found.base is None else [*graphs, found.base])
     if found.heads is not None:  # what regions cost that run again is read off layers
@@ -146,7 +146,7 @@ def _naming_ways_out(request: SearchRequest, found: Traced, hardware: Hardware, 
     try:
         yield
     except InfeasibleError as error:
-        budget = min(request.budget.size or hardware.memory_bytes, hardware.memory_bytes)
+        budget = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
         kinds = tuple(found.space.choices)
         device = torch_device(hardware)
         bench = WhatIf(budget, device, partial(modelled, hardware), kinds, hardware=hardware)
