@@ -1,12 +1,16 @@
-"""Pairs of fingerprints and of sketches, compared on their device and read by the host all at once."""
+"""Pairs of fingerprints and of sketches, compared on their device and read by the host all at once; and of what they
+can be taken.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from autockpt.policies.fingerprints import quietly
+from autockpt.policies.fingerprints import Form, quietly
+
+Place = tuple[Any, ...]
 
 
 class Compared(NamedTuple):
@@ -46,3 +50,33 @@ def distance_of(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         alike = (first == second) | (first.isnan() & second.isnan())
         away = torch.where(alike, 0.0, first - second).norm() / first.norm()
         return torch.where(away.isnan(), torch.inf, away)
+
+
+def place_of(tensor: torch.Tensor, form: Form) -> Place:
+    """What tells one piece of memory from another while it lives, whichever way round its dimensions are."""
+    size = form.size if form.order is None else tuple(form.size[d] for d in form.order)
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tuple(size), tensor.dtype, form.flipped, form.repeated
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Any]:
+    """All that says how a tensor lies in its memory."""
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def stream_of(device: torch.device) -> Any:
+    """The stream that this thread queues on, None where there are none. On another, memory may not be written yet."""
+    return None if device.type in ("cpu", "mps", "meta") else torch.accelerator.current_stream(device)
+
+
+def left_unwritten(node: str, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is one that this kind of autograd node saves and its kernel need not write, nor backward read.
+
+    ``rrelu`` outside of training makes room for its slopes; attention kernels save a seed and an offset that are empty
+    memory without dropout (``attention.cu`` in PyTorch's sources); cuDNN's and MIOpen's reserved space has gaps.
+    """
+    if node.startswith("RreluWithNoise"):
+        return True
+    if "Attention" in node:
+        return not tensor.is_floating_point() and tensor.numel() <= 2
+    return node.startswith(("Cudnn", "Miopen")) and tensor.dtype is torch.uint8

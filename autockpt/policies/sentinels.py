@@ -24,12 +24,20 @@ import torch
 from torch import nn
 
 from autockpt.errors import RerunMismatch
-from autockpt.policies.compared import Compared, distance_of, read
+from autockpt.policies.compared import (
+    Compared,
+    Place,
+    distance_of,
+    layout_of,
+    left_unwritten,
+    place_of,
+    read,
+    stream_of,
+)
 from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, why_not
 from autockpt.policies.saved import probe_of
 
 F = TypeVar("F", bound=Callable[..., Any])
-Place = tuple[Any, ...]
 Mode = Literal["off", "sample", "all"]
 WINDOW = 499
 """Steps after which every unit has been checked again, at most. A prime: of a unit that is called several times in
@@ -218,7 +226,7 @@ class UnitSentinel:
         """The first calls are over. From here on units take turns."""
         self.checks = max(self.checks, FIRST_CALLS)
         if self.sentinels.mode == "sample":
-            self._due = self.calls + 1 + index * WINDOW // len(self.sentinels.units)
+            self._due = self.calls + 1 + (index + 1) * WINDOW // (len(self.sentinels.units) + 1)
 
 
 class Watch:
@@ -270,7 +278,7 @@ class Watch:
         named = (*module.named_parameters(), *module.named_buffers())
         known = [(name, local) for name, t in named if why_not(local := _local(t)) is None]
         self._state = [(name, t, form := form_of(t), fingerprint(t, form)) for name, t in known]
-        self.known = {_place(t, form): found for _, t, form, found in self._state}
+        self.known = {place_of(t, form): found for _, t, form, found in self._state}
         self.look_again()
 
     def after_rerun(self) -> None:
@@ -278,7 +286,7 @@ class Watch:
         self.known = {}
         for name, tensor, form, before in self._state:
             if why_not(tensor) is None and form.of(tensor) == form:
-                found = self.known[_place(tensor, form)] = fingerprint(tensor, form)
+                found = self.known[place_of(tensor, form)] = fingerprint(tensor, form)
                 self._compared.append(Compared(f"{name}, which running it again changed", before, found))
         self._state = []
         self.sentinels.judge_at_end(self)
@@ -324,18 +332,8 @@ class Entry:
     """
 
     __slots__ = (
-        "_form",
-        "_layout",
-        "_number",
-        "_original",
-        "_place",
-        "_print",
-        "_probe",
-        "_sketch",
-        "_storage",
-        "_version",
-        "_watch",
-        "held",
+        *("_form", "_layout", "_number", "_original", "_place", "_print", "_probe"),
+        *("_sketch", "_storage", "_stream", "_version", "_watch", "held"),
     )
 
     def __init__(self, watch: Watch, number: int, tensor: torch.Tensor) -> None:
@@ -353,8 +351,9 @@ class Entry:
             self._probe, self._version = probe_of(tensor), tensor._version
         self._form = form_of(tensor)
         self._storage = weakref.ref(tensor.untyped_storage())
-        self._layout = _layout_of(tensor)
-        self._place = _place(tensor, self._form)
+        self._layout = layout_of(tensor)
+        self._place = place_of(tensor, self._form)
+        self._stream = stream_of(tensor.device)
 
     def let_go(self) -> None:
         """Fingerprint what is held, and hold it no longer."""
@@ -365,6 +364,9 @@ class Entry:
     def _note(self, tensor: torch.Tensor) -> None:
         if tensor._version != self._version:
             return  # autograd's own check is for this
+        if stream_of(tensor.device) != self._stream:
+            self._watch.sentinel.unchecked["a tensor that was saved on another stream"] += 1
+            return
         if (why := why_not(tensor)) is not None:
             self._watch.sentinel.unchecked[why] += 1
             return
@@ -377,13 +379,15 @@ class Entry:
         """Fingerprint the original as it is now, where it lives and nobody changed it in a way that autograd sees."""
         if self._print is None or self._probe._version != self._version:
             return
+        if stream_of(self._form.device) != self._stream:
+            return
         storage, original = self._storage(), self._original()
         if original is not None and original.untyped_storage()._cdata != (storage and storage._cdata):
             # its memory was exchanged by `.data`: autograd would hold the tensor, and read what it has now
             if why_not(original) is not None or self._form.of(original) != self._form:
                 return
-            storage, self._layout = original.untyped_storage(), _layout_of(original)
-            self._place = _place(original, self._form)
+            storage, self._layout = original.untyped_storage(), layout_of(original)
+            self._place = place_of(original, self._form)
         if storage is None or not storage.nbytes():
             return
         if (known := self._watch.known.get(self._place)) is not None and self._sketch is None:
@@ -406,6 +410,13 @@ class Entry:
         if self._print is None:
             return
         value = _local(value)
+        if stream_of(value.device) != self._stream:
+            self._watch.sentinel.unchecked["a tensor that was saved on another stream"] += 1
+            return
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node is not None and left_unwritten(node.name(), value):
+            self._watch.sentinel.unchecked["a tensor that its kernel need not write"] += 1
+            return
         if why_not(value) is not None or self._form.of(value) != self._form:
             self._watch.sentinel.unchecked["a tensor that came back in another layout"] += 1
             return
@@ -424,23 +435,6 @@ class Entry:
         reader = f"{node.name()} reads" if node is not None else "is read"
         size, dtype = tuple(self._form.size), str(self._form.dtype).removeprefix("torch.")
         return f"the {dtype} tensor {size} that {reader} (number {self._number + 1} of those that forward saved)"
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Any]:
-    return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-
-def _place(tensor: torch.Tensor, form: Form) -> Place:
-    """What tells one piece of memory from another while it lives, whichever way round its dimensions are."""
-    size = form.size if form.order is None else tuple(form.size[d] for d in form.order)
-    return (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tuple(size),
-        tensor.dtype,
-        form.flipped,
-        form.repeated,
-    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

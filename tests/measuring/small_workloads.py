@@ -123,7 +123,7 @@ class Net(nn.Module):
         return x
 
 def make():
-    return Net(), torch.randn(4096, 16), lambda model, batch: model(batch).mean()
+    return Net(), torch.randn(16384, 16), lambda model, batch: model(batch).mean()
 
 def broken():
     width = 3

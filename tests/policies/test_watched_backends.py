@@ -12,8 +12,9 @@ from autockpt.errors import ConflictError
 from autockpt.policies import keeping, taping, watched_backends
 from autockpt.runtime import attach
 from autockpt.schema.choices import parse_choice
+from tests.policies.zoo import Tally
 
-CALLS: list[int] = []
+CALLS = Tally()
 
 
 class Unit(nn.Module):
@@ -24,7 +25,7 @@ class Unit(nn.Module):
         self.inner, self.norm, self.drop = inner, nn.BatchNorm1d(8), nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        CALLS.append(1)
+        CALLS.calls += 1
         return self.drop(self.norm(self.inner(x)))
 
 
@@ -59,12 +60,12 @@ def trained(choice: str) -> tuple[list[torch.Tensor], list[int]]:
     model, found, ran = Model(nn.Linear(8, 8)), [], []
     with attach(model, {"unit": parse_choice(choice)}):
         for _ in range(2):
-            CALLS.clear()
+            CALLS.calls = 0
             x = torch.randn(4, 8, requires_grad=True)
             with torch.autocast("cpu", torch.bfloat16):
                 model(x * 1).float().pow(2).sum().backward()
             found += [x.grad, *(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
-            ran.append(len(CALLS))
+            ran.append(CALLS.calls)
     return [*found, torch.rand(3)], ran
 
 

@@ -211,13 +211,15 @@ class Tensors(Kind):
         if not close or not place:
             return TensorTaken(version, place, obj.requires_grad, None, None, None)
         copied = not (obj.requires_grad or isinstance(obj, nn.Parameter)) and obj.nbytes <= COPIED_BYTES
-        bits = obj.detach().clone() if copied else None
-        return TensorTaken(version, place, obj.requires_grad, obj.detach(), bits, None if copied else fingerprint(obj))
+        with quietly():  # an alias is no op of the step; a copy is
+            alias = obj.detach()
+        bits = alias.clone() if copied else None
+        return TensorTaken(version, place, obj.requires_grad, alias, bits, None if copied else fingerprint(obj))
 
     def unchanged(self, obj: Any, taken: TensorTaken) -> bool:
         if (obj._version, obj.requires_grad, place_of(obj)) != (taken.version, taken.trains, taken.place):
             return False
-        if _without_values():
+        if without_values():
             return True
         if taken.bits is not None:
             with quietly():
@@ -251,7 +253,7 @@ def place_of(tensor: torch.Tensor) -> int:
 
 def fingerprint(tensor: torch.Tensor) -> int | None:
     """Of a tensor's bits and where they stand, read by the host; None where it has none of its own."""
-    if not place_of(tensor) or tensor.is_meta or _without_values():
+    if not place_of(tensor) or tensor.is_meta or without_values():
         return None
     if not tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
@@ -259,7 +261,7 @@ def fingerprint(tensor: torch.Tensor) -> int | None:
         return int(fingerprints.fingerprint(tensor, fingerprints.form_of(tensor)))
 
 
-def _without_values() -> bool:
+def without_values() -> bool:
     """Whether what runs is a step on tensors without memory behind them, of which only versions tell."""
     return any(getattr(mode, "without_values", False) for mode in _get_current_dispatch_mode_stack())
 

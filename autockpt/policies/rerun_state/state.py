@@ -31,6 +31,7 @@ from autockpt.policies.rerun_state.kinds import (
     TensorTaken,
     fingerprint,
     place_of,
+    without_values,
 )
 from autockpt.policies.rerun_state.reach import HOOKS, Global, Node, Walk, said
 
@@ -150,7 +151,7 @@ class UnitState:
         self._memory, self._training = memory, module.training
         self._quiet = quiet = memory.quiet(module)
         arguments = [(_ARGUMENT, value) for value in objects]
-        if quiet is None or _ARGUMENT in memory.lively:
+        if (quiet is None or _ARGUMENT in memory.lively) and not without_values():
             arguments += [(_ARGUMENT, tensor) for tensor in tensors]
         self._marks: list[tuple[int, int, bool]] = []
         if quiet is None:
