@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 CONTRACT = "tests/policies/test_contract.py"
 MOVING = "(offload or recompute) and (gpt2 or cnn)"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 MEASURING = "tests/standin/inside/check_measuring.py"
 

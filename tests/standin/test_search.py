@@ -11,7 +11,7 @@ import yaml
 
 from tests.standin import build
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 
 def test_search_and_verify(inside, tmp_path):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 SCENARIOS = "tests/standin/inside/check_streams.py"
 
