@@ -335,7 +335,7 @@ def test_a_module_that_cannot_be_imported_is_said_before_anything_runs(monkeypat
     monkeypatch.setattr(packages, "MODULES", ("json", "no_such_module", "nor_such_a_one"))
     found = packages.warmed(dict(os.environ), ())
     assert [words.split()[0] for words in found["missing"]] == ["no_such_module", "nor_such_a_one"]
-    assert found["seconds"] > 0
+    assert found["seconds"] >= 0
 
 
 def test_wrong_parts_are_refused(capsys):

@@ -21,8 +21,9 @@ from search_spaces.hardware import load_hardware
 from tests.tuning.made_up import search_made_up
 
 ANSWERS = Path(__file__).with_name("answers.json")
-ALIKE = 1e-6
-"""Share of the step time within which two answers are equal."""
+ALIKE = 5e-4
+"""Share of the step time within which two answers are equal: a step of a tiny model is priced by 0.02 % otherwise by
+what the process has looked at before."""
 
 
 class Case(NamedTuple):
