@@ -22,7 +22,7 @@ from autockpt.schema.graph import Unit
 from autockpt.workload.units import discover_head, discover_units
 from tests.campaign.observed import loaded, run
 from tests.campaign.program import Program, draw, source
-from tests.sweep.plans import random_plan
+from tests.evidence.sweep.plans import random_plan
 
 PLANS = 8
 """Pairs of one program: number // PLANS is the program, number % PLANS the plan."""

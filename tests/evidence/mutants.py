@@ -1,0 +1,269 @@
+"""How many small changes of the code do the tests notice? A sample of lines, one mutant each.
+
+    OMP_NUM_THREADS=1 python -m tests.evidence.mutants --out mutants.md [--sample 20] [--seed 0] [PACKAGE ...]
+
+Mutants change one thing of one line: a comparison, a sign, a number, a condition, a call that is left out. Each is put
+in place of its module in a process of its own, which then runs the tests that mirror the module and, for ``policies``,
+the contract suite; a module without a mirror has the tests of the modules that import it. The first test that fails
+ends it. Some mutants mean the same as the original, so that not all can be noticed. Child processes that tests start
+run the code as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("policies", "solvers", "schema")
+CPU_SECONDS, SECONDS = 600, 3600  # of one mutant: one that never ends is noticed
+OTHER: dict[type, type] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Break: ast.Continue,
+    ast.Continue: ast.Break,
+}
+
+
+class Mutant(NamedTuple):
+    """One changed line: ``place`` counts the nodes of the module's tree, ``way`` the changes of that node."""
+
+    module: Path
+    line: int
+    place: int
+    way: int
+    what: str
+
+
+def ways(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """What can be changed about a node, in words, and the node instead of it."""
+    new: Any = copy.copy(node)
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in OTHER:
+        new.ops = [OTHER[type(node.ops[0])](), *node.ops[1:]]
+        yield f"{type(node.ops[0]).__name__} → {type(new.ops[0]).__name__}", new
+    elif isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) and type(node.op) in OTHER:
+        new.op = OTHER[type(node.op)]()
+        yield f"{type(node.op).__name__} → {type(new.op).__name__}", new
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield f"{node.value} → {not node.value}", ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        yield f"{node.value} → {node.value + 1}", ast.Constant(node.value + 1)
+    elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
+        new.test = ast.UnaryOp(ast.Not(), node.test)
+        yield "the condition is turned round", new
+    elif isinstance(node, ast.comprehension) and node.ifs:
+        new.ifs = []
+        yield "the condition is left out", new
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "the call is left out", ast.Pass()
+    elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
+        new.value = ast.Constant(None)
+        yield "None is returned", new
+    elif isinstance(node, (ast.Break, ast.Continue)):
+        yield f"{type(node).__name__} → {OTHER[type(node)].__name__}", OTHER[type(node)]()
+
+
+def mutants_of(module: Path) -> list[Mutant]:
+    """All of one module, but for annotations and what only is checked for types."""
+    tree = ast.parse(module.read_text())
+    left_out: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        parts: list[ast.AST | None] = []
+        if isinstance(node, (ast.arg, ast.AnnAssign)):
+            parts = [node.annotation]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            parts = [node.returns, *node.decorator_list]
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            parts = [node]
+        left_out |= {inner for part in parts if part is not None for inner in ast.walk(part)}
+    return [
+        Mutant(module, getattr(node, "lineno", 0) or node.target.lineno, place, way, what)  # type: ignore[attr-defined]
+        for place, node in enumerate(ast.walk(tree))
+        if node not in left_out
+        for way, (what, _) in enumerate(ways(node))
+    ]
+
+
+def mutated(mutant: Mutant) -> ast.Module:
+    """The module's tree with the change in it."""
+    tree = ast.parse(mutant.module.read_text())
+    old = list(ast.walk(tree))[mutant.place]
+    new = ast.fix_missing_locations(ast.copy_location(list(ways(old))[mutant.way][1], old))
+
+    class Put(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> Any:
+            return new if node is old else self.generic_visit(node)
+
+    return ast.fix_missing_locations(Put().visit(tree))
+
+
+def sample(package: str, number: int, seed: int) -> list[Mutant]:
+    """Of each sampled line one mutant."""
+    by_line: dict[tuple[Path, int], list[Mutant]] = {}
+    for module in sorted((ROOT / "autockpt" / package).rglob("*.py")):
+        for mutant in mutants_of(module):
+            by_line.setdefault((module, mutant.line), []).append(mutant)
+    drawn = random.Random(f"{package} {seed}")
+    lines = drawn.sample(sorted(by_line), min(number, len(by_line)))
+    return [drawn.choice(by_line[line]) for line in sorted(lines)]
+
+
+def tests_of(module: Path) -> list[str]:
+    """The files that mirror a module, else those of its nearest importers in the package, else the whole folder."""
+    package = module.relative_to(ROOT / "autockpt").parts[0]
+    folder = ROOT / "tests" / package
+    level, seen = {module}, {module}
+    found: list[Path] = []
+    while level and not found:
+        for path in sorted(level):
+            inner = path.relative_to(ROOT / "autockpt" / package).with_suffix("").parts
+            found += sorted(folder.glob(f"test_{inner[-1]}.py"))
+            found += sorted(folder.glob(f"test_{inner[0]}*.py")) if len(inner) > 1 else []
+        level = {path for path in _importers(level, package) if path.stem != "__init__"} - seen
+        seen |= level
+    if package == "policies":
+        found.append(folder / "test_contract.py")
+    return [str(path) for path in dict.fromkeys(found)] or [str(folder)]
+
+
+def _importers(modules: set[Path], package: str) -> set[Path]:
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules}
+    found = set()
+    for path in (ROOT / "autockpt" / package).rglob("*.py"):
+        froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        imported = {node.module for node in froms} | {f"{node.module}.{n.name}" for node in froms for n in node.names}
+        if imported & names:
+            found.add(path)
+    return found
+
+
+class InPlace(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives a module the mutant's code when it is imported."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.mutant = mutant
+        parts = mutant.module.relative_to(ROOT).with_suffix("").parts
+        self.name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        where = [str(self.mutant.module.parent)] if self.mutant.module.stem == "__init__" else None
+        return importlib.util.spec_from_file_location(
+            fullname, self.mutant.module, loader=self, submodule_search_locations=where
+        )
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(mutated(self.mutant), str(self.mutant.module), "exec"), vars(module))
+
+
+class Notes:
+    """A pytest plugin: the first test that fails."""
+
+    first = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.first:
+            self.first = report.nodeid
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed and not self.first:
+            self.first = f"import of {report.nodeid}"
+
+
+def noticed(mutant: Mutant | None, tests: list[str]) -> tuple[str, float]:
+    """The first test that fails, or nothing; and the CPU seconds spent."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.NamedTemporaryFile("r") as said:
+        child = os.fork()
+        if not child:
+            signal.alarm(SECONDS)
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+            code, words = 1, "the process"
+            try:
+                nothing = os.open(os.devnull, os.O_RDWR)
+                for number in range(3):
+                    os.dup2(nothing, number)
+                import pytest
+
+                if mutant is not None:
+                    sys.meta_path.insert(0, InPlace(mutant))
+                notes = Notes()
+                code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], [notes]))
+                words = notes.first or f"pytest ended with {code}"
+            finally:
+                Path(said.name).write_text(words if code else "")
+                os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return (said.read() if not code else f"ended by {signal.Signals(-code).name}"), spent
+
+
+def main() -> int:
+    """Write the table; 1 where the tests do not even pass without a mutant."""
+    parser = argparse.ArgumentParser("python -m tests.evidence.mutants", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", default=PACKAGES, help="of autockpt")
+    parser.add_argument("--sample", type=int, default=20, help="lines of each package")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="the table, as Markdown")
+    given = parser.parse_args()
+
+    # once for all of them; nothing of autockpt, which each process imports with its mutant
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import scipy.optimize  # noqa: F401
+    import torch  # noqa: F401
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama
+    import transformers.models.t5.modeling_t5  # noqa: F401
+
+    rows = ["| package | line | change | noticed by |", "|---|---|---|---|"]
+    counts: dict[str, list[int]] = {}
+    for package in given.packages:
+        drawn = sample(package, given.sample, given.seed)
+        counts[package] = [0, len(drawn)]
+        for mutant in drawn:
+            found, spent = noticed(mutant, tests_of(mutant.module))
+            counts[package][0] += bool(found)
+            where = f"{mutant.module.relative_to(ROOT / 'autockpt' / package)}:{mutant.line}"
+            name = found.replace(f"{ROOT}/", "").removeprefix("tests/").replace("|", "\\|")
+            rows.append(f"| {package} | {where} | {mutant.what} | {name or '**nothing**'} |")
+            print(rows[-1], f"{spent:.1f} s", flush=True)
+            summary = [f"{name}: {part} of {whole} noticed" for name, (part, whole) in counts.items()]
+            summary += [f"all: {sum(p for p, _ in counts.values())} of {sum(w for _, w in counts.values())}"]
+            given.out.write_text("; ".join(summary) + ".\n\n" + "\n".join(rows) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

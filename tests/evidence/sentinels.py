@@ -1,0 +1,110 @@
+"""The sentinels' own time, as a share of a training step at the default sampling.
+
+    OMP_NUM_THREADS=1 python -m tests.evidence.sentinels > results/sentinels_cpu_202611/own_time.md
+
+Steps (forward and backward) with no sentinel, and with one over every call of every unit, in turns. Their difference is
+what checking all units takes; at the default that is spread over ``window`` steps, in which every unit is checked once.
+What is left, asking each unit whether it is due, is timed alone. Time is that of this thread's processor, so that other
+work on the machine counts little; medians over the rounds, and the 95 % interval of the ratio of the two steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import autockpt
+from autockpt.history.statistics import ratio_interval
+
+CHOICES = ("recompute", "selective", "remake", "offload", "recompute_offload", {"kind": "segment", "size": 2})
+SHAPES = {  # hidden size, layers, batch, tokens
+    "so small that only host time is left": (16, 24, 1, 8),
+    "a small Llama": (256, 4, 4, 256),
+}
+
+
+def model_and_batch(hidden: int, layers: int, batch: int, tokens: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    ids = torch.randint(0, 64, (batch, tokens))
+    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def in_turns(shape: tuple[int, int, int, int], choice: Any, rounds: int) -> tuple[list[float], list[float], Any]:
+    """Seconds of steps without and with sentinels over every call, and what these have checked."""
+    model, batch = model_and_batch(*shape)
+    plan = autockpt.Plan(choices={"model.layers.*": choice})
+    times: dict[str, list[float]] = {"off": [], "all": []}
+    for _ in range(rounds):
+        for mode, found in times.items():
+            with autockpt.apply(model, plan, sentinels=mode) as handle:
+                for i in range(5):  # a choice gets to know its layer in the first two
+                    begin = time.thread_time()
+                    model(**batch).loss.backward()
+                    if i > 2:
+                        found.append(time.thread_time() - begin)
+                model.zero_grad()
+                proof = handle.sentinels
+    return times["off"], times["all"], proof
+
+
+def asking(calls: int = 200_000) -> float:
+    """Seconds that it takes to ask a unit that is not due."""
+    from autockpt.policies import Sentinels
+
+    sentinels = Sentinels("sample")
+    unit = sentinels.unit("a unit")
+    assert unit is not None
+    sentinels.in_mid_training()
+    unit._due = 2 * calls
+
+    def seconds(body: Callable[[], Any]) -> float:
+        begin = time.thread_time()
+        for _ in range(calls):
+            body()
+        return time.thread_time() - begin
+
+    return max(0.0, (seconds(unit.watch) - seconds(lambda: None)) / calls)
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    torch.set_num_threads(1)
+    idle = asking()
+    print(f"Asking a unit that is not due: {idle * 1e9:.0f} ns.\n")
+    print("| model | choice | step | with every call checked | of a step at the default | tensors compared a step |")
+    print("|---|---|---|---|---|---|")
+    worst = 0.0
+    for words, shape in SHAPES.items():
+        for choice in CHOICES:
+            off, every, proof = in_turns(shape, choice, rounds)
+            ratio, step = ratio_interval(every, off, robust=True), statistics.median(off)
+            asked = idle * len(proof.units) / step
+            share, most = ((r - 1) / proof.window + asked for r in (ratio.value, ratio.high))
+            worst = max(worst, most)
+            name = choice if isinstance(choice, str) else choice["kind"]
+            print(
+                f"| {words} | {name} | {step * 1e3:.1f} ms | {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] × | "
+                f"{share:.2%} (at most {most:.2%}) | {proof.tensors // proof.steps} |",
+                flush=True,
+            )
+    print(f"\nThe most of all, at the upper end of its interval: {worst:.2%} of a step.")
+
+
+if __name__ == "__main__":
+    main()

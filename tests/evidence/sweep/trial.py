@@ -1,0 +1,205 @@
+"""What is tried with one architecture: built, trained plainly, trained under random plans, ghost-traced."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from autockpt.errors import AutockptError, ConflictError, GhostError
+from autockpt.runtime import attach, without_kv_cache
+from autockpt.schema.choices import Choice, label
+from autockpt.tracing import Tracer
+from autockpt.workload import from_live
+from autockpt.workload.failures import summary
+from autockpt.workload.losses import takes_use_cache
+from autockpt.workload.units import discover_units
+from tests.evidence.sweep.batches import attempts, loss_of
+from tests.evidence.sweep.catalogue import Architecture
+from tests.evidence.sweep.configs import small_config
+from tests.evidence.sweep.plans import random_plan
+from tests.evidence.sweep.training import Record, deviation, differences, health, seed_all, train
+
+MOST_PARAMETERS = 5_000_000
+PLANS = 3
+
+
+@dataclass
+class Result:
+    """One row of the table. ``equal`` of ``plans`` random plans trained bit for bit as without; ``failures`` says why
+    others did not, ``refused`` counts those among them that were refused by name."""
+
+    name: str
+    cls: str
+    task: str
+    parameters: int = 0
+    units: int = 0
+    traced: str = "–"
+    trained: bool = False
+    plans: int = 0
+    equal: int = 0
+    refused: int = 0
+    seconds: float = 0.0
+    remarks: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def try_out(architecture: Architecture, seed: int, say: Any = lambda result: None) -> Result:
+    """Try everything; ``say`` is told of intermediate results, for the case that the process dies."""
+    result = Result(architecture.name, architecture.cls, architecture.task)
+    begin = time.perf_counter()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    try:
+        _try_out(architecture, seed, result, say)
+    except _Stop as stop:
+        result.remarks.insert(0, str(stop))
+    result.seconds = time.perf_counter() - begin
+    return result
+
+
+class _Stop(Exception):
+    pass
+
+
+def _try_out(architecture: Architecture, seed: int, result: Result, say: Any) -> None:
+    model = _build(architecture)
+    result.parameters = sum(p.numel() for p in model.parameters())
+    batch, plain = _plain(model, architecture, result)
+    result.trained = True
+    if problem := health(plain):
+        result.remarks.append(problem)
+    deterministic = False
+    if differences(plain, train(model, batch, without_kv_cache)):
+        deterministic = True
+        result.remarks.append("plain training varies by itself; compared under deterministic algorithms")
+        plain = train(model, batch, without_kv_cache, deterministic=True)
+        if varying := differences(plain, train(model, batch, without_kv_cache, deterministic=True)):
+            raise _Stop(f"plain training does not repeat itself ({varying[0]})")
+    units = discover_units(model)
+    result.units = len([u for u in units if u.role == "block"])
+    say(result)
+    plans = [random_plan(model, units, seed * 1000 + i) for i in range(PLANS)] if units else []
+    for i, plan in enumerate(plans):
+        _compare(model, batch, plain, plan, i, deterministic, result)
+        say(result)
+    _trace(model, batch, plans, result)
+
+
+def _build(architecture: Architecture) -> nn.Module:
+    try:
+        config = small_config(architecture.name)
+    except Exception as error:
+        raise _Stop(f"no small config: {_line(error)}") from None
+    try:
+        cls = getattr(transformers, architecture.cls)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in cls(config).parameters())
+    except Exception:
+        size = 0  # not every class can be built without memory
+    if size > MOST_PARAMETERS:
+        raise _Stop(f"too large with the rules for small configs: {size / 1e6:.1f} M parameters")
+    try:
+        seed_all()
+        model = getattr(transformers, architecture.cls)(small_config(architecture.name)).float().train()
+    except Exception as error:
+        raise _Stop(f"not built: {_line(error)}") from None
+    if (size := sum(p.numel() for p in model.parameters())) > MOST_PARAMETERS:
+        raise _Stop(f"too large with the rules for small configs: {size / 1e6:.1f} M parameters")
+    return model
+
+
+def _plain(model: nn.Module, architecture: Architecture, result: Result) -> tuple[dict[str, Any], Record]:
+    first: Exception | None = None
+    for attempt in attempts(model, architecture.task):
+        try:
+            record = train(model, attempt.batch, without_kv_cache)
+        except Exception as error:
+            first = first or error
+            continue
+        if attempt.remark:
+            why = f" ({_line(first)})" if first is not None and " for " not in attempt.remark else ""
+            result.remarks.append(attempt.remark + why)
+        return attempt.batch, record
+    raise _Stop(f"does not train plainly: {_line(first)}")
+
+
+def _compare(
+    model: nn.Module,
+    batch: dict[str, Any],
+    plain: Record,
+    plan: dict[str, Choice],
+    number: int,
+    deterministic: bool,
+    result: Result,
+) -> None:
+    def attached(twin: nn.Module) -> AbstractContextManager[object]:
+        return attach(twin, plan)
+
+    result.plans += 1
+    try:
+        planned = train(model, batch, attached, deterministic=deterministic)
+    except Exception as error:
+        if isinstance(error, ConflictError):
+            result.refused += 1
+            result.failures.append(f"plan {number} refused: {error.message}")
+        else:
+            result.failures.append(f"plan {number} failed: {_line(error)} [{_in_words(plan)}]")
+        return
+    if different := differences(plain, planned):
+        by = f"gradients by up to {deviation(plain, planned):.1e} of their largest value"
+        what = f"{len(different)} of {len(plain)} values, {by}: {', '.join(different[:3])}"
+        result.failures.append(f"plan {number} UNEQUAL: {what} [{_in_words(plan)}]")
+    else:
+        result.equal += 1
+
+
+def _trace(model: nn.Module, batch: dict[str, Any], plans: list[dict[str, Choice]], result: Result) -> None:
+    """Ghost-run the plain cycle and the cycle under every plan that trained."""
+    step = partial(loss_of, use_cache=False) if takes_use_cache(model) else loss_of
+    result.traced = "no"
+    workload = from_live(model, batch, step=step, optimizer=torch.optim.AdamW(model.parameters()))
+    try:
+        with Tracer.from_workload(workload, fallback=False) as tracer:
+            tracer.trace()
+            result.traced = "yes"
+            for i, plan in enumerate(plans):
+                _trace_plan(tracer, plan, i, result)
+        return
+    except AutockptError as error:
+        result.remarks.append(f"ghost run: {error.message}")
+    try:
+        with Tracer.from_workload(workload) as tracer:
+            result.traced = "recorded" if tracer.trace().source == "recorded" else "yes"
+    except AutockptError as error:
+        result.remarks.append(f"recorded run: {error.message}")
+
+
+def _trace_plan(tracer: Tracer, plan: dict[str, Choice], number: int, result: Result) -> None:
+    called = {unit.name for unit in tracer.units}
+    refused = any(f"plan {number} refused" in failure for failure in result.failures)
+    try:
+        tracer.trace({name: choice for name, choice in plan.items() if name in called})
+    except GhostError as error:
+        result.remarks.append(f"ghost run of plan {number}: {error.message}")
+    except AutockptError as error:
+        if not refused:
+            result.remarks.append(f"ghost run of plan {number}: {error.message}")
+
+
+def _in_words(plan: dict[str, Choice]) -> str:
+    return ", ".join(f"{name} {label(choice)}" for name, choice in plan.items() if choice.kind != "save")
+
+
+def _line(error: BaseException | None) -> str:
+    return "" if error is None else summary(error)

@@ -1,0 +1,52 @@
+"""The programs behind ``results/`` keep working: all can be imported, and those that take seconds run."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import tests.evidence
+import tests.gpu
+
+PROGRAMS = [
+    found.name
+    for package in (tests.evidence, tests.gpu)
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if ".test_" not in found.name and not (found.name.endswith("__main__") and "gpu" in found.name)
+]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_can_be_imported_and_says_what_it_is_for(name):
+    assert importlib.import_module(name).__doc__
+
+
+def test_solvers_on_small_problems(tmp_path, monkeypatch, capsys):
+    from tests.evidence import solvers
+
+    monkeypatch.setattr(sys, "argv", ["solvers", "--sizes", "4", "--seeds", "1", "--out", str(tmp_path / "table.md")])
+    solvers.main()
+    rows = [line.split("|") for line in (tmp_path / "table.md").read_text().splitlines() if "labels" in line]
+    assert [float(row[-3]) <= 1e-6 for row in rows] == [True, True]
+    assert "labels" in capsys.readouterr().out
+
+
+def test_samplers_hold_their_optimum_against_the_simulator():
+    program = importlib.import_module("tests.evidence.samplers.__main__")
+    assert "to 1e-9" in program.check(queues=False)
+
+
+def test_a_sample_of_mutants_is_of_different_lines_and_each_changes_its_module():
+    import ast
+
+    from tests.evidence import mutants
+
+    drawn = mutants.sample("solvers", 12, seed=1)
+    assert len({(mutant.module, mutant.line) for mutant in drawn}) == 12
+    for mutant in drawn:
+        assert ast.unparse(mutants.mutated(mutant)) != ast.unparse(ast.parse(mutant.module.read_text()))
+        assert all(Path(path).exists() for path in mutants.tests_of(mutant.module))

@@ -1,0 +1,45 @@
+"""Part 3: the card's own hardware description beside the built-in one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tests.gpu.items import Context
+
+
+def calibrate(context: Context) -> dict[str, Any]:
+    """``autockpt calibrate``, as a user would call it."""
+    path = context.out / "card.yaml"
+    command = [sys.executable, "-m", "autockpt", "calibrate", "--device", context.device, "--out", str(path)]
+    command += ["--force", "--json", *(["--quick"] if context.shapes.quick_calibration else [])]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    if ran.returncode:
+        raise RuntimeError(f"autockpt calibrate ended with {ran.returncode}: {ran.stderr.strip()[-400:]}")
+    measured = json.loads(ran.stdout)
+    from autockpt.schema.hardware import Hardware
+    from search_spaces.hardware import described_like
+
+    hardware = Hardware.model_validate(measured)
+    like = described_like(_name(context.device), hardware.kind, hardware.memory_bytes)
+    builtin = None if like is None else like.model_dump(mode="json")
+    return {"measured": _figures(measured), "built-in": _figures(builtin or {}), "like": like.name if like else None}
+
+
+def _name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(torch.device(device)) if device != "cpu" else "cpu"
+
+
+def _figures(data: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """All numbers by dotted name; tables of measured points are left to the file."""
+    found: dict[str, float] = {}
+    for name, value in data.items():
+        if isinstance(value, dict):
+            found |= _figures(value, f"{prefix}{name}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[prefix + name] = float(value)
+    return found

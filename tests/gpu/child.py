@@ -1,0 +1,66 @@
+"""One item in a process of its own: ``python -m tests.gpu.child SLUG SHAPES OUT``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.items import Context, items_of
+from tests.gpu.shapes import SHAPES
+
+
+def main() -> int:
+    """Run the item and write what came of it; a traceback goes to the log."""
+    slug, name, out = sys.argv[1:4]
+    shapes = SHAPES[name]
+    item = next(item for item in items_of(shapes) if item.slug == slug)
+    context = Context(shapes, Path(out), item)
+    began = time.monotonic()
+    more: dict[str, Any] = {"shapes": name, "date": time.strftime("%Y-%m-%d")}
+    module, _, function = item.function.partition(":")
+    try:
+        data = getattr(importlib.import_module(module), function)(context)
+    except BaseException as error:
+        traceback.print_exc()
+        context.keep(_known(context), _state(error), message=_words(error), **more)
+        return 1
+    more |= {"seconds": round(time.monotonic() - began, 1), "environment": _environment(shapes.device)}
+    context.keep(data, "done", notes=context.notes, **more)
+    return 0
+
+
+def _known(context: Context) -> dict[str, Any]:
+    from tests.gpu.items import read
+
+    return read(context.out, context.item).get("data", {})
+
+
+def _state(error: BaseException) -> str:
+    from autockpt.devices import get_device
+    from autockpt.errors import DeviceOutOfMemory
+
+    full = isinstance(error, DeviceOutOfMemory) or get_device().out_of_memory(error)
+    return "out of memory" if full else "failed"
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _environment(device: str) -> dict[str, Any]:
+    from autockpt.devices import get_device
+    from autockpt.measuring import environment_of
+
+    found = environment_of(get_device(device)).model_dump(mode="json")
+    import torch
+
+    found["versions"]["CUDA"] = torch.version.cuda or "none"
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

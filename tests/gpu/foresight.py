@@ -1,0 +1,76 @@
+"""Part 4: what ghost runs and op times promise, beside what real steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autockpt.errors import DeviceOutOfMemory
+from autockpt.history.statistics import median_interval, ratio_interval
+from autockpt.measuring import WorkerMeasurer
+from autockpt.profiling import as_seen_by, build_profile, device_peak, measure_op_times, uniform_graphs
+from autockpt.schema import Choice, Hardware, WorkloadSpec, searched_kinds
+from search_spaces.hardware import described_like
+from tests.gpu.items import Context
+from tests.gpu.measuring import ghosts, never_timed, plans
+
+PLANS = ("save everything", "recompute all", "every second", "keep attention", "offload all", "mixed")
+
+
+def foresight(context: Context) -> dict[str, Any]:
+    """Six plans of one model: peaks and step times, predicted and measured."""
+    name = context.item.subject
+    spec = WorkloadSpec.model_validate(context.shapes.foresight[name])
+    with WorkerMeasurer(spec, context.device) as worker, ghosts(spec, context.device) as tracer:
+        blocks = [unit for unit in tracer.units if unit.role == "block"]
+        uniform = uniform_graphs(tracer, blocks, searched_kinds())
+        device = worker.environment.device
+        times = measure_op_times(worker, uniform, name, room=device.capacity_bytes - device.overhead_bytes)
+        predictor = build_profile(tracer, times, uniform).predictor
+        chosen = plans([unit.name for unit in blocks], PLANS)
+        hardware = _hardware(device)
+        rows: dict[str, Any] = {}
+        for plan, choices in chosen.items():
+            graph = tracer.trace(choices)
+            peak = device_peak(hardware, as_seen_by(hardware, graph, spec))
+            rows[plan] = {
+                "allocated, predicted": peak.allocated,
+                "reserved, predicted": peak.reserved,
+                "step, predicted": predictor.predict(choices).step_seconds,
+                "never timed": len(never_timed(graph, times.seconds)),
+                "signatures": len(graph.signatures),
+                "such as": never_timed(graph, times.seconds)[:3],
+            }
+            try:
+                measured = worker.measure(choices, steps=3)
+            except DeviceOutOfMemory as error:
+                rows[plan]["message"] = error.message
+                continue
+            rows[plan]["allocated"] = measured.allocated_bytes or measured.peak_bytes
+            rows[plan]["reserved"] = measured.peak_bytes - device.overhead_bytes
+            context.keep({"rows": rows})
+        fitting = {plan: chosen[plan] for plan, row in rows.items() if "allocated" in row}
+        _time(rows, fitting, worker, context.shapes.foresight_rounds)
+        return {"rows": rows, "host seconds per op": times.host_seconds, "link out": times.copy_out_bandwidth}
+
+
+def _time(
+    rows: dict[str, Any], fitting: Mapping[str, Mapping[str, Choice]], worker: WorkerMeasurer, rounds: int
+) -> None:
+    """Step times in turns, and their ratios to saving everything."""
+    seconds = worker.compare(fitting, rounds=rounds)
+    for plan, times in seconds.items():
+        step = median_interval(times)
+        rows[plan] |= {"step": step.value, "step between": [step.low, step.high]}
+        if "save everything" in seconds:
+            ratio = ratio_interval(times, seconds["save everything"], robust=True)
+            rows[plan]["over saving"] = [ratio.low - 1, ratio.value - 1, ratio.high - 1]
+
+
+def _hardware(device: Any) -> Hardware:
+    """The built-in description nearest to the device, with its own memory and context."""
+    from search_spaces.hardware import load_hardware
+
+    near = described_like(device.name, device.kind, device.capacity_bytes)
+    near = near or load_hardware("h200" if device.kind == "cuda" else "cpu")
+    return near.model_copy(update={"memory_bytes": device.capacity_bytes, "context_bytes": device.overhead_bytes})

@@ -1,0 +1,126 @@
+"""The items of the script: what runs in a process of its own, within how many seconds, for which part."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.packages import LORA, TESTS
+
+PARTS = {
+    1: "Runtime",
+    2: "Offload",
+    3: "Calibration",
+    4: "Foresight",
+    5: "The main job",
+    6: "Long sequence, large batch",
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """``limit``: seconds after which the process is ended; ``least``: with fewer left it is not begun. ``needs``:
+    packages that only this one needs."""
+
+    part: int
+    name: str
+    function: str
+    limit: int
+    least: int = 45
+    subject: str = ""
+    needs: tuple[str, ...] = ()
+
+    @property
+    def slug(self) -> str:
+        return f"{self.part}-{re.sub(r'[^a-z0-9]+', '-', self.name.lower()).strip('-')}"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an item is given. ``keep`` writes what is known so far, so that running out of time loses little."""
+
+    shapes: Any
+    out: Path
+    item: Item
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        return self.shapes.device
+
+    def keep(self, data: dict[str, Any], state: str = "partial", **more: Any) -> None:
+        write(self.out, self.item, {"state": state, "data": data, **more})
+
+
+# What is worth most where there are ten minutes once; then the rest, by these parts.
+_FIRST = (
+    *("1-attention", "1-bits", "2-stress", "5-llama-1b-default-shape", "2-overlap", "4-llama-1b", "1-host-cost"),
+    *("1-released", "1-contract"),
+)
+_PARTS = (1, 2, 5, 4, 3, 6)
+
+
+def items_of(shapes: Any) -> list[Item]:
+    """All items, in the order in which they are worth having."""
+    found = _all_of(shapes)
+    first = {slug: place for place, slug in enumerate(_FIRST)}
+    return sorted(found, key=lambda item: (first.get(item.slug, len(first)), _PARTS.index(item.part)))
+
+
+def _all_of(shapes: Any) -> list[Item]:
+    here = "tests.gpu"
+    found = [
+        Item(1, "attention", f"{here}.runtime:attention", 120),
+        Item(1, "bits", f"{here}.runtime:bits", 150),
+        Item(1, "released", f"{here}.runtime:released", 150),
+        Item(1, "host cost", f"{here}.runtime:host_cost", 90),
+        Item(1, "contract", f"{here}.contract:contract", 480, 120, needs=(*TESTS, *LORA)),
+        Item(2, "stress", f"{here}.offload:stress", 180),
+        Item(2, "host budget", f"{here}.offload:host_budget", 90),
+        Item(2, "disk tier", f"{here}.offload:disk_tier", 90),
+        Item(2, "overlap", f"{here}.offload:overlap", 150),
+        Item(3, "calibrate", f"{here}.calibration:calibrate", 240),
+    ]
+    found += [Item(4, name, f"{here}.foresight:foresight", 200, 60, subject=name) for name in shapes.foresight]
+    for name, task in shapes.tasks.items():
+        limit = min(540, 150 + len(task.budgets) * (task.seconds + 90) + 150 * len(task.compiled))
+        needs = LORA if "lora" in task.spec else ()
+        found.append(Item(task.part, name, f"{here}.jobs:job", limit, min(150, limit), subject=name, needs=needs))
+    for name, (_, budgets) in shapes.searches.items():
+        found.append(Item(5, f"searches {name}", f"{here}.jobs:searches", 60 + 75 * len(budgets), 90, subject=name))
+    return found
+
+
+def path_of(out: Path, item: Item) -> Path:
+    return out / f"{item.slug}.json"
+
+
+def read(out: Path, item: Item) -> dict[str, Any]:
+    """What is known of an item; empty where nothing is."""
+    try:
+        found = json.loads(path_of(out, item).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write(out: Path, item: Item, found: dict[str, Any]) -> None:
+    """What is known of an item."""
+    _write(path_of(out, item), {"part": item.part, "item": item.name} | found)
+
+
+def write_start(out: Path, found: dict[str, Any]) -> None:
+    """What the latest call took before its first item."""
+    _write(out / "start.json", found)
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    """Whole or not at all: the process may be ended at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".part")
+    new.write_text(json.dumps(data, indent=1, default=str))
+    os.replace(new, path)

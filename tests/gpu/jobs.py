@@ -1,0 +1,213 @@
+"""Parts 5 and 6: a search as a user would call it, then its plan beside everybody else's under the same real limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from autockpt.bench.peers import PEERS, PLAIN
+from autockpt.errors import AutockptError, DeviceOutOfMemory
+from autockpt.history.statistics import noise, ratio_interval
+from autockpt.measuring import StepRunner
+from autockpt.measuring.failures import device_lost
+from autockpt.runtime import attach
+from autockpt.schema import WorkloadSpec, dump_choice, parse_choice
+from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema.plan import Plan
+from autockpt.workload import discover_head
+from tests.gpu.items import Context
+from tests.gpu.measuring import plans, running
+from tests.gpu.shapes import Task
+
+OURS = "ours"
+Attach = Callable[[nn.Module], Callable[[], None]]
+
+
+def job(context: Context) -> dict[str, Any]:
+    """All budgets of one task: searches first, each in processes of its own, then the table in this one."""
+    task: Task = context.shapes.tasks[context.item.subject]
+    data: dict[str, Any] = {"spec": task.spec, "middle": task.middle, "budgets": {}}
+    for budget in task.budgets:
+        data["budgets"][budget] = {"search": _searched(context, task, budget)}
+        context.keep(data)
+    spec = WorkloadSpec.model_validate(task.spec)
+    with running(spec, context.device) as (runner, units):
+        rows = _rows(task, units, runner.device.kind) | _chunked_rows(task, runner, units)
+        alone = _alone(runner, rows)
+        for budget in task.budgets:
+            found = data["budgets"][budget]
+            size = found["search"].get("budget bytes")
+            if size is None:
+                continue
+            ours = {OURS: _ours(found["search"]["choices"])} if found["search"].get("choices") else {}
+            found["rows"] = _table(runner, rows | ours, alone, size, task.rounds)
+            context.keep(data)
+    return data
+
+
+def searches(context: Context) -> dict[str, Any]:
+    """More searches, on smaller models: does each plan, measured anew under its budget as a real limit, keep to it?"""
+    given, budgets = context.shapes.searches[context.item.subject]
+    task = Task(given, budgets, trials=6, seconds=25)
+    found = {budget: _searched(context, task, budget) for budget in budgets}
+    rows: dict[str, Any] = {}
+    with running(WorkloadSpec.model_validate(given), context.device) as (runner, _):
+        for budget, search in found.items():
+            rows[budget] = {"message": search.get("message", ""), "binding": search.get("binding")}
+            if search.get("choices"):
+                size = search["budget bytes"]
+                rows[budget] |= {"budget": size} | _tried(runner, _ours(search["choices"]), size)
+                if "peak" in rows[budget]:
+                    rows[budget]["fill"] = rows[budget]["peak"] / size
+            context.keep({"rows": rows})
+    return {"rows": rows}
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+def _searched(context: Context, task: Task, budget: str) -> dict[str, Any]:
+    """``autockpt search``: its plan and what finding it took; or why there is none."""
+    command = [sys.executable, "-m", "autockpt", "search", "--budget", budget, "--device", context.device]
+    for name, value in task.spec.items():
+        option = f"--{name.replace('_', '-')}"
+        command += [option] if value is True else [option, str(value)]
+    command += ["--trials", str(task.trials), "--timeout", f"{task.seconds}s", "--json", *task.options]
+    command += ["--out", str(context.out / "searches")]
+    ran = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    words = " ".join(["autockpt", *command[3:-2]])
+    if ran.returncode:
+        said = [line for line in ran.stderr.splitlines() if line.strip()]
+        return {"command": words, "message": " ".join(said[-4:])[:400] or f"ended with {ran.returncode}"}
+    outcome = json.loads(ran.stdout)
+    plan = Plan.model_validate(outcome["plan"])
+    return {
+        "command": words,
+        "budget bytes": outcome["budget"]["bytes"],
+        "binding": outcome["binding"],
+        "choices": {name: dump_choice(choice) for name, choice in plan.expand_planned().items()},
+        "trials": outcome["measured_trials"],
+        "seconds": sum(s["seconds"] for s in outcome["stages"] if not s["part"]),
+        "measured seconds": sum(s["seconds"] for s in outcome["stages"] if s["part"]),
+        "predicted peak": plan.predicted.peak_bytes if plan.predicted else None,
+        "peak": plan.measured.peak_bytes if plan.measured else None,
+        "stopped": outcome["stopped"],
+        "notes": outcome["notes"],
+        "plan": str(outcome["plan_path"]),
+    }
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _rows(task: Task, units: list[str], kind: str) -> dict[str, Attach]:
+    """Everybody else's ways, as the bench has them."""
+    everything = list(range(len(units)))
+    found = {
+        "none": _peer(PLAIN, units, {"recompute": []}),
+        "recompute all": _peer("recompute all", units, {"recompute": everything}),
+        "every-2": _peer("every-n", units, {"recompute": everything[::2]}),
+        "every-4": _peer("every-n", units, {"recompute": everything[::4]}),
+        "keep matmuls and attention": _peer("keep ops", units, {"attention": True, "matmuls": 1}),
+        "keep attention": _peer("keep ops", units, {"attention": True, "matmuls": 0}),
+    }
+    if kind != "cpu":
+        found["save_on_cpu"] = _peer("offload all", units, {"pin_memory": True})
+    for name, choices in plans(units, ("offload all", "recompute and offload")).items():
+        found[f"our {name}"] = _ours({unit: dump_choice(choice) for unit, choice in choices.items()})
+    for share in task.compiled:
+        found[f"torch.compile {share:g}"] = _peer("torch.compile", units, {"budget": share, "backend": "inductor"})
+    return found
+
+
+def _chunked_rows(task: Task, runner: StepRunner, units: list[str]) -> dict[str, Attach]:
+    """Where ours may run head and loss in chunks, the rules of thumb get it as well."""
+    head = discover_head(runner.workload.model)
+    if "--allow-inexact" not in task.options or head is None:
+        return {}
+    chunked = {head.name: dump_choice(CHUNKED_LOSS)}
+    found = {}
+    for name, choices in plans(units, ("save everything", "recompute all", "every second", "offload all")).items():
+        found[f"{name}, loss in chunks"] = _ours({u: dump_choice(c) for u, c in choices.items()} | chunked)
+    return found
+
+
+def _peer(name: str, units: list[str], setting: Mapping[str, Any]) -> Attach:
+    peer = PEERS[name]
+    return lambda model: peer.attach(model, units, setting)
+
+
+def _ours(choices: Mapping[str, Any]) -> Attach:
+    parsed = {name: parse_choice(choice) for name, choice in choices.items()}
+    return partial(_attached, parsed)
+
+
+def _attached(parsed: Mapping[str, Any], model: nn.Module) -> Callable[[], None]:
+    return attach(model, parsed).remove
+
+
+def _alone(runner: StepRunner, rows: Mapping[str, Attach]) -> dict[str, dict[str, Any]]:
+    """Every row's peak without a limit, or why it has none."""
+    return {name: _tried(runner, how, None) for name, how in rows.items()}
+
+
+def _tried(runner: StepRunner, how: Attach, limit: int | None) -> dict[str, Any]:
+    try:
+        measured = runner.measure(how, steps=1, budget_bytes=limit)
+    except DeviceOutOfMemory as error:
+        return {"state": "out of memory", "message": error.message[:200]}
+    except AutockptError as error:
+        return {"state": "failed", "message": error.message[:200]}
+    except Exception as error:  # other projects' code, run as it is
+        if device_lost(error):
+            raise
+        return {"state": "failed", "message": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+    return {"state": "fits", "peak": measured.peak_bytes, "allocated": measured.allocated_bytes}
+
+
+def _in_turns(
+    runner: StepRunner, rows: Mapping[str, Attach], found: dict[str, dict[str, Any]], budget: int, rounds: int
+) -> dict[str, list[float]]:
+    """Step times of all rows that fit, under the limit; one that runs out of memory here leaves, and all begin anew."""
+    while fitting := {name: rows[name] for name, row in found.items() if row["state"] == "fits"}:
+        try:
+            return runner.compare(fitting, rounds=rounds, budget_bytes=budget)
+        except DeviceOutOfMemory as error:
+            gone = next((name for name in fitting if f"plan {name!r}" in error.message), None)
+            if gone is None:
+                raise
+            found[gone] |= {"state": "out of memory", "message": f"in turns with others: {error.message[:150]}"}
+    return {}
+
+
+def _table(
+    runner: StepRunner, rows: Mapping[str, Attach], alone: Mapping[str, dict[str, Any]], budget: int, rounds: int
+) -> dict[str, Any]:
+    """Who fits the budget as a real limit, and the step times of those, in turns under it."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, how in rows.items():
+        free = alone.get(name)
+        if free is not None and free["state"] != "fits":
+            found[name] = dict(free)
+        elif free is not None and (free["allocated"] or free["peak"]) > budget:
+            found[name] = dict(free) | {"state": "over"}
+        else:
+            found[name] = _tried(runner, how, budget)
+            if found[name].get("peak", 0) > budget:  # where the device cannot enforce a limit
+                found[name]["state"] = "over"
+    times = _in_turns(runner, rows, found, budget, rounds)
+    for name, seconds in times.items():
+        row = found[name]
+        row |= {"step": statistics.median(seconds), "noise": noise(seconds), "fill": row["peak"] / budget}
+        if OURS in times and name != OURS:
+            ratio = ratio_interval(times[OURS], seconds, robust=True)
+            row["ours over it"] = [ratio.low, ratio.value, ratio.high]
+    return found

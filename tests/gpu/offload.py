@@ -1,0 +1,234 @@
+"""Part 2: copies run beside compute, nothing is used after it was freed, and host memory keeps to its budget."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autockpt.devices.cuda_pinned import CudaQueues
+from autockpt.devices.hostpool import HostUse
+from autockpt.devices.streams import StreamTransport
+from autockpt.devices.transport import Ways, host_bytes_of
+from autockpt.errors import HostBudgetExceeded
+from autockpt.measuring import StepRunner
+from autockpt.runtime import attach, deterministic_algorithms
+from autockpt.schema import Choice, Offload, WorkloadSpec
+from tests.gpu.items import Context
+from tests.gpu.kernels import hidden, merged, profiled, total
+from tests.gpu.measuring import ghosts, gradients_of, plans, running, wrong
+
+MOST_DELAY_CYCLES = 2_000_000  # of the GPU's clock: about a millisecond
+SPARE_BYTES = 48 << 20
+PROFILES = 3  # steps whose copies are looked at
+
+
+class LateQueues(CudaQueues):
+    """Copy streams that are behind by random times: what does not wait for them finds other bytes."""
+
+    def __init__(self, device: torch.device, draw: random.Random) -> None:
+        super().__init__(device)
+        self._draw = draw
+
+    def copy(self, direction: Any, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> Any:
+        with self._streams[direction]:
+            torch.cuda._sleep(self._draw.randrange(MOST_DELAY_CYCLES))
+        return super().copy(direction, target, source, after)
+
+
+class Poison(TorchDispatchMode):
+    """After some ops takes the blocks that the allocator hands out next, fills them with rubbish and frees them."""
+
+    def __init__(self, device: torch.device, draw: random.Random) -> None:
+        super().__init__()
+        self._device, self._draw = device, draw
+        self._sizes: deque[int] = deque(maxlen=12)
+        self.blocks = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() and out.layout is torch.strided:
+            self._sizes.append(out.untyped_storage().nbytes())
+        if self._sizes and self._draw.random() < 0.2:
+            for size in self._draw.sample(list(self._sizes), min(3, len(self._sizes))):
+                try:
+                    torch.empty(size, dtype=torch.uint8, device=self._device).fill_(0xFF)
+                except torch.OutOfMemoryError:  # memory is as short as it is meant to be
+                    break
+                self.blocks += 1
+        return out
+
+
+def stress(context: Context) -> dict[str, Any]:
+    """Many steps with late copies, poisoned blocks and little memory: gradients equal plain training's, every step."""
+    spec = WorkloadSpec.model_validate(context.shapes.stress)
+    rows: dict[str, Any] = {}
+    with running(spec, context.device) as (runner, units):
+        strict = deterministic_algorithms(strict=True) if context.device != "cpu" else nullcontext()
+        with strict:
+            with runner.attached({}):
+                wanted = gradients_of(runner)
+                repeats = not wrong(gradients_of(runner), wanted)
+            for name, choices in plans(units, ("offload all", "recompute and offload", "mixed")).items():
+                rows[name] = _stressed(context, runner, choices, wanted)
+                context.keep({"repeats": repeats, "rows": rows})
+    return {"repeats": repeats, "rows": rows, "values": len(wanted)}
+
+
+def _stressed(
+    context: Context, runner: StepRunner, choices: Mapping[str, Choice], wanted: Mapping[str, str]
+) -> dict[str, Any]:
+    device = runner.device.torch_device
+    draw = random.Random(11)
+    limit: int | None = None
+    if device.type == "cuda":
+        limit = runner.measure(choices, steps=1).peak_bytes + SPARE_BYTES
+    unequal: list[str] = []
+    steps = context.shapes.stress_steps
+    with runner.device.limit(limit), runner.attached({}):
+        transport = StreamTransport(LateQueues(device, draw)) if device.type == "cuda" else None
+        with attach(runner.workload.model, choices, transport=transport), Poison(device, draw) as poison:
+            for step in range(steps):
+                if found := wrong(gradients_of(runner), wanted):
+                    unequal.append(f"step {step}: {len(found)} values, {found[0]}")
+    return {
+        "steps": steps,
+        "unequal steps": len(unequal),
+        "first": unequal[:3],
+        "poisoned blocks": poison.blocks,
+        "limit": limit,
+        "host bytes": transport.pool.held_bytes if transport is not None else None,
+    }
+
+
+class CountingUse(HostUse):
+    """Counts how often pools grow."""
+
+    growths = 0
+
+    def claim(self, nbytes: int) -> None:
+        self.growths += nbytes > 0
+        super().claim(nbytes)
+
+
+def host_budget(context: Context) -> dict[str, Any]:
+    """What offloading claims of the host: as predicted, within a budget, grown in the first step only."""
+    spec = WorkloadSpec.model_validate(context.shapes.stress)
+    with running(spec, context.device) as (runner, units), ghosts(spec, context.device) as tracer:
+        choices = plans(units, ("offload all",))["offload all"]
+        copies = tracer.trace(choices).copies
+        predicted = host_bytes_of(copies, runner.device.kind)
+        claimed, first, later = _claims(runner, choices, None)
+        tight = host_bytes_of(copies, runner.device.kind, 1)  # what is needed at the least, areas as small as can be
+        within, _, _ = _claims(runner, choices, tight)
+        refused = False
+        try:
+            _claims(runner, choices, tight // 2)
+        except HostBudgetExceeded:
+            refused = True
+        return {
+            "predicted": predicted,
+            "claimed": claimed,
+            "growths in the first step": first,
+            "growths in later steps": later,
+            "budget": tight,
+            "claimed under the budget": within,
+            "half of it refused": refused,
+            "seconds to pin a GiB": _seconds_to_pin(runner.device.torch_device),
+        }
+
+
+def _claims(runner: StepRunner, choices: Mapping[str, Choice], budget: int | None) -> tuple[int, int, int]:
+    """Most bytes claimed, and how often pools grew in the first step and in three later ones."""
+    ways = Ways(budget)
+    ways.use = use = CountingUse(budget)
+    with runner.attached({}), attach(runner.workload.model, choices, transport=ways):
+        runner.run_cycle()
+        first = use.growths
+        for _ in range(3):
+            runner.run_cycle()
+    return use.peak, first, use.growths - first
+
+
+def _seconds_to_pin(device: torch.device, nbytes: int = 1 << 30) -> float | None:
+    if device.type != "cuda":
+        return None
+    queues = CudaQueues(device)
+    began = time.perf_counter()
+    memory = queues.host_memory(nbytes)
+    seconds = time.perf_counter() - began
+    del memory
+    return seconds
+
+
+def disk_tier(context: Context) -> dict[str, Any]:
+    """The disk tier: gradients bit-equal with plain training, the host memory it takes, and its step time."""
+    spec = WorkloadSpec.model_validate(context.shapes.stress)
+    with running(spec, context.device) as (runner, units):
+        disk: dict[str, Choice] = dict.fromkeys(units, Offload(tier="disk"))
+        strict = deterministic_algorithms(strict=True) if context.device != "cpu" else nullcontext()
+        with strict, runner.attached({}):
+            wanted = gradients_of(runner)
+            with attach(runner.workload.model, disk) as session:
+                unequal = sum(bool(wrong(gradients_of(runner), wanted)) for _ in range(3))
+                host = session.host_bytes
+        return {
+            "unequal steps of 3": unequal,
+            "host bytes": host,
+            "step": runner.measure(disk, steps=3).step_seconds,
+            "plain step": runner.measure({}, steps=3).step_seconds,
+        }
+
+
+def overlap(context: Context) -> dict[str, Any]:
+    """The share of copy time that kernels hide, and what offloading costs a step, for three plans."""
+    spec = WorkloadSpec.model_validate(context.shapes.overlap)
+    cuda = context.device != "cpu"
+    names = ("save everything", "offload all", "offload every second", "offload every fourth")
+    rows: dict[str, Any] = {}
+    with running(spec, context.device) as (runner, units):
+        chosen = plans(units, names)
+        with _cheaply_attached(runner, chosen) as measured:
+            for name in names:
+                rows[name] = measured(name, cuda)
+                context.keep({"rows": rows})
+    plain = rows["save everything"]["step"]
+    for row in rows.values():
+        # what no schedule can hide: a link that is busy for longer than the whole step without offloading takes
+        row["link allows it"] = bool(row["copy seconds"]) and row["busiest link"] <= 0.8 * plain
+        row["overhead"] = row["step"] / plain - 1
+    return {"rows": rows}
+
+
+@contextmanager
+def _cheaply_attached(
+    runner: StepRunner, chosen: Mapping[str, Mapping[str, Choice]]
+) -> Iterator[Callable[[str, bool], dict[str, Any]]]:
+    def measured(name: str, cuda: bool) -> dict[str, Any]:
+        with runner.attached(chosen[name]) as session:
+            for _ in range(2):
+                runner.run_cycle()
+            step = statistics.median(runner.time_cycle() for _ in range(5))
+            profiles = [profiled(runner.run_cycle, cuda) for _ in range(PROFILES)]
+            host = session.host_bytes
+        events = profiles[-1]
+        kernels = [span for _, span in events.kernels]
+        out, back = merged(events.out), merged(events.back)
+        return {
+            "step": step,
+            "host bytes": host,
+            "copy seconds": total(merged([*out, *back])),
+            "busiest link": max(total(out), total(back)),
+            "hidden": [hidden([*p.out, *p.back], [span for _, span in p.kernels]) for p in profiles],
+            "hidden out": hidden(events.out, kernels),
+            "hidden back": hidden(events.back, kernels),
+        }
+
+    yield measured

@@ -1,0 +1,115 @@
+"""Part 1: attention that is kept does not run again, bits are those of plain training, memory is really released, and
+what a choice costs the host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from autockpt.errors import AutockptError
+from autockpt.measuring import StepRunner
+from autockpt.runtime import deterministic_algorithms
+from autockpt.schema import WorkloadSpec, choice_kinds, dump_choice, parse_choice
+from autockpt.verification.beside import count_runs
+from tests.evidence import host_cost as cost
+from tests.gpu.items import Context
+from tests.gpu.kernels import merged, profiled, total
+from tests.gpu.measuring import alive_before, allocated, first_of, ghosts, gradients_of, plans, running, wrong
+
+ATTENTION_KERNELS = re.compile(r"flash|fmha|sdpa|cudnn.*attention|attention.*cudnn|efficient_attention", re.I)
+BACKWARD_KERNELS = re.compile(r"bwd|bprop|backward|dot_do_o|convert_dq", re.I)
+
+
+def attention(context: Context) -> dict[str, Any]:
+    """How often fused attention's forward runs in one step: by what units execute again, and on a GPU by its kernels.
+
+    A profiler's host side is no help: it also counts the calls that are answered with what was kept.
+    """
+    spec = WorkloadSpec.model_validate(context.shapes.attention)
+    cuda = context.device != "cpu"
+    rows: dict[str, Any] = {}
+    with running(spec, context.device) as (runner, units):
+        for name, choices in plans(units, ("save everything", "recompute all", "keep attention")).items():
+            with runner.attached(choices):
+                runner.run_cycle()
+                events = profiled(runner.run_cycle, cuda)
+            wired = {unit: dump_choice(choice) for unit, choice in choices.items()}
+            runs = count_runs(runner, {"choices": wired})["units"].values()
+            kernels = [n for n, _ in events.kernels if ATTENTION_KERNELS.search(n) and not BACKWARD_KERNELS.search(n)]
+            rows[name] = {
+                "device seconds": total(merged(span for _, span in events.kernels)) if cuda else None,
+                "heavy ops once more": sum(unit["again"] for unit in runs),
+                "attentions kept": sum(unit["named"] for unit in runs),
+                "of these once more": sum(unit["named_again"] for unit in runs),
+                "kernels": len(kernels),
+                "kernel_names": sorted(set(kernels))[:4],
+            }
+    return {"layers": len(units), "rows": rows}
+
+
+def bits(context: Context) -> dict[str, Any]:
+    """Gradients under every choice on every layer beside plain training's, with weights as the specs have them.
+
+    What the contract suite does by small models; here are the sizes, kernels and 16-bit weights of a real job.
+    """
+    rows: dict[str, Any] = {}
+    for what, given in context.shapes.bits.items():
+        spec = WorkloadSpec.model_validate(given)
+        strict = deterministic_algorithms(strict=True) if context.device != "cpu" else nullcontext()
+        with strict, running(spec, context.device) as (runner, units):
+            with runner.attached({}):
+                wanted = gradients_of(runner)
+                repeats = not wrong(gradients_of(runner), wanted)
+            for kind in choice_kinds("block"):
+                if kind == "compile_budget":  # saves everything where nothing is compiled
+                    continue
+                rows[f"{what}: {kind}"] = {"repeats": repeats, **_bits_of(runner, units, kind, wanted)}
+                context.keep({"rows": rows})
+    return {"rows": rows}
+
+
+def _bits_of(runner: StepRunner, units: list[str], kind: str, wanted: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        with runner.attached(dict.fromkeys(units, parse_choice(kind))):
+            unequal = {name: None for _ in range(2) for name in wrong(gradients_of(runner), wanted)}
+    except AutockptError as error:
+        return {"values": 0, "unequal": 0, "message": error.message[:200]}
+    return {"values": len(wanted), "unequal": len(unequal), "first": next(iter(unequal), "")}
+
+
+def released(context: Context) -> dict[str, Any]:
+    """Bytes alive after forward, after backward and at the peak, beside the ghost run's, by plan."""
+    spec = WorkloadSpec.model_validate(context.shapes.attention)
+    names = ("save everything", "recompute all", "keep attention", "offload all", "recompute and offload")
+    rows: dict[str, Any] = {}
+    with running(spec, context.device) as (runner, units), ghosts(spec, context.device) as tracer:
+        place = runner.device.torch_device
+        for name, choices in plans(units, names).items():
+            marks: dict[str, int | None] = {}
+            with runner.attached(choices):
+                runner.run_cycle()
+                runner.run_cycle(mark=lambda phase, marks=marks: marks.update({str(phase): allocated(place)}))
+                peak = runner.measure_peak()
+            graph = tracer.trace(choices)
+            base = marks.get("forward")
+            rows[name] = {
+                "after forward": _beyond(marks.get("backward"), base),
+                "after forward, ghost": alive_before(graph, first_of(graph, ("backward", "recompute")))
+                - graph.resident_bytes,
+                "after backward": _beyond(marks.get("optimizer"), base),
+                "after backward, ghost": alive_before(graph, first_of(graph, ("optimizer",))) - graph.resident_bytes,
+                "peak": peak.allocated_bytes or peak.peak_bytes,
+                "peak, ghost": graph.peak_bytes,
+            }
+    return {"rows": rows}
+
+
+def _beyond(now: int | None, base: int | None) -> int | None:
+    return None if now is None or base is None else now - base
+
+
+def host_cost(context: Context) -> dict[str, Any]:
+    """Host time of every choice per layer on layers that are next to nothing."""
+    return {"rows": cost.measure(context.device, context.shapes.host_rounds), "layers": cost.LAYERS}

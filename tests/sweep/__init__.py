@@ -1,4 +1,0 @@
-"""Every architecture that the installed transformers builds from a small config, under random plans.
-
-``python -m tests.sweep`` runs it (tens of minutes); it is no part of the test suite.
-"""
