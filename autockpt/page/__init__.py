@@ -1,0 +1,5 @@
+"""A run as one offline HTML page: what was found, why, and what other budgets would buy."""
+
+from autockpt.page.render import PAGE, run_page, write_page
+
+__all__ = ["PAGE", "run_page", "write_page"]
