@@ -147,7 +147,7 @@ def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison,
 
 def _tapes(run: RunDirectory, profile: Profile | None) -> tuple[Tape, ...]:
     times = profile.op_times if profile is not None else None
-    named = (("save everything", run.graph()), ("recompute all", run.graph("recompute")), ("ours", run.graph("plan")))
+    named = (("save everything", run.graph()), ("recompute all", run.graph("recompute")), (OURS, run.graph("plan")))
     found = (tape_of(name, graph, times) for name, graph in named if graph is not None)
     return tuple(tape for tape in found if tape is not None)
 

@@ -100,8 +100,11 @@ def _mark(kind: str, r: float, style: str, title: str) -> str:
     return f'{shapes[kind]} class="mark {style}"><title>{escape(title)}</title></{tag}>'
 
 
-def steps(tapes: Sequence[Tape], budget: int | None) -> Markup:
-    """Bytes through the step of each tape, overlaid on one axis of time (of ops, where times are not known)."""
+def steps(tapes: Sequence[Tape], budget: int | None, still: bool = False) -> Markup:
+    """Bytes through the step of each tape, overlaid on one axis of time (of ops, where times are not known).
+
+    ``still``: no moment can be chosen.
+    """
     if not tapes:
         return Markup("")
     longest = max(_length(tape) for tape in tapes)
@@ -111,9 +114,17 @@ def steps(tapes: Sequence[Tape], budget: int | None) -> Markup:
     parts = []
     for value in y.ticks(_unit(y.high), 5):
         parts += _row(y(value), format_binary(value))
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        said = words.seconds(share * longest) if tapes[0].seconds is not None else f"{share:.0%}"
-        parts.append(f'<text class="tick" x="{share * 100:.1f}%" y="100%" dy="18" text-anchor="middle">{said}</text>')
+    timed = tapes[0].seconds is not None
+    x = Axis([0.0, longest], 0, 100)
+    for value in (v for v in x.ticks(count=4) if v <= 0.97 * longest):
+        said = words.seconds(value) if timed else f"{value:,.0f} ops"
+        at = f"{100 * value / longest:.2f}%"
+        parts.append(f'<text class="tick" x="{at}" y="100%" dy="18" text-anchor="middle">{said}</text>')
+    for phase, begin, end in tapes[-1].phases:
+        share = _length(tapes[-1]) / longest
+        if (end - begin) * share > 0.12:
+            at = f"{50 * (begin + end) * share:.2f}%"
+            parts.append(f'<text class="tick" x="{at}" y="100%" dy="36" text-anchor="middle">{phase}</text>')
     for tape in reversed(tapes):
         points = " ".join(
             f"{100 * a * _length(tape) / longest:.2f},{y(b):.2f}" for a, b in zip(tape.at, tape.total, strict=True)
@@ -127,7 +138,8 @@ def steps(tapes: Sequence[Tape], budget: int | None) -> Markup:
         at = y(budget)
         parts.append(f'<line class="budget" x1="0%" x2="100%" y1="{at:.2f}%" y2="{at:.2f}%"/>')
         parts.append(f'<text class="tick" x="100%" y="{at:.2f}%" dy="-5" text-anchor="end">budget</text>')
-    parts.append(_handle("moment", 50, "Moment of the step"))
+    if not still:
+        parts.append(_handle("moment", 50, "Moment of the step"))
     return _svg(parts, "steps", "Bytes on the device through the step", extra=f'data-longest="{longest}"')
 
 
@@ -136,7 +148,7 @@ def _length(tape: Tape) -> float:
 
 
 def _slug(tape: Tape) -> str:
-    return {"save everything": "none", "recompute all": "all"}.get(tape.name, "ours")
+    return {"save everything": "none", "recompute all": "all", "first run": "all"}.get(tape.name, "ours")
 
 
 def progress(contents: Contents) -> Markup:

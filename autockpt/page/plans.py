@@ -104,7 +104,7 @@ def plans_of(
     return Plans(
         points=points,
         front=tuple(f"t{t.number}" for t in pareto_front(trials)),
-        thresholds=_thresholds(points),
+        thresholds=_thresholds(points, answer),
         best=answer,
         missed_bytes=model.missed if model is not None else None,
     )
@@ -257,8 +257,11 @@ def _predicted(choices: Mapping[str, Choice], peak: int, seconds: float) -> Poin
     )
 
 
-def _thresholds(points: Mapping[str, Point]) -> tuple[Threshold, ...]:
-    """Where the best known plan changes as the budget grows, leanest first."""
+def _thresholds(points: Mapping[str, Point], answer: str | None) -> tuple[Threshold, ...]:
+    """Where the best known plan changes as the budget grows, leanest first.
+
+    The run's answer, which finals decided on, stands against plans that cannot be told apart from it.
+    """
     steps: list[Threshold] = []
     tried: Point | None = None
     predicted: Point | None = None
@@ -267,7 +270,7 @@ def _thresholds(points: Mapping[str, Point]) -> tuple[Threshold, ...]:
         if point.basis == "predicted":
             predicted = _faster(point, predicted)
         else:
-            tried = _faster(point, tried)
+            tried = point if point.key == answer and _alike(point, tried) else _faster(point, tried, answer)
         ahead = predicted
         if ahead is not None and tried is not None and (ahead.seconds or 0) >= (tried.seconds or 0) * (1 - WORTH):
             ahead = None
@@ -277,5 +280,15 @@ def _thresholds(points: Mapping[str, Point]) -> tuple[Threshold, ...]:
     return tuple(steps)
 
 
-def _faster(point: Point, known: Point | None) -> Point:
+def _faster(point: Point, known: Point | None, answer: str | None = None) -> Point:
+    if known is not None and known.key == answer and _alike(point, known):
+        return known
     return point if known is None or (point.seconds or 0.0) < (known.seconds or 0.0) else known
+
+
+def _alike(one: Point, other: Point | None) -> bool:
+    """Whether the intervals of two plans meet, or there is no other."""
+    if other is None:
+        return True
+    ends = (one.low, one.high, other.low, other.high)
+    return None not in ends and ends[0] <= ends[3] and ends[2] <= ends[1]  # type: ignore[operator]

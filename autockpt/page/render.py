@@ -29,7 +29,7 @@ BEST_FEW = 5
 def run_page(run: RunDirectory) -> str:
     """The page of a run. Raises RunDirectoryError or PlanError where a file of it is damaged."""
     contents = contents_of(run)
-    return _render("page.html.j2", contents, **of_run(contents))
+    return rendered("page.html.j2", as_json(contents), run=contents, **of_run(contents))
 
 
 def write_page(run: RunDirectory, path: Path | None = None) -> Path:
@@ -37,13 +37,16 @@ def write_page(run: RunDirectory, path: Path | None = None) -> Path:
 
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
-    path = path or run.path / PAGE
-    text = run_page(run)
+    return write_text(run_page(run), path or run.path / PAGE)
+
+
+def write_text(text: str, path: Path) -> Path:
+    """Write a page. Raises RunDirectoryError where the file cannot be written."""
     try:
         atomic_write(path, text)
     except OSError as error:
         raise RunDirectoryError(
-            f"{path} cannot be written: {reason(error)}", remedy="Give another file with --out."
+            f"{path} cannot be written: {reason(error)}", remedy="Give another file with --report-out."
         ) from None
     return path
 
@@ -142,15 +145,15 @@ def _templates() -> Environment:
     return environment
 
 
-def _render(template: str, contents: Contents, **more: Any) -> str:
+def rendered(template: str, data: dict[str, Any], **named: Any) -> str:
+    """A page from its template, with the data that its script works on."""
     folder = files("autockpt.page")
     loaded = _templates().from_string((folder / template).read_text(encoding="utf-8"))
     return loaded.render(
-        run=contents,
         style=Markup((folder / "page.css").read_text(encoding="utf-8")),
         script=Markup((folder / "page.js").read_text(encoding="utf-8")),
-        data=embedded(as_json(contents)),
-        **more,
+        data=embedded(data),
+        **named,
     )
 
 

@@ -13,7 +13,7 @@ from autockpt.schema.known import ALL, NONE, OURS
 STATES = {
     "empty": "Nothing was tried yet: the search has not come to its first trial.",
     "running": "The search is still at work; this is what it knows so far.",
-    "stopped": "The search was stopped before it came to its end; this is what it knew by then.",
+    "stopped": "No end of the search is on record; this is what it knew by then.",
 }
 
 
@@ -30,10 +30,10 @@ def sentence(rows: Sequence[Comparison], budget: ResolvedBudget | None, source: 
     said = [fits]
     against = {name: _score(next((r for r in rows if r.name == name), None)) for name in (ALL, NONE)}
     if (other := against[ALL]) is not None:
-        said.append(_compared(score, other, "recomputing everything"))
+        said.append(compared(score, other, "recomputing everything"))
     if (other := against[NONE]) is not None:
         fit = "" if other.peak_bytes <= budget.bytes else ", which does not fit"
-        said.append(_compared(score, other, "saving everything") + fit)
+        said.append(compared(score, other, "saving everything") + fit)
     word = "measured by real steps" if source == "measured" else "simulated, nothing was measured"
     text = "; ".join([", ".join(said[:2]), *said[2:]])
     return f"{text} ({word})." + (f" {STATES[state]}" if state in ("running", "stopped") else "")
@@ -45,16 +45,21 @@ def _score(row: Comparison | None) -> Measurement | Prediction | None:
     return row.measured or row.predicted
 
 
-def _compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:
+def compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:
     """Ours against another plan's step time, or that the two cannot be told apart."""
     if not ours.step_seconds or not other.step_seconds:
         return f"its step time against {name} is not known"
     less = 1 - ours.step_seconds / other.step_seconds
     noise = math.hypot(*(s.noise if isinstance(s, Measurement) else 0.0 for s in (ours, other)))
-    said = f"{abs(less) * 100:.2g} % {'faster' if less > 0 else 'slower'} than {name}"
+    said = f"{_percent(less)} {'faster' if less > 0 else 'slower'} than {name}"
     if abs(less) <= noise:
-        return f"{said}, which is within the noise of ±{noise * 100:.2g} %"
+        return f"{said}, which is within the noise of ±{_percent(noise)}"
     return said
+
+
+def _percent(share: float) -> str:
+    value = abs(share) * 100
+    return f"{value:.0f} %" if value >= 9.95 else f"{value:.1f} %"
 
 
 def next_steps(

@@ -8,7 +8,7 @@ import pytest
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.page import run_page, write_page
+from autockpt.page import compare_page, run_page, write_page
 from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import OPTUNA, SOLVER
 from autockpt.schema import FinishedSearch
@@ -108,7 +108,7 @@ def test_names_are_text_and_paths_stay_at_home(tmp_path: Path) -> None:
 
 def test_a_run_that_has_not_ended_says_so(tmp_path: Path) -> None:
     stopped = Read(run_page(make_run(tmp_path, answered=False)))
-    assert "stopped before it came to its end" in stopped.said and "#2 knobs" in stopped.said
+    assert "No end of the search is on record" in stopped.said and "#2 knobs" in stopped.said
     empty = RunDirectory.enter(tmp_path, {"model": "m"}, model="m", device="cpu", budget="auto")
     assert "Nothing was tried yet" in Read(run_page(empty)).said
     busy = make_run(tmp_path, budget="70%act")
@@ -138,3 +138,13 @@ def test_a_damaged_run_and_an_unwritable_page_are_errors(tmp_path: Path) -> None
     (run.path / "profile.json").write_text("{}")
     with pytest.raises(RunDirectoryError, match="damaged"):
         run_page(run)
+
+
+def test_two_runs_on_one_page(tmp_path: Path) -> None:
+    name = "<b>other</b>"
+    first, second = make_run(tmp_path), make_run(tmp_path, model=name, budget="70%act")
+    text = compare_page(first, second)
+    page = Read(text)
+    assert "The second plan needs 0 B more and is 0.0 % slower than the first" in page.said
+    assert "budget 60%act 70%act" in page.said and f"model small {name}" in page.said and "<b>" not in text
+    assert "somebody" not in text and len(text.encode()) < 2**20
