@@ -26,11 +26,11 @@ LAYERS = (
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning", "integrations", "auto"),
-    ("verification", "bench", "explain", "diagnose"),
+    ("verification", "bench", "explain", "diagnose", "page"),
     ("cli",),
     ("__main__",),
 )
-SIBLINGS = {("schema", "errors"), ("diagnose", "explain")}
+SIBLINGS = {("schema", "errors"), ("diagnose", "explain"), ("page", "explain")}
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # third-party packages that whole packages must do without

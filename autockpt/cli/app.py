@@ -14,11 +14,12 @@ from autockpt.cli.explain import explain
 from autockpt.cli.export import export
 from autockpt.cli.history import history
 from autockpt.cli.panels import PanelCommand
+from autockpt.cli.report import report
 from autockpt.cli.search import search
 from autockpt.cli.trace import trace
 from autockpt.cli.verify import verify
 
-VERBS = (search, trace, explain, diagnose, verify, history, export, bench, calibrate)
+VERBS = (search, trace, explain, diagnose, verify, history, report, export, bench, calibrate)
 
 
 def build() -> typer.Typer:

@@ -10,7 +10,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import RunsFolder
+from autockpt.cli.options import RunsFolder, run_at
 from autockpt.errors import RunDirectoryError, UsageError
 
 if TYPE_CHECKING:
@@ -45,14 +45,7 @@ def history(
     if run is None:
         _list_runs(out, as_json)
     else:
-        _print_run(_open(run, out), sort, best, as_json)
-
-
-def _open(run: Path, out: Path) -> RunDirectory:
-    from autockpt.history.rundir import RunDirectory
-
-    known = not run.exists() and len(run.parts) == 1 and (out / run).exists()
-    return RunDirectory.open(out / run if known else run)
+        _print_run(run_at(run, out), sort, best, as_json)
 
 
 def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_json: bool) -> None:

@@ -14,6 +14,7 @@ import typer
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
+    from autockpt.history.rundir import RunDirectory
     from autockpt.schema import Plan
     from autockpt.schema.hardware import Hardware
     from autockpt.schema.workload import WorkloadSpec
@@ -134,6 +135,14 @@ def named_hardware(name: str | None) -> Hardware | None:
     from search_spaces.hardware import load_hardware
 
     return load_hardware(name)
+
+
+def run_at(run: Path, out: Path) -> RunDirectory:
+    """The run of a directory, or of a name in the folder of runs. Raises RunDirectoryError where there is none."""
+    from autockpt.history.rundir import RunDirectory
+
+    known = not run.exists() and len(run.parts) == 1 and (out / run).exists()
+    return RunDirectory.open(out / run if known else run)
 
 
 def plan_at(path: Path) -> Plan:

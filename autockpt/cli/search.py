@@ -181,6 +181,7 @@ def search(
     from autockpt.report import print_answer
 
     screen.show(outcome, print_answer, as_json)
+    _write_page(outcome)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -252,3 +253,20 @@ def _run(request: SearchRequest) -> SearchOutcome:
         for note in request.notes:
             watcher.note(note)
         return run_search(request, watcher)
+
+
+def _write_page(outcome: SearchOutcome) -> None:
+    """Write the run's page beside the answer, unless it is there; that it cannot be written is only said."""
+    run, console = outcome.run_directory, screen.progress()
+    if run is None or not (run / "question.json").exists():
+        return
+    try:
+        from autockpt.history.rundir import RunDirectory
+        from autockpt.page import PAGE, write_page
+
+        page, answer = run / PAGE, run / "outcome.json"
+        if not page.exists() or not answer.exists() or page.stat().st_mtime < answer.stat().st_mtime:
+            page = write_page(RunDirectory.open(run))
+        console.print(f"The whole run on one page: {page}", soft_wrap=True)
+    except Exception as error:  # the search has its answer, whatever is wrong with a page about it
+        console.print(f"The page about the run could not be written: {error}", soft_wrap=True)

@@ -6,6 +6,7 @@ results/<model>_<device>_<budget>_<hash of the question>/
     environment.json   device and versions     graph.json.gz     the plain step as traced
     plan.yaml          the answer              profile.json      what each choice costs
     study.db           the Optuna study        outcome.json      what was answered, once the search had ended
+    report.html        all of it on one page   graph-*.json.gz   the steps of the plan, and of recomputing everything
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -36,7 +37,13 @@ from autockpt.schema.request import FinishedSearch, question_hash
 from autockpt.schema.trial import Trial
 
 M = TypeVar("M", bound=BaseModel)
+Step = Literal["plain", "recompute", "plan"]
 _QUESTION = "question.json"
+_GRAPHS: dict[Step, str] = {
+    "plain": "graph.json.gz",
+    "recompute": "graph-recompute.json.gz",
+    "plan": "graph-plan.json.gz",
+}
 
 
 class RunDirectory:
@@ -120,13 +127,18 @@ class RunDirectory:
         return self.path / "plan.yaml"
 
     def add_trial(self, trial: Trial) -> None:
-        """Append a trial. Of several lines with one number the last counts, so a trial can be told again."""
+        """Append a trial, and when. Of several lines with one number the last counts, so a trial can be told again."""
         self._append("trials.jsonl", trial.model_dump_json())
+        self.event("trial", number=trial.number)
 
     def trials(self) -> list[Trial]:
         """All trials by number. A last line torn by a kill is left out; any other damage raises RunDirectoryError."""
-        by_number = {t.number: t for t in self._lines("trials.jsonl", Trial.model_validate_json)}
+        by_number = {t.number: t for t in self.readings()}
         return [by_number[n] for n in sorted(by_number)]
+
+    def readings(self) -> list[Trial]:
+        """Every line of the trials, oldest first: a trial that was measured again is there each time."""
+        return list(self._lines("trials.jsonl", Trial.model_validate_json))
 
     def event(self, kind: str, **data: Any) -> None:
         """Append something that happened, with the time of day in seconds since 1970."""
@@ -161,12 +173,14 @@ class RunDirectory:
     def profile(self) -> Profile | None:
         return self._model("profile.json", Profile)
 
-    def write_graph(self, graph: Graph) -> None:
+    def write_graph(self, graph: Graph, step: Step = "plain") -> None:
+        """Write a traced step: the plain one, that of the plan, or that of recomputing everything."""
         # mtime 0, so that the same graph gives the same file
-        self._write("graph.json.gz", gzip.compress(graph.model_dump_json(exclude_defaults=True).encode(), 5, mtime=0))
+        self._write(_GRAPHS[step], gzip.compress(graph.model_dump_json(exclude_defaults=True).encode(), 5, mtime=0))
 
-    def graph(self) -> Graph | None:
-        return self._model("graph.json.gz", Graph)
+    def graph(self, step: Step = "plain") -> Graph | None:
+        """A traced step; None where it was not written."""
+        return self._model(_GRAPHS[step], Graph)
 
     def write_plan(self, plan: Plan) -> Path:
         """Write the run's answer over an earlier one of this run; one that was edited by hand is set aside."""

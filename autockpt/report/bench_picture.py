@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from autockpt.report import words
+from autockpt.report.axis import Axis
 from autockpt.schema import format_binary
 from autockpt.schema.bench import BenchLine, BenchReport
 
@@ -23,40 +24,13 @@ def bench_picture(report: BenchReport) -> str:
     lines = [line for line in report.lines if line.step_seconds is not None and line.row.peak_bytes is not None]
     if not lines:
         return _document([_text(WIDTH / 2, HEIGHT / 2, "nothing was timed yet", anchor="middle")])
-    x = _Axis([float(line.row.peak_bytes or 0) for line in lines], LEFT, WIDTH - RIGHT)
-    y = _Axis([float(line.step_seconds or 0) for line in lines], HEIGHT - BOTTOM, TOP)
+    x = Axis([float(line.row.peak_bytes or 0) for line in lines], LEFT, WIDTH - RIGHT)
+    y = Axis([float(line.step_seconds or 0) for line in lines], HEIGHT - BOTTOM, TOP)
     parts = [*_frame(x, y), *_budgets(report, x)]
     for number, (peer, members) in enumerate(_by_peer(lines)):
         parts += _method(peer, members, number, x, y)
     title = f"{report.model} on {report.environment.device.name}: peak against step time"
     return _document([_text(LEFT, 22, title, size=14, bold=True), *parts])
-
-
-class _Axis:
-    """Round values over a range with some air, and where on the page they lie."""
-
-    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
-        low, high = min(values), max(values)
-        air = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-        self.low, self.high = max(0.0, low - air), high + air
-        self.start, self.end = start, end
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
-
-    def inside(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
-    def clipped(self, value: float) -> float:
-        return min(max(value, self.low), self.high)
-
-    def ticks(self, unit: float = 1.0, count: int = 6) -> list[float]:
-        """Round numbers of ``unit`` within the range."""
-        rough = (self.high - self.low) / unit / count
-        power = 10 ** math.floor(math.log10(rough))
-        step = unit * next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
-        first = math.ceil(self.low / step)
-        return [i * step for i in range(first, math.floor(self.high / step) + 1)]
 
 
 def _by_peer(lines: Iterable[BenchLine]) -> list[tuple[str, list[BenchLine]]]:
@@ -67,7 +41,7 @@ def _by_peer(lines: Iterable[BenchLine]) -> list[tuple[str, list[BenchLine]]]:
     return [(p, sorted(members, key=lambda m: m.row.peak_bytes or 0)) for p, members in found.items()]
 
 
-def _frame(x: _Axis, y: _Axis) -> list[str]:
+def _frame(x: Axis, y: Axis) -> list[str]:
     unit = 2.0 ** (10 * int(math.log2(max(x.high, 1.0)) // 10))
     parts = []
     for value in x.ticks(unit):
@@ -83,7 +57,7 @@ def _frame(x: _Axis, y: _Axis) -> list[str]:
     return parts
 
 
-def _budgets(report: BenchReport, x: _Axis) -> list[str]:
+def _budgets(report: BenchReport, x: Axis) -> list[str]:
     parts = []
     for result in report.budgets:
         size = result.budget.bytes
@@ -93,7 +67,7 @@ def _budgets(report: BenchReport, x: _Axis) -> list[str]:
     return parts
 
 
-def _method(peer: str, members: Sequence[BenchLine], number: int, x: _Axis, y: _Axis) -> list[str]:
+def _method(peer: str, members: Sequence[BenchLine], number: int, x: Axis, y: Axis) -> list[str]:
     ours = any(line.row.budget for line in members)
     colour = OURS if ours else COLOURS[number % len(COLOURS)]
     mark = MARKS[number % len(MARKS)]

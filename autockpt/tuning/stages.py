@@ -25,6 +25,7 @@ from autockpt.schema import (
     Trial,
     Unit,
 )
+from autockpt.schema.known import ALL
 from autockpt.tracing import Tracer
 from autockpt.tuning.dryrun import foresee
 from autockpt.tuning.loop import Loop, SearchResult
@@ -248,6 +249,9 @@ def find_plan(
         )
         if run is not None:
             run.write_plan(plan)
+            run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
+            if ALL in proposer.known:
+                run.write_graph(profiled.predictor.graph(proposer.known[ALL]), "recompute")
     outcome = outcome_of(
         question,
         found,

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from autockpt.report import bench_page, bench_picture, print_bench
-from autockpt.report.bench_picture import _Axis
+from autockpt.report.axis import Axis
 from autockpt.schema import DeviceInfo, Environment, ResolvedBudget
 from autockpt.schema.bench import BenchLine, BenchReport, BenchRow, BudgetResult, Duel, Ratio, SearchCost
 
@@ -114,7 +114,7 @@ def test_a_picture_of_nothing_is_one_all_the_same() -> None:
 
 @pytest.mark.parametrize(("low", "high", "unit"), [(0.1, 0.4, 1.0), (90 * MIB, 380 * MIB, float(MIB)), (3, 3, 1.0)])
 def test_ticks_are_round_and_inside(low: float, high: float, unit: float) -> None:
-    axis = _Axis([low, high], 0, 100)
+    axis = Axis([low, high], 0, 100)
     ticks = axis.ticks(unit)
     assert 2 <= len(ticks) <= 12 and all(axis.inside(t) for t in ticks)
 

@@ -1,0 +1,43 @@
+"""``autockpt report``: a run as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autockpt.cli import screen
+from autockpt.cli.guard import guarded
+from autockpt.cli.options import RunsFolder, run_at
+
+
+@guarded
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's directory, or its name in results/.")],
+    other: Annotated[Path | None, typer.Argument(help="A second run, to compare the two.")] = None,
+    report_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--report-out",
+            metavar="FILE",
+            help="Write here. Default: report.html in the run; of two runs, compare-<name>.html in the second.",
+        ),
+    ] = None,
+    out: RunsFolder = Path("results"),
+) -> None:
+    """Write a run as one HTML page: what was found, why, and what other budgets would buy.
+
+    The page needs no network and no other file. A search writes it when it ends; this writes it again, also for a run
+    that is still at work. With two runs: what was asked differently, and what came of it.
+    """
+    from autockpt.page import compare_page, write_page, write_text
+
+    first = run_at(run, out)
+    if other is None:
+        written = write_page(first, report_out)
+    else:
+        second = run_at(other, out)
+        target = report_out or second.path / f"compare-{first.path.resolve().name}.html"
+        written = write_text(compare_page(first, second), target)
+    screen.results().print(str(written), soft_wrap=True)

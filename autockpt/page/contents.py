@@ -1,0 +1,233 @@
+"""All that a page says about a run, worked out from the run's files alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from autockpt.errors import RunDirectoryError
+from autockpt.history.rundir import RunDirectory
+from autockpt.page.outlook import Change, changes
+from autockpt.page.plans import Plans, Point, plans_of
+from autockpt.page.sentence import next_steps, sentence
+from autockpt.page.tape import Tape, tape_of
+from autockpt.schema import SAVE, Choice, Comparison, Environment, Menu, Plan, Profile, ResolvedBudget, SearchOutcome
+from autockpt.schema.known import OURS
+from autockpt.schema.names import fold, outermost, parse_pattern
+
+# an absolute path, also behind a quote, an equals sign or a URL's scheme
+_PATH = re.compile(r"(?<![\w.…/])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s'\"/\\:,;()]+[/\\]+)+([^\s'\"/\\,;()]*)")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A run of layers with one choice: bytes each keeps, seconds it pays, and seconds per byte given up."""
+
+    units: str
+    count: int
+    choice: Choice
+    kept: int | None = None
+    freed: int | None = None
+    seconds: float | None = None
+
+    @property
+    def price(self) -> float | None:
+        """Seconds per byte that is not kept; None where nothing is given up or nothing is known."""
+        return self.seconds / self.freed if self.freed and self.seconds is not None and self.freed > 0 else None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """One run, ready to be drawn. ``units`` are those that choices are listed for, in order."""
+
+    run: str
+    model: str
+    device: str
+    source: str
+    state: str
+    sentence: str
+    next_steps: tuple[str, ...]
+    budget: ResolvedBudget | None
+    rows: tuple[Comparison, ...]
+    plan: Plan | None
+    plans: Plans
+    units: tuple[str, ...]
+    lines: tuple[Line, ...]
+    tapes: tuple[Tape, ...]
+    changes: tuple[Change, ...]
+    outcome: SearchOutcome | None
+    settings: Mapping[str, Any]
+    environment: Environment | None
+    command: str
+    notes: tuple[str, ...]
+
+    @property
+    def answer(self) -> Point | None:
+        """The plan of the run, as a point."""
+        return self.plans.points.get(self.plans.best or "")
+
+
+def contents_of(run: RunDirectory) -> Contents:
+    """Read a run and work out its page. Files that are missing leave their part out.
+
+    Raises RunDirectoryError or PlanError where a file of the run is damaged.
+    """
+    finished, plan = run.finished(), run.plan()
+    outcome = finished.outcome if finished is not None else None
+    profile, base = run.profile(), run.graph()
+    plans = plans_of(
+        run, profile, base, plan.hash if plan is not None else "", plan.host_budget_bytes if plan is not None else None
+    )
+    state = _state(run, plans, outcome is not None)
+    budget = outcome.budget if outcome is not None else plan.budget if plan is not None else None
+    rows = _rows(outcome, plan)
+    environment = run.environment()
+    source = "simulated" if any(p.basis == "simulated" for p in plans.points.values()) else "measured"
+    tapes = _tapes(run, profile)
+    settings = dict(plan.settings if plan is not None else outcome.settings if outcome is not None else {})
+    device = environment.device.name if environment is not None else ""
+    every = [u for p in plans.points.values() for u in p.choices]
+    return _tidied(
+        Contents(
+            run=run.path.resolve().name,
+            model=_model_of(run, plan),
+            device=device + (" (simulated)" if source == "simulated" else ""),
+            source=source,
+            state=state,
+            sentence=sentence(rows, budget, source, state),
+            next_steps=next_steps(plans, rows, budget, source, state, run.path.resolve().name),
+            budget=budget,
+            rows=rows,
+            plan=plan,
+            plans=plans,
+            units=tuple(dict.fromkeys(outermost(dict.fromkeys(every)))),
+            lines=_lines(plan, profile, base.blocks() if base is not None else ()),
+            tapes=tapes,
+            changes=changes(tapes, settings, budget, plan),
+            outcome=outcome,
+            settings={k: v for k, v in settings.items() if v not in (None, "", False)},
+            environment=environment,
+            command=run.command(),
+            notes=outcome.notes if outcome is not None else plan.notes if plan is not None else (),
+        )
+    )
+
+
+def _state(run: RunDirectory, plans: Plans, finished: bool) -> str:
+    """finished, running, stopped (no search has come to its end) or empty."""
+    try:
+        if (run.path / "lock").exists():
+            with run.lock():
+                pass
+    except RunDirectoryError:
+        return "running"
+    if not plans.points:
+        return "empty"
+    return "finished" if finished else "stopped"
+
+
+def _model_of(run: RunDirectory, plan: Plan | None) -> str:
+    if plan is not None and plan.model.name:
+        return plan.model.name
+    workload = run.question.get("workload")
+    said = workload.get("model") if isinstance(workload, dict) else run.question.get("model")
+    return str(said or "a model")
+
+
+def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison, ...]:
+    if outcome is not None:
+        return outcome.rows
+    if plan is None:
+        return ()
+    ours = Comparison(name=OURS, verdict="fits", predicted=plan.predicted, measured=plan.measured, plan_hash=plan.hash)
+    return (*plan.baselines, ours)
+
+
+def _tapes(run: RunDirectory, profile: Profile | None) -> tuple[Tape, ...]:
+    times = profile.op_times if profile is not None else None
+    named = (("save everything", run.graph()), ("recompute all", run.graph("recompute")), (OURS, run.graph("plan")))
+    found = (tape_of(name, graph, times) for name, graph in named if graph is not None)
+    return tuple(tape for tape in found if tape is not None)
+
+
+def _lines(plan: Plan | None, profile: Profile | None, blocks: Sequence[Any]) -> tuple[Line, ...]:
+    """The plan's own lines, with what the profile says of each."""
+    if plan is None:
+        return ()
+    menus = {menu.representative: menu for menu in (profile.menus if profile is not None else ())}
+    of_kind = {menu.kind: menu for menu in menus.values()}
+    menus |= {unit.name: of_kind[unit.kind] for unit in blocks if unit.kind in of_kind}
+    told = {name: (choice, _cost(menus.get(name), choice)) for name, choice in plan.expand_planned().items()}
+    lines = []
+    for pattern, (choice, cost) in fold(told).items():
+        count = 1 if pattern in told else len(parse_pattern(pattern).enumerate())
+        kept, freed, seconds = cost or (None, None, None)
+        lines.append(Line(pattern, count, choice, kept, freed, seconds))
+    return tuple(lines)
+
+
+def _cost(menu: Menu | None, choice: Choice) -> tuple[int, int, float] | None:
+    """Bytes kept, bytes given up over saving, and extra seconds; None where the menu does not have the choice."""
+    item = next((i for i in menu.items if i.choice == choice), None) if menu is not None else None
+    plain = next((i for i in menu.items if i.choice == SAVE), None) if menu is not None else None
+    if item is None or plain is None:
+        return None
+    seconds = [i.forward_seconds + i.backward_seconds + i.recompute_seconds + i.copy_seconds for i in (item, plain)]
+    return item.kept_bytes, plain.kept_bytes - item.kept_bytes, seconds[0] - seconds[1]
+
+
+def without_paths(text: str) -> str:
+    """The text with absolute paths cut to their last part: where a run lies says whose machine it was."""
+    return _PATH.sub(lambda match: f"…/{match[1]}" if match[1] else "…", text)
+
+
+def _tidied(value: Any) -> Any:
+    """The same data with ``without_paths`` on every text of the page's own data objects."""
+    if isinstance(value, str):
+        return without_paths(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: _tidied(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, tuple):
+        return tuple(_tidied(v) for v in value)
+    if isinstance(value, dict):
+        return {_tidied(k): _tidied(v) for k, v in value.items()}
+    return value
+
+
+def as_json(contents: Contents) -> dict[str, Any]:
+    """The page's data for other programs and for the page's own script: numbers, names and strips."""
+    kinds: dict[str, int] = {}
+    strips = {
+        key: [kinds.setdefault(str(point.choices.get(unit, SAVE)), len(kinds)) for unit in contents.units]
+        for key, point in contents.plans.points.items()
+    }
+    known = {str(c): c for point in contents.plans.points.values() for c in point.choices.values()} | {"save": SAVE}
+    return {
+        "run": contents.run,
+        "model": contents.model,
+        "device": contents.device,
+        "source": contents.source,
+        "state": contents.state,
+        "sentence": contents.sentence,
+        "budget_bytes": contents.budget.bytes if contents.budget is not None else None,
+        "units": list(contents.units),
+        "choices": [
+            {"text": without_paths(text), "kind": known[text].kind, "letter": known[text].letter} for text in kinds
+        ],
+        "plans": {
+            key: {
+                **{k: v for k, v in point.__dict__.items() if k not in ("choices", "key") and v not in (None, "")},
+                "strip": strips[key],
+            }
+            for key, point in contents.plans.points.items()
+        },
+        "best": contents.plans.best,
+        "front": list(contents.plans.front),
+        "thresholds": [asdict(t) for t in contents.plans.thresholds],
+        "tapes": [asdict(t) for t in contents.tapes],
+        "settings": {k: without_paths(str(v)) for k, v in contents.settings.items()},
+        "versions": dict(contents.environment.versions) if contents.environment is not None else {},
+        "command": contents.command,
+    }

@@ -1,0 +1,256 @@
+"""Drawings of a page as SVG whose places are percentages: they fit any width with text of one size.
+
+A curve lies in an inner drawing of 100 × 100 units that is stretched; everything else is placed in per cent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+
+from markupsafe import Markup
+
+from autockpt.page.contents import Contents
+from autockpt.page.plans import PHASES, Plans, Point
+from autockpt.page.tape import Tape
+from autockpt.report import words
+from autockpt.report.axis import Axis
+from autockpt.schema import format_binary
+
+MARKS = ("circle", "square", "diamond", "triangle", "cross")
+
+
+def plane(contents: Contents, other: Contents | None = None) -> Markup:
+    """Peak against step time: trials, baselines, Pareto staircase and budget; of a second run, hollow."""
+    runs = [contents, *([other] if other is not None else [])]
+    shown = [p for run in runs for p in run.plans.points.values() if p.shown]
+    if not shown:
+        return Markup("")
+    budgets = [run.budget.bytes for run in runs if run.budget is not None]
+    x = Axis([*(float(p.peak or 0) for p in shown), *map(float, budgets)], 0, 100)
+    y = Axis([v for p in shown for v in _reach(p)], 100, 0)
+    parts = _grid(x, y, "peak of a whole step", "step time")
+    for number, run in enumerate(runs):
+        parts.append(_staircase(run.plans, x, y, number))
+        points = sorted((p for p in run.plans.points.values() if p.shown), key=lambda p: p.basis != "predicted")
+        parts += [_point(p, x, y, p.key == run.plans.best, number) for p in points]
+    if other is None and contents.budget is not None:
+        parts.append(_handle("budget", x(contents.budget.bytes), "Memory budget"))
+    else:
+        parts += [_rule(x(b)) for b in budgets]
+    axes = f'data-low="{x.low:.0f}" data-high="{x.high:.0f}"'
+    return _svg(parts, "plane", "Peak memory against step time of every plan", extra=axes)
+
+
+def _reach(point: Point) -> tuple[float, ...]:
+    """Seconds that the drawing must hold; a wide interval is cut rather than all else squeezed."""
+    seconds = point.seconds or 0.0
+    ends = (max(point.low or seconds, seconds * 0.75), min(point.high or seconds, seconds * 1.25))
+    return (seconds, *ends)
+
+
+def _staircase(plans: Plans, x: Axis, y: Axis, number: int) -> str:
+    front = [plans.points[key] for key in plans.front if plans.points[key].shown]
+    if not front:
+        return ""
+    path, last = [], 0.0
+    for i, point in enumerate(front):
+        px, py = x(point.peak or 0), y(point.seconds or 0)
+        path.append(f"M{px:.2f} {py:.2f}" if not i else f"H{px:.2f}V{py:.2f}")
+        last = py
+    path.append(f"H100M{x(front[0].peak or 0):.2f} {last:.2f}")
+    return _stretched(f'<path class="front run{number}" d="{"".join(path[:-1])}H100"/>')
+
+
+def _point(point: Point, x: Axis, y: Axis, best: bool, number: int) -> str:
+    px, py = x(point.peak or 0), y(point.seconds or 0)
+    style = f"{'predicted' if point.basis == 'predicted' else 'phase' + str(_phase(point))} run{number}"
+    interval = ""
+    if point.low is not None and point.high is not None:
+        top, bottom = y(y.clipped(point.high)), y(y.clipped(point.low))
+        interval = f'<line class="interval {style}" x1="{px:.2f}%" x2="{px:.2f}%" y1="{top:.2f}%" y2="{bottom:.2f}%"/>'
+    title = f"{point.name}: {format_binary(point.peak or 0)}, {words.seconds(point.seconds or 0)}, {point.basis}"
+    mark = "circle" if point.basis == "predicted" else MARKS[_phase(point) % len(MARKS)]
+    size = 3 if point.basis == "predicted" else 6 if best else 4.5
+    drawn = _mark(mark, size, f"{style}{' best' if best else ''}", title)
+    return f'{interval}<svg x="{px:.2f}%" y="{py:.2f}%" class="at" data-plan="{escape(point.key)}">{drawn}</svg>'
+
+
+def _phase(point: Point) -> int:
+    return PHASES.index(point.phase) if point.phase in PHASES else len(PHASES) - 1
+
+
+def legend_mark(phase: str) -> Markup:
+    """The mark of a phase of the search, to stand in a line of text."""
+    number = PHASES.index(phase)
+    drawn = _mark(MARKS[number % len(MARKS)], 4.5, f"phase{number} run0", phase)
+    return Markup(f'<svg class="legend" width="14" height="14"><svg x="7" y="7" class="at">{drawn}</svg></svg>')
+
+
+def _mark(kind: str, r: float, style: str, title: str) -> str:
+    shapes = {
+        "circle": f'<circle r="{r}"',
+        "square": f'<rect x="{-r}" y="{-r}" width="{2 * r}" height="{2 * r}"',
+        "diamond": f'<path d="M0 {-r - 1}L{r + 1} 0L0 {r + 1}L{-r - 1} 0Z"',
+        "triangle": f'<path d="M0 {-r - 1}L{r + 1} {r}L{-r - 1} {r}Z"',
+        "cross": f'<path d="M{-r} {-r}L{r} {r}M{-r} {r}L{r} {-r}" stroke-width="2.5"',
+    }
+    tag = shapes[kind].split()[0][1:]
+    return f'{shapes[kind]} class="mark {style}"><title>{escape(title)}</title></{tag}>'
+
+
+def steps(tapes: Sequence[Tape], budget: int | None, still: bool = False) -> Markup:
+    """Bytes through the step of each tape, overlaid on one axis of time (of ops, where times are not known).
+
+    ``still``: no moment can be chosen.
+    """
+    if not tapes:
+        return Markup("")
+    longest = max(_length(tape) for tape in tapes)
+    top = max(max(tape.total) for tape in tapes)
+    near = budget is not None and budget < 1.5 * top
+    y = Axis([0.0, float(max(top, budget or 0) if near else top)], 100, 0)
+    parts = []
+    for value in y.ticks(_unit(y.high), 5):
+        parts += _row(y(value), format_binary(value))
+    timed = tapes[0].seconds is not None
+    x = Axis([0.0, longest], 0, 100)
+    for value in (v for v in x.ticks(count=4) if v <= 0.97 * longest):
+        said = words.seconds(value) if timed else f"{value:,.0f} ops"
+        at = f"{100 * value / longest:.2f}%"
+        parts.append(f'<text class="tick" x="{at}" y="100%" dy="18" text-anchor="middle">{said}</text>')
+    for phase, begin, end in tapes[-1].phases:
+        share = _length(tapes[-1]) / longest
+        if (end - begin) * share > 0.12:
+            at = f"{50 * (begin + end) * share:.2f}%"
+            parts.append(f'<text class="tick" x="{at}" y="100%" dy="36" text-anchor="middle">{phase}</text>')
+    for tape in reversed(tapes):
+        points = " ".join(
+            f"{100 * a * _length(tape) / longest:.2f},{y(b):.2f}" for a, b in zip(tape.at, tape.total, strict=True)
+        )
+        end = 100 * _length(tape) / longest
+        closed = f'<polygon class="area {_slug(tape)}" points="0,{y(0):.2f} {points} {end:.2f},{y(0):.2f}"/>'
+        line = f'<polyline class="curve {_slug(tape)}" points="{points}"/>'
+        parts.append(_stretched(closed + line))
+    if near:
+        assert budget is not None
+        at = y(budget)
+        parts.append(f'<line class="budget" x1="0%" x2="100%" y1="{at:.2f}%" y2="{at:.2f}%"/>')
+        parts.append(f'<text class="tick" x="100%" y="{at:.2f}%" dy="-5" text-anchor="end">budget</text>')
+    if not still:
+        parts.append(_handle("moment", 50, "Moment of the step"))
+    return _svg(parts, "steps", "Bytes on the device through the step", extra=f'data-longest="{longest}"')
+
+
+def _length(tape: Tape) -> float:
+    return tape.seconds if tape.seconds is not None else float(max(tape.ops) + 1)
+
+
+def _slug(tape: Tape) -> str:
+    return {"save everything": "none", "recompute all": "all", "first run": "all"}.get(tape.name, "ours")
+
+
+def progress(contents: Contents) -> Markup:
+    """Best step time so far against the search's wall time, and every trial where it ended."""
+    tried = [p for p in contents.plans.points.values() if p.shown and p.basis != "predicted"]
+    tried.sort(key=lambda p: p.elapsed)
+    if not any(p.fits for p in tried) or max(p.elapsed for p in tried) <= 0:
+        return Markup("")
+    x = Axis([0.0, *(p.elapsed for p in tried)], 0, 100)
+    y = Axis([p.seconds or 0.0 for p in tried], 100, 0)
+    parts = _grid(x, y, "since the search began", "step time", said=words.seconds)
+    path, best = "", math.inf
+    for point in (p for p in tried if p.fits):
+        if (point.seconds or math.inf) < best:
+            best = point.seconds or math.inf
+            px, py = x(point.elapsed), y(best)
+            path += f"H{px:.2f}V{py:.2f}" if path else f"M{px:.2f} {py:.2f}"
+    parts.append(_stretched(f'<path class="front run0" d="{path}H100"/>'))
+    for point in tried:
+        px, py = x(point.elapsed), y(point.seconds or 0)
+        fits = "fits" if point.fits else "does not fit"
+        title = f"{point.name}: {words.seconds(point.seconds or 0)}, {fits}, after {words.seconds(point.elapsed)}"
+        style = f"phase{_phase(point)} run{0 if point.fits else 1}"
+        parts.append(
+            f'<svg x="{px:.2f}%" y="{py:.2f}%" class="at">{_mark(MARKS[_phase(point)], 4.5, style, title)}</svg>'
+        )
+    return _svg(parts, "progress", "Best step time so far against time of the search")
+
+
+def agreement(contents: Contents, what: str) -> Markup:
+    """What was predicted against what was measured: ``peak`` or ``seconds``, with the diagonal."""
+    pairs = []
+    for point in contents.plans.points.values():
+        said = point.predicted_peak if what == "peak" else point.predicted_seconds
+        real = point.peak if what == "peak" else point.seconds
+        if point.basis == "measured" and said and real:
+            pairs.append((point, float(said), float(real)))
+    if not pairs:
+        return Markup("")
+    values = [v for _, *both in pairs for v in both]
+    x, y = Axis(values, 0, 100), Axis(values, 100, 0)
+    said = format_binary if what == "peak" else words.seconds
+    parts = _grid(x, y, "predicted", "measured", said=said, same=True)
+    parts.append('<line class="diagonal" x1="0%" y1="100%" x2="100%" y2="0%"/>')
+    for point, predicted, real in pairs:
+        title = f"{point.name}: predicted {said(predicted)}, measured {said(real)}"
+        mark = _mark(MARKS[_phase(point)], 4.5, f"phase{_phase(point)} run0", title)
+        if what == "seconds" and point.low is not None and point.high is not None:
+            ends = f'y1="{y(y.clipped(point.high)):.2f}%" y2="{y(y.clipped(point.low)):.2f}%"'
+            at = f'x1="{x(predicted):.2f}%" x2="{x(predicted):.2f}%"'
+            parts.append(f'<line class="interval phase{_phase(point)} run0" {at} {ends}/>')
+        parts.append(f'<svg x="{x(predicted):.2f}%" y="{y(real):.2f}%" class="at">{mark}</svg>')
+    name = "peak" if what == "peak" else "step time"
+    return _svg(parts, f"agreement-{what}", f"Predicted against measured {name}", style="square")
+
+
+def _grid(
+    x: Axis, y: Axis, below: str, left: str, said: Callable[[float], str] = format_binary, same: bool = False
+) -> list[str]:
+    """Lines and labels; ``said`` writes a value of the lower axis, and with ``same`` of the left one, too."""
+    parts = []
+    for value in y.ticks(_unit(y.high) if same and said is format_binary else 1.0, 5):
+        parts += _row(y(value), said(value) if same else words.seconds(value))
+    for value in x.ticks(_unit(x.high) if said is format_binary else 1.0, 4):
+        at = f"{x(value):.2f}%"
+        parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="0%" y2="100%"/>')
+        parts.append(f'<text class="tick" x="{at}" y="100%" dy="18" text-anchor="middle">{escape(said(value))}</text>')
+    parts.append(f'<text class="name" x="100%" y="100%" dy="36" text-anchor="end">{escape(below)}</text>')
+    parts.append(f'<text class="name" x="0%" y="0%" dy="-8" dx="-60">{escape(left)}</text>')
+    return parts
+
+
+def _unit(high: float) -> float:
+    """The power of 1024 that bytes up to ``high`` are written in."""
+    return 2.0 ** (10 * int(math.log2(max(high, 1.0)) // 10))
+
+
+def _row(at: float, text: str) -> list[str]:
+    return [
+        f'<line class="grid" x1="0%" x2="100%" y1="{at:.2f}%" y2="{at:.2f}%"/>',
+        f'<text class="tick" x="0%" y="{at:.2f}%" dx="-8" dy="4" text-anchor="end">{escape(text)}</text>',
+    ]
+
+
+def _rule(at: float) -> str:
+    return f'<line class="budget" x1="{at:.2f}%" x2="{at:.2f}%" y1="0%" y2="100%"/>'
+
+
+def _handle(name: str, at: float, label: str) -> str:
+    """A vertical line that can be dragged and moved with the arrow keys: the page's script does it."""
+    return (
+        f'<svg x="{at:.2f}%" y="0%" height="100%" class="at handle" id="{name}-handle" role="slider" tabindex="0" '
+        f'aria-label="{escape(label)}" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{at:.0f}">'
+        '<rect class="grip" x="-16" y="0%" width="32" height="100%"/>'
+        '<line class="budget" x1="0" x2="0" y1="0%" y2="100%"/><circle class="knob" cx="0" cy="0" r="8"/></svg>'
+    )
+
+
+def _stretched(inner: str) -> str:
+    return f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" width="100%" height="100%">{inner}</svg>'
+
+
+def _svg(parts: Iterable[str], name: str, label: str, extra: str = "", style: str = "") -> Markup:
+    head = f'<svg class="plot {style}" id="{name}" role="group" aria-label="{escape(label)}" {extra}>'
+    return Markup("".join([head, *parts, "</svg>"]))

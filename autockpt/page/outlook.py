@@ -1,0 +1,66 @@
+"""What would change the answer: batch, length, chunked loss, adapters, sharding; by arithmetic on traced steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autockpt.explain.holdings import COME_AND_GO, GRADIENTS, LOGITS
+from autockpt.page.tape import Tape
+from autockpt.schema import Plan, ResolvedBudget, format_binary
+
+STATES = "optimizer states"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the job, what it would do to the peak, and how to find out exactly."""
+
+    name: str
+    effect: str
+    exactly: str
+
+
+def changes(
+    tapes: Sequence[Tape], settings: Mapping[str, Any], budget: ResolvedBudget | None, plan: Plan | None
+) -> tuple[Change, ...]:
+    """Estimates at the peak of the plan's own step (else of the plain one): the peak may move elsewhere then."""
+    if not tapes:
+        return ()
+    tape = tapes[-1]
+    held = dict(tape.held)
+    found = []
+    moving = sum(held.get(name, 0) for name in COME_AND_GO)
+    spare = budget.bytes - _peak(plan, tape) if budget is not None else None
+    if isinstance(batch := settings.get("batch_size"), int) and batch > 0 and moving:
+        effect = f"about {format_binary(moving // batch)} more" + _room(spare, moving // batch)
+        found.append(Change("One more sample in the batch", effect, f"--batch-size {batch + 1}"))
+    if isinstance(length := settings.get("seq_len"), int) and length > 0 and moving:
+        each = moving // length * 64
+        effect = f"about {format_binary(each)} more for 64 tokens, if attention does not keep its scores"
+        found.append(Change("Longer sequences", effect + _room(spare, each, 64), f"--seq-len {length + 64}"))
+    if logits := held.get(LOGITS, 0):
+        effect = f"takes up to {format_binary(logits)} off this moment (gradients equal up to rounding)"
+        found.append(Change("Head and loss in chunks", effect, "--allow-inexact"))
+    trained = held.get(GRADIENTS, 0) + held.get(STATES, 0)
+    if trained and not settings.get("lora"):
+        effect = f"takes nearly all of {format_binary(trained)} of gradients and optimizer states off this moment"
+        found.append(Change("Adapters instead of all weights", effect, "--lora 16"))
+    held_by_all = trained + held.get("weights", 0)
+    if held_by_all:
+        effect = f"takes about {format_binary(held_by_all // 2)} off, if weights, gradients and states are split"
+        found.append(Change("Sharding over two devices", effect, "--shard 2"))
+    return tuple(found)
+
+
+def _peak(plan: Plan | None, tape: Tape) -> int:
+    said = (plan.measured or plan.predicted) if plan is not None else None
+    return said.peak_bytes if said is not None else tape.peak
+
+
+def _room(spare: int | None, each: int, unit: int = 1) -> str:
+    if spare is None or each <= 0:
+        return ""
+    more = spare // each * unit
+    return f"; the headroom holds {more} more" if more > 0 else "; the headroom does not hold it with this plan"

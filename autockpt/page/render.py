@@ -1,0 +1,163 @@
+"""From a run's contents to one HTML file without any other file or address in it."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from autockpt.errors import RunDirectoryError
+from autockpt.history.rundir import RunDirectory
+from autockpt.page import draw
+from autockpt.page.contents import Contents, as_json, contents_of
+from autockpt.page.plans import PHASES, Point
+from autockpt.report import words
+from autockpt.report.answer import answer_rows, loading_lines
+from autockpt.schema import format_binary
+from autockpt.schema.choices import CHOICE_TYPES
+from autockpt.schema.files import atomic_write, reason
+
+PAGE = "report.html"
+BEST_FEW = 5
+
+
+def run_page(run: RunDirectory) -> str:
+    """The page of a run. Raises RunDirectoryError or PlanError where a file of it is damaged."""
+    contents = contents_of(run)
+    return rendered("page.html.j2", as_json(contents), run=contents, **of_run(contents))
+
+
+def write_page(run: RunDirectory, path: Path | None = None) -> Path:
+    """Write the page to ``path`` (default: report.html in the run). Returns where it lies.
+
+    Raises RunDirectoryError where the run is damaged or the file cannot be written.
+    """
+    return write_text(run_page(run), path or run.path / PAGE)
+
+
+def write_text(text: str, path: Path) -> Path:
+    """Write a page. Raises RunDirectoryError where the file cannot be written."""
+    try:
+        atomic_write(path, text)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{path} cannot be written: {reason(error)}", remedy="Give another file with --report-out."
+        ) from None
+    return path
+
+
+def of_run(contents: Contents) -> dict[str, Any]:
+    """What the template needs besides the contents themselves."""
+    tried = [p for p in contents.plans.points.values() if p.basis != "predicted"]
+    fitting = sorted((p for p in tried if p.fits and p.seconds), key=lambda p: p.seconds or 0.0)
+    budget = contents.budget.bytes if contents.budget is not None else 0
+    return {
+        "answers": answer_rows(contents.rows, budget) if contents.budget is not None else [],
+        "load": loading_lines(f"{contents.run}/plan.yaml"),
+        "tried": tried,
+        "best_few": fitting[:BEST_FEW],
+        "without": [p for p in tried if not p.fits],
+        "buys": _buys(contents),
+        "phases": _phases(tried),
+        "letters": _letters(contents),
+        "misses": _misses(tried),
+    }
+
+
+def _buys(contents: Contents) -> list[dict[str, Any]]:
+    """What each threshold buys, leanest first; of a long list of predictions only some."""
+    best = contents.answer
+    steps = contents.plans.thresholds
+    budget = contents.budget.bytes if contents.budget is not None else 0
+    rows = []
+    for step in steps:
+        point = contents.plans.points[step.predicted or step.tried or ""]
+        rows.append(
+            {
+                "bytes": step.bytes,
+                "more": step.bytes - budget,
+                "point": point,
+                "gain": 1 - point.seconds / best.seconds if best and best.seconds and point.seconds else None,
+                "strip": words.strip(point.choices, 40),
+            }
+        )
+    return _spread(rows, 14)
+
+
+def _spread(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most so many rows, first and last among them, evenly; what was tried stays before what is predicted."""
+    while len(rows) > most:
+        inner = [i for i in range(1, len(rows) - 1) if rows[i]["point"].basis == "predicted"] or [1]
+        del rows[min(inner, key=lambda i: rows[i + 1]["bytes"] - rows[i - 1]["bytes"] if i + 1 < len(rows) else 0)]
+    return rows
+
+
+def _phases(tried: list[Point]) -> list[dict[str, Any]]:
+    """Per phase of the search: trials, the best that fits, and by how much it lowered the best before it."""
+    best: float | None = None
+    rows = []
+    for phase in PHASES:
+        members = [p for p in tried if p.phase == phase]
+        seconds = min((p.seconds for p in members if p.fits and p.seconds), default=None)
+        if not members:
+            continue
+        gain = 1 - seconds / best if best and seconds and seconds < best else None
+        rows.append({"phase": phase, "count": len(members), "best": seconds, "gain": gain, "first": best is None})
+        best = min(s for s in (best, seconds) if s is not None) if best or seconds else None
+    return rows
+
+
+def _letters(contents: Contents) -> list[tuple[str, str]]:
+    """Letter and word of every choice on the page."""
+    kinds = {c.kind for p in contents.plans.points.values() for c in p.choices.values()} | {"save"}
+    return [(t.letter, t.model_fields["kind"].default) for t in CHOICE_TYPES if t.model_fields["kind"].default in kinds]
+
+
+def _misses(tried: list[Point]) -> dict[str, float] | None:
+    """The largest error of a prediction that was held against measured steps, in bytes and as a share of the time."""
+    both = [p for p in tried if p.basis == "measured" and p.predicted_peak is not None and p.peak is not None]
+    if not both:
+        return None
+    times = [abs(p.seconds / p.predicted_seconds - 1) for p in both if p.predicted_seconds and p.seconds]
+    return {
+        "bytes": max(abs((p.peak or 0) - (p.predicted_peak or 0)) for p in both),
+        "share": max(times, default=0.0),
+        "count": len(both),
+    }
+
+
+@cache
+def _templates() -> Environment:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {
+        "bytes": format_binary,
+        "seconds": words.seconds,
+        "share": words.share,
+        "signed": lambda value: words.share(value, signed=True),
+        "strip": lambda choices: words.strip(choices, 40),
+    }
+    environment.globals |= {"draw": draw, "words": words}
+    return environment
+
+
+def rendered(template: str, data: dict[str, Any], **named: Any) -> str:
+    """A page from its template, with the data that its script works on."""
+    folder = files("autockpt.page")
+    loaded = _templates().from_string((folder / template).read_text(encoding="utf-8"))
+    return loaded.render(
+        style=Markup((folder / "page.css").read_text(encoding="utf-8")),
+        script=Markup((folder / "page.js").read_text(encoding="utf-8")),
+        data=embedded(data),
+        **named,
+    )
+
+
+def embedded(data: dict[str, Any]) -> Markup:
+    """JSON that can stand in a script element: nothing in it ends the element or begins another."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

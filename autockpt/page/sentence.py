@@ -1,0 +1,122 @@
+"""What a run found in one sentence, and what to do next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autockpt.page.plans import Plans, Point
+from autockpt.report import words
+from autockpt.schema import Comparison, Measurement, Prediction, ResolvedBudget, format_binary
+from autockpt.schema.known import ALL, NONE, OURS
+
+STATES = {
+    "empty": "Nothing was tried yet: the search has not come to its first trial.",
+    "running": "The search is still at work; this is what it knows so far.",
+    "stopped": "No end of the search is on record; this is what it knew by then.",
+}
+
+
+def sentence(rows: Sequence[Comparison], budget: ResolvedBudget | None, source: str, state: str) -> str:
+    """``Fits 24GB with 0.6 GiB to spare, 9 % faster than recomputing everything`` with what is sure of it."""
+    ours = next((r for r in rows if r.name == OURS), None)
+    score = _score(ours)
+    if score is None or budget is None:
+        return STATES.get(state, "No plan was found.")
+    spare = budget.bytes - score.peak_bytes
+    asked = budget.asked if not budget.asked.endswith(("%", "act", "auto")) else f"{format_binary(budget.bytes)} "
+    asked = asked if asked == budget.asked else f"{asked.strip()} ({budget.asked})"
+    fits = f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
+    said = [fits]
+    against = {name: _score(next((r for r in rows if r.name == name), None)) for name in (ALL, NONE)}
+    if (other := against[ALL]) is not None:
+        said.append(compared(score, other, "recomputing everything"))
+    if (other := against[NONE]) is not None:
+        fit = "" if other.peak_bytes <= budget.bytes else ", which does not fit"
+        said.append(compared(score, other, "saving everything") + fit)
+    word = "measured by real steps" if source == "measured" else "simulated, nothing was measured"
+    text = "; ".join([", ".join(said[:2]), *said[2:]])
+    return f"{text} ({word})." + (f" {STATES[state]}" if state in ("running", "stopped") else "")
+
+
+def _score(row: Comparison | None) -> Measurement | Prediction | None:
+    if row is None:
+        return None
+    return row.measured or row.predicted
+
+
+def compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:
+    """Ours against another plan's step time, or that the two cannot be told apart."""
+    if not ours.step_seconds or not other.step_seconds:
+        return f"its step time against {name} is not known"
+    less = 1 - ours.step_seconds / other.step_seconds
+    noise = math.hypot(*(s.noise if isinstance(s, Measurement) else 0.0 for s in (ours, other)))
+    said = f"{_percent(less)} {'faster' if less > 0 else 'slower'} than {name}"
+    if abs(less) <= noise:
+        return f"{said}, which is within the noise of ±{_percent(noise)}"
+    return said
+
+
+def _percent(share: float) -> str:
+    value = abs(share) * 100
+    return f"{value:.0f} %" if value >= 9.95 else f"{value:.1f} %"
+
+
+def next_steps(
+    plans: Plans, rows: Sequence[Comparison], budget: ResolvedBudget | None, source: str, state: str, run: str
+) -> tuple[str, ...]:
+    """What is worth doing after this run, most useful first."""
+    if state == "running":
+        return ("Wait for the search, and write this page again.",)
+    if plans.best is None or budget is None:
+        return ("Run the same command again: it continues where it stopped.",)
+    best = plans.points[plans.best]
+    steps = []
+    if state == "stopped":
+        steps.append("Run the same command again: it continues where it stopped.")
+    if source == "simulated":
+        steps.append(f"On the device, hold the plan against real steps: autockpt verify {run}/plan.yaml")
+    else:
+        steps.append("Load the plan with the lines above and train.")
+    if rivals := _undecided(plans, best):
+        names = ", ".join(rivals[:4]) + (" and others" if len(rivals) > 4 else "")
+        steps.append(
+            f"{best.name} cannot be told apart from {names} at the noise of this machine: measure again with less "
+            "else running (the same command with --again), or take the leaner one."
+        )
+    steps.append(_more_budget(plans, best, budget))
+    return tuple(steps)
+
+
+def _undecided(plans: Plans, best: Point) -> list[str]:
+    """Names of other plans that fit and whose interval meets that of the best."""
+    if best.low is None or best.high is None:
+        return []
+    return [
+        p.name
+        for p in plans.points.values()
+        if p.key != best.key
+        and p.fits
+        and p.basis == "measured"
+        and p.low is not None
+        and p.high is not None
+        and p.low <= best.high
+        and best.low <= p.high
+    ]
+
+
+def _more_budget(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
+    """The nearest larger budget that would buy a faster step."""
+    for threshold in plans.thresholds:
+        if threshold.bytes <= budget.bytes:
+            continue
+        for key in (threshold.predicted, threshold.tried):
+            point = plans.points.get(key or "")
+            if point is None or not point.seconds or not best.seconds or point.seconds >= best.seconds * 0.995:
+                continue
+            more, gain = threshold.bytes - budget.bytes, 1 - point.seconds / best.seconds
+            return (
+                f"{format_binary(more)} more budget ({format_binary(threshold.bytes)}) would make a step "
+                f"{words.share(gain)} faster ({point.basis}); other budgets are in the table below."
+            )
+    return "No larger budget is known to make a step faster."

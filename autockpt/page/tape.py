@@ -1,0 +1,182 @@
+"""The activation tape: bytes through a step, and what of them was written where, is read where, and lives how long."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autockpt.explain.holdings import AGAIN, BACK, COME_AND_GO, GRADIENTS, KEPT, LOGITS, TEMPORARY, TRANSIENT, Ledger
+from autockpt.explain.kinds import base_name, within
+from autockpt.explain.moment import spans
+from autockpt.schema import Graph, Op, OpTimes, Storage
+from autockpt.simulator import bytes_timeline
+
+SAMPLES = 360  # moments that can be looked at
+LISTED = 900  # storages that are told one by one; smaller ones are summed up
+PURPOSES = (KEPT, AGAIN, BACK, LOGITS, TRANSIENT)
+
+
+@dataclass(frozen=True)
+class Tape:
+    """One step. Moments are samples: op indices at which the bytes of their stretch are the most.
+
+    ``at`` is when each begins, as a share of the step's ``seconds`` (None: times are not known, shares are of ops);
+    ``total``, ``fixed`` and ``growing`` are bytes at each, ``small`` those that come and go and are not listed.
+    A row of ``storages``: bytes, op of birth, last op, unit, kind, purpose (indices into ``units``, ``kinds`` and
+    ``PURPOSES``), who wrote it, who reads it last (indices into ``words``; -1: nobody on record), op of the last read.
+    """
+
+    name: str
+    ops: tuple[int, ...]
+    at: tuple[float, ...]
+    seconds: float | None
+    total: tuple[int, ...]
+    fixed: tuple[int, ...]
+    growing: tuple[int, ...]
+    small: tuple[int, ...]
+    storages: tuple[tuple[int, ...], ...]
+    units: tuple[str, ...]
+    kinds: tuple[str, ...]
+    words: tuple[str, ...]
+    phases: tuple[tuple[str, float, float], ...]
+    peak: int
+    average: int
+    held: tuple[tuple[str, int], ...]
+
+
+def tape_of(name: str, graph: Graph, times: OpTimes | None, head: str | None = None) -> Tape | None:
+    """The tape of a traced step; None for one without ops. Bytes include the context of the device."""
+    if not graph.ops:
+        return None
+    overhead = times.environment.device.overhead_bytes if times is not None else 0
+    ledger = Ledger(graph, head, overhead)
+    total = bytes_timeline(graph) + overhead
+    begins, seconds = _clock(graph, times)
+    lines = ledger.timelines()
+    n = len(graph.ops)
+    zero = np.zeros(n, dtype=np.int64)
+    growing = sum((lines[k] for k in (GRADIENTS, TEMPORARY) if k in lines), zero)
+    moving = sum((lines[k] for k in COME_AND_GO if k in lines), zero)
+    edges = np.linspace(0, n, min(SAMPLES, n) + 1, dtype=np.int64)
+    ops = [int(a + np.argmax(total[a:b])) for a, b in pairwise(edges)]
+    listed, rest = _ranked(ledger)
+    small = zero.copy()
+    for s in rest:
+        small[s.birth : n if s.death is None else s.death + 1] += s.bytes
+    units = _Index()
+    kinds, words = _Index(), _Index()
+    rows = _rows(ledger, listed, units, kinds, words)
+    lasts = np.diff(np.append(begins, 1.0))
+    return Tape(
+        name=name,
+        ops=tuple(ops),
+        at=tuple(round(float(begins[i]), 5) for i in ops),
+        seconds=seconds,
+        total=_at(total, ops),
+        fixed=_at(total - growing - moving, ops),
+        growing=_at(growing, ops),
+        small=_at(small, ops),
+        storages=rows,
+        units=units.names,
+        kinds=kinds.names,
+        words=words.names,
+        phases=tuple(
+            (s.phase, round(float(begins[s.start]), 5), round(float(begins[s.stop]) if s.stop < n else 1.0, 5))
+            for s in spans(graph.ops)
+        ),
+        peak=int(total.max()),
+        average=int((total * lasts).sum() / max(lasts.sum(), 1e-12)),
+        held=tuple((h.name, h.peak_bytes) for h in ledger.holdings(int(np.argmax(total))) if h.peak_bytes),
+    )
+
+
+def _clock(graph: Graph, times: OpTimes | None) -> tuple[np.ndarray, float | None]:
+    """When each op begins as a share of the step, and the step's seconds; by equal steps where no times are known."""
+    n = len(graph.ops)
+    if times is None or not times.seconds:
+        return np.arange(n) / n, None
+    step = _op_seconds(graph, times)
+    whole = float(step.sum())
+    if whole <= 0:
+        return np.arange(n) / n, None
+    return np.concatenate([[0.0], np.cumsum(step)[:-1]]) / whole, whole
+
+
+def _op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
+    """About the seconds of each op: its signature's, the optimizer's shared among its ops; copies are left out."""
+    known = [times.seconds.get(text, 0.0) for text in graph.signatures]
+    last = [op.phase == "optimizer" for op in graph.ops]
+    each = times.optimizer_seconds / max(1, sum(last))
+    again = [times.rerun_scale if op.phase == "recompute" else 1.0 for op in graph.ops]
+    return np.array(
+        [
+            each if is_last else (known[op.signature] + times.host_seconds) * scale
+            for op, is_last, scale in zip(graph.ops, last, again, strict=True)
+        ]
+    )
+
+
+def _ranked(ledger: Ledger) -> tuple[list[Storage], list[Storage]]:
+    """What comes and goes: the storages that matter most by bytes and life, in order of birth; and all others."""
+    n = len(ledger.graph.ops)
+    moving = [s for s in ledger.own if ledger.purposes[s.id] in COME_AND_GO and s.bytes]
+    moving.sort(key=lambda s: -s.bytes * (1 + (n if s.death is None else s.death) - s.birth))
+    return sorted(moving[:LISTED], key=lambda s: s.birth), moving[LISTED:]
+
+
+class _Index:
+    """Texts by number, each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self._known.setdefault(text, len(self._known))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._known)
+
+
+def _rows(
+    ledger: Ledger, storages: Sequence[Storage], unit: Callable[[str], int], kind: _Index, word: _Index
+) -> tuple[tuple[int, ...], ...]:
+    graph = ledger.graph
+    n = len(graph.ops)
+    reads: dict[int, list[int]] = defaultdict(list)
+    for op in graph.ops:
+        for storage in set(op.inputs):
+            reads[storage].append(op.index)
+    rows = []
+    for s in storages:
+        maker = ledger.makers.get(s.id)
+        readers = [i for i in reads[s.id] if i > (maker.index if maker else s.birth)]
+        rows.append(
+            (
+                s.bytes,
+                s.birth,
+                n - 1 if s.death is None else s.death,
+                unit(s.unit or ""),
+                kind(ledger.kind_of(s)),
+                PURPOSES.index(ledger.purposes[s.id]),
+                word(_said(maker, s.unit)) if maker else -1,
+                word(_said(graph.ops[readers[-1]], s.unit)) if readers else -1,
+                readers[-1] if readers else -1,
+            )
+        )
+    return tuple(rows)
+
+
+def _said(op: Op, unit: str | None) -> str:
+    """An op for people: where, what, and in which phase; the unit's own name is left out."""
+    place = within(op.module, unit)
+    name = base_name(op.target)
+    return f"{place + ' · ' if place else ''}{name} ({op.phase})"
+
+
+def _at(line: np.ndarray, ops: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(line[i]) for i in ops)

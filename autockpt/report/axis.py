@@ -1,0 +1,33 @@
+"""A range of values on a line of a drawing, and the round numbers to write along it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+class Axis:
+    """Round values over a range with some air, and where on the page they lie."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        low, high = min(values), max(values)
+        air = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
+        self.low, self.high = max(0.0, low - air), high + air
+        self.start, self.end = start, end
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def inside(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def clipped(self, value: float) -> float:
+        return min(max(value, self.low), self.high)
+
+    def ticks(self, unit: float = 1.0, count: int = 6) -> list[float]:
+        """Round numbers of ``unit`` within the range."""
+        rough = (self.high - self.low) / unit / count
+        power = 10 ** math.floor(math.log10(rough))
+        step = unit * next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+        first = math.ceil(self.low / step)
+        return [i * step for i in range(first, math.floor(self.high / step) + 1)]

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from autockpt.errors import RunDirectoryError
+from autockpt.history.rundir import RunDirectory
+from autockpt.page import compare_page, run_page, write_page
+from autockpt.page.contents import contents_of, without_paths
+from autockpt.page.plans import OPTUNA, SOLVER
+from autockpt.schema import FinishedSearch
+from tests.page.samples import BUDGET, make_run, trials
+
+VOID = {"meta", "link", "input", "br", "hr", "img"}
+
+
+class Read(HTMLParser):
+    """Elements, text and data of a page; fails on what is not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.addresses: list[str] = []
+        self.text = self.data = ""
+        self.feed(text)
+        assert self.open == [], self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.add(tag)
+        self.open += [] if tag in VOID else [tag]
+        self.ids += [given["id"] or ""] if "id" in given else []
+        self.addresses += [given[name] or "" for name in ("src", "href", "action", "data") if name in given]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script" and data.startswith('{"run"'):
+            self.data = data
+        elif self.open and self.open[-1] not in ("script", "style"):
+            self.text += f" {data}"
+
+    @property
+    def said(self) -> str:
+        return " ".join(self.text.split())
+
+
+def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
+    path = write_page(make_run(tmp_path))
+    text = path.read_text()
+    page = Read(text)
+    assert path.name == "report.html" and len(text.encode()) < 2**20
+    parts = ["answer", "budgets", "bytes", "layers", "search", "predictions", "changes", "record"]
+    assert [i for i in page.ids if i in parts] == parts and len(page.ids) == len(set(page.ids))
+    assert all(a.startswith("#") or a == "data:," for a in page.addresses), page.addresses
+    assert "http:" not in text and "https:" not in text and "@import" not in text and "url(" not in text
+    assert "Fits 1.86 KiB (60%act) with 50 B to spare, 11 % faster than recomputing everything" in page.said
+    assert "14 % slower than saving everything, which does not fit (measured by real steps)." in page.said
+    assert 'autockpt.apply(model, "' in page.said and "autockpt search --model" in page.said
+
+
+def test_other_budgets_are_answered_by_what_was_tried_and_by_what_is_predicted(tmp_path: Path) -> None:
+    run = contents_of(make_run(tmp_path))
+    plans = run.plans
+    assert plans.best == "t2" and plans.front == ("t1", "t2", "t0")
+    steps = {t.bytes: t for t in plans.thresholds}
+    assert steps[1700].tried == "t1" and steps[1850].tried == "t2" and steps[2200].tried == "t0"
+    assert {plans.points[k].phase for k in ("t2", "t3")} == {SOLVER, OPTUNA}
+    assert plans.points["t2"].low == pytest.approx(0.16 * 0.98)
+    assert all(p.basis == "predicted" for key, p in plans.points.items() if key.startswith("p"))
+    assert any("more budget (2.15 KiB) would make a step 12.5 % faster (measured)" in s for s in run.next_steps)
+    assert {change.name for change in run.changes} >= {"One more sample in the batch", "Sharding over two devices"}
+
+
+def test_the_tape_says_what_is_alive_who_wrote_it_and_who_reads_it(tmp_path: Path) -> None:
+    tape = contents_of(make_run(tmp_path)).tapes[0]
+    assert tape.peak == max(tape.total) and min(tape.total) <= tape.average <= tape.peak
+    assert tape.seconds == pytest.approx(12 * 0.01 + 0.02) or tape.seconds is not None
+    for i, op in enumerate(tape.ops):
+        alive = sum(s[0] for s in tape.storages if s[1] <= op <= s[2])
+        assert tape.total[i] == tape.fixed[i] + tape.growing[i] + tape.small[i] + alive
+    attention = next(s for s in tape.storages if s[0] == 100 and tape.units[s[3]] == "h.0")
+    assert tape.words[attention[6]] == "attn · mm (forward)" and tape.words[attention[7]] == "mlp.up · mm (forward)"
+
+
+def test_names_are_text_and_paths_stay_at_home(tmp_path: Path) -> None:
+    name = "</script><script>alert(1)</script>"
+    text = run_page(make_run(tmp_path, model=name))
+    page = Read(text)
+    assert "<script>alert" not in text and "<i>" not in text and name in page.text
+    assert "somebody" not in text and str(tmp_path) not in text
+    data = json.loads(page.data)
+    assert data["plans"]["t2"]["name"] == f"#2 knobs {name}" and data["budget_bytes"] == BUDGET.bytes
+    assert (
+        without_paths("see /a/b/c.py: it failed; --out=/x/y and/or ~/z/k")
+        == "see …/c.py: it failed; --out=…/y and/or …/k"
+    )
+
+
+def test_a_run_that_has_not_ended_says_so(tmp_path: Path) -> None:
+    stopped = Read(run_page(make_run(tmp_path, answered=False)))
+    assert "No end of the search is on record" in stopped.said and "#2 knobs" in stopped.said
+    empty = RunDirectory.enter(tmp_path, {"model": "m"}, model="m", device="cpu", budget="auto")
+    assert "Nothing was tried yet" in Read(run_page(empty)).said
+    busy = make_run(tmp_path, budget="70%act")
+    with busy.lock():
+        assert "still at work" in Read(run_page(busy)).said
+
+
+def test_a_simulated_run_never_says_measured(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for trial in trials():
+        if trial.measured is not None:
+            run.add_trial(trial.model_copy(update={"state": "simulated", "measured": None}))
+    finished = run.finished()
+    assert finished is not None
+    rows = tuple(row.model_copy(update={"measured": None}) for row in finished.outcome.rows)
+    outcome = finished.outcome.model_copy(update={"rows": rows, "source": "simulated"})
+    run.write_finished(FinishedSearch(trials=2, outcome=outcome))
+    said = Read(run_page(run)).said
+    assert "simulated, nothing was measured" in said and "autockpt verify" in said
+    assert "Nothing was measured, so there is nothing to hold the predictions against." in said
+
+
+def test_a_damaged_run_and_an_unwritable_page_are_errors(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
+        write_page(run, tmp_path / "no" / "page.html")
+    (run.path / "profile.json").write_text("{}")
+    with pytest.raises(RunDirectoryError, match="damaged"):
+        run_page(run)
+
+
+def test_two_runs_on_one_page(tmp_path: Path) -> None:
+    name = "<b>other</b>"
+    first, second = make_run(tmp_path), make_run(tmp_path, model=name, budget="70%act")
+    text = compare_page(first, second)
+    page = Read(text)
+    assert "The second plan needs 0 B more and is 0.0 % slower than the first" in page.said
+    assert "budget 60%act 70%act" in page.said and f"model small {name}" in page.said and "<b>" not in text
+    assert "somebody" not in text and len(text.encode()) < 2**20
