@@ -23,6 +23,7 @@ from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, nominal
 from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.stages import kept
 from autockpt.tuning.targets.simulated import modelled, within
 
 FEWEST = 3  # candidates of the first search of a size
@@ -79,6 +80,7 @@ class Climb:
             update={
                 "workload": variant(self.request.workload, self.rows, size),
                 "trials": trials,
+                "plan_out": None,
                 "timeout": None if left is None else max(1.0, left),
             }
         )
@@ -131,6 +133,7 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
     top = min(rivals, key=lambda s: _seconds(climb, s))
     outcome, best = climb.found[top], climb.best(top)
     assert outcome is not None and best is not None
+    outcome = kept(request, outcome)
     others = [b for s in climb.found if s != top and (b := climb.best(s)) is not None]
     usual = known.largest("recompute")
     for role, size in (("given", given), ("usual", usual)):
@@ -225,6 +228,11 @@ def _refuse(request: SearchRequest, rows: int) -> None:
         raise UsageError(
             f"--accumulate {request.workload.accumulate} is what a search for {rows} rows per update decides",
             remedy="Leave --accumulate out.",
+        )
+    if request.dry_run:
+        raise UsageError(
+            "a dry run knows no step times to choose a batch by",
+            remedy="Leave --dry-run out, or simulate with --hardware.",
         )
     if request.budget.kind not in ("bytes", "auto"):
         raise UsageError(

@@ -103,6 +103,7 @@ def test_a_line_through_two_sizes_says_what_fits() -> None:
     [
         ({"workload": {"batch_size": 3}}, "do not make up 8 rows"),
         ({"workload": {"accumulate": 4}}, "--accumulate 4"),
+        ({"dry_run": True}, "dry run"),
         ({"budget": parse_budget("60%act")}, "share of this job's own peak"),
     ],
 )
