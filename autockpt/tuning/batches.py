@@ -44,10 +44,10 @@ class Sizes:
 
     def predicted(self, size: int, kind: str) -> int | None:
         """Peak bytes of a micro-batch with one choice on every layer; None where the model refuses it."""
-        (one, first), *others = sorted((s, p[kind]) for s, p in self.peaks.items() if kind in p) or [(0, None)]
-        if first is None or not others:
-            return first
-        two, second = others[-1]
+        known = sorted((size, peaks[kind]) for size, peaks in self.peaks.items() if kind in peaks)
+        if len(known) < 2:
+            return known[0][1] if known else None
+        (one, first), (two, second) = known[0], known[-1]
         return round(first + (second - first) * (size - one) / (two - one))
 
     def largest(self, *kinds: str) -> int | None:
