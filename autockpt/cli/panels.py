@@ -10,7 +10,8 @@ from typer.core import TyperCommand
 PANELS = {
     "Model and batch": ("model", "batch_size", "seq_len", "pad_to", "packed", "weights", "trust_remote_code", "seed"),
     "Training step": (
-        "dtype", "autocast", "attn", "optimizer", "scaler", "accumulate", "max_grad_norm", "lora", "compile",
+        "dtype", "autocast", "attn", "optimizer", "scaler", "accumulate", "global_batch", "tokens_per_update",
+        "max_grad_norm", "lora", "compile",
     ),
     "Device and budget": ("budget", "budgets", "headroom", "host_budget", "device", "hardware"),
     "Simulated hardware only": ("master_weights", "keep_gradients", "ddp", "shard"),

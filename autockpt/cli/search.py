@@ -65,6 +65,20 @@ def search(
             "bound.",
         ),
     ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch",
+            min=1,
+            metavar="N",
+            help="Sequences per optimizer update: micro-batch, accumulation and plan with the most tokens per second. "
+            "--batch-size is then your own setting, to compare with.",
+        ),
+    ] = None,
+    tokens_per_update: Annotated[
+        int | None,
+        typer.Option("--tokens-per-update", min=1, metavar="N", help="The same, counted in tokens; needs --seq-len."),
+    ] = None,
     device: DeviceName = None,
     hardware: Annotated[
         str | None,
@@ -177,10 +191,14 @@ def search(
         command=("autockpt", *sys.argv[1:]),
         notes=notes,
     )
-    outcome = _run(request)
-    from autockpt.report import print_answer
+    rows = _rows_per_update(global_batch, tokens_per_update, spec)
+    if rows is not None:
+        outcome = _run_batches(request, rows, as_json)
+    else:
+        from autockpt.report import print_answer
 
-    screen.show(outcome, print_answer, as_json)
+        outcome = _run(request)
+        screen.show(outcome, print_answer, as_json)
     _write_page(outcome)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -243,6 +261,38 @@ def _workload(
     name = DEFAULT_MODELS.get(kind, SMALL_MODEL)
     note = f"No model was named, so this plans for the built-in {name} on {kind}; --model names yours."
     return workload_spec(given, seed=seed, default=name), (note,)
+
+
+def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec) -> int | None:
+    """Sequences per update as asked for; None: not asked for.
+
+    Raises UsageError for tokens that are no whole number of sequences.
+    """
+    if tokens is None:
+        return rows
+    if rows is not None:
+        raise UsageError("--global-batch and --tokens-per-update ask the same", remedy="Leave one of them out.")
+    if spec.seq_len is None or tokens % spec.seq_len:
+        length = "no --seq-len was given" if spec.seq_len is None else f"sequences of {spec.seq_len} do not divide them"
+        raise UsageError(
+            f"--tokens-per-update {tokens}: {length}",
+            remedy="Give --seq-len, and a multiple of it; or --global-batch in sequences.",
+        )
+    return tokens // spec.seq_len
+
+
+def _run_batches(request: SearchRequest, rows: int, as_json: bool) -> SearchOutcome:
+    from autockpt.report import listener
+    from autockpt.report.batches_view import print_batches
+    from autockpt.tuning import run_search
+    from autockpt.tuning.batches import search_batch_sizes
+
+    with listener(screen.progress()) as watcher:
+        for note in request.notes:
+            watcher.note(note)
+        answer = search_batch_sizes(request, rows, run_search, watcher)
+    screen.show(answer, print_batches, as_json)
+    return answer.outcome
 
 
 def _run(request: SearchRequest) -> SearchOutcome:

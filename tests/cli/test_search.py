@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from autockpt.errors import InfeasibleError
-from autockpt.schema import Listener, SearchOutcome, SearchRequest
+from autockpt.schema import Listener, Measurement, SearchOutcome, SearchRequest
+from autockpt.schema.batches import BatchAnswer, BatchSetting
 from tests.report.samples import outcome, trial
 
 
@@ -188,3 +189,44 @@ def test_compile_takes_layers_or_model(autockpt, asked: list[SearchRequest]) -> 
     assert asked[0].compile == "layers"
     refused = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--compile", "all")
     assert refused.code == 2 and "--compile model" in refused.err
+
+
+def batches(asked: list[tuple[int, SearchRequest]]):
+    """A stand-in for the search over batch sizes: what it was asked, and the answer of one size."""
+
+    def search(request: SearchRequest, rows: int, search: object, listener: Listener) -> BatchAnswer:
+        asked.append((rows, request))
+        score = Measurement(peak_bytes=1 << 30, step_seconds=2.0, noise=0.01)
+        best = BatchSetting(role="found", batch_size=4, accumulate=rows // 4, plan="8 remake", score=score, work=8192)
+        usual = best.model_copy(update={"role": "usual", "batch_size": 8, "accumulate": 1, "plan": "recompute all"})
+        return BatchAnswer(
+            rows_per_update=rows, unit="tokens", best=best, others=(usual,), outcome=outcome(), trials=9, seconds=60.0
+        )
+
+    return search
+
+
+def test_a_global_batch_is_answered_with_the_settings_that_go_with_the_plan(autockpt, replace) -> None:
+    asked: list[tuple[int, SearchRequest]] = []
+    replace("autockpt.tuning.batches", search_batch_sizes=batches(asked))
+    tokens = ("--tokens-per-update", "8192", "--seq-len", "1024")
+    for given in (("--global-batch", "8"), tokens):
+        result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", "-b", "2", *given)
+        assert result.code == 0, result.err
+        rows, request = asked.pop()
+        assert rows == 8 and request.workload.batch_size == 2
+        assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 2" in result.out
+        assert "4,096" in result.out and "largest batch" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--tokens-per-update", "1000", "--seq-len", "512"), "do not divide"),
+        (("--tokens-per-update", "1024"), "no --seq-len"),
+        (("--tokens-per-update", "1024", "--seq-len", "512", "--global-batch", "2"), "ask the same"),
+    ],
+)
+def test_tokens_that_are_no_whole_sequences_are_refused(autockpt, arguments: tuple[str, ...], word: str) -> None:
+    result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", *arguments)
+    assert result.code == 2 and word in result.err.replace("\n", " ")

@@ -1,0 +1,61 @@
+"""The answer to "which batch?": settings of one optimizer update side by side, of which one is the best."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from autockpt.schema.base import Data
+from autockpt.schema.request import SearchOutcome
+from autockpt.schema.trial import Measurement, Prediction
+
+
+class BatchSetting(Data):
+    """One way to come to the same rows in every optimizer update: micro-batch × accumulation, and a plan.
+
+    ``score`` is a measurement, or the prediction of a simulated search; its seconds are those of a whole update.
+    """
+
+    role: Literal["found", "given", "usual"] = Field(
+        description="found: the best plan of this batch size; given: the user's own; usual: the largest batch that "
+        "fits with every layer recomputed"
+    )
+    batch_size: int
+    accumulate: int
+    plan: str = Field(description="what the layers do, in words")
+    score: Measurement | Prediction
+    work: float = Field(description="tokens of an update; rows, where the batch holds no tokens")
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds of one optimizer update."""
+        assert self.score.step_seconds is not None
+        return self.score.step_seconds
+
+    @property
+    def per_second(self) -> float:
+        """Tokens (or rows) per second."""
+        return self.work / self.update_seconds
+
+    @property
+    def noise(self) -> float:
+        """Half the width of the 95 % interval of the seconds, as a share of them; 0 for simulated ones."""
+        return self.score.noise if isinstance(self.score, Measurement) else 0.0
+
+    def surely_slower(self, other: BatchSetting) -> bool:
+        """Whether the 95 % intervals of both lie apart, this one's above."""
+        return self.update_seconds * (1 - self.noise) > other.update_seconds * (1 + other.noise)
+
+
+class BatchAnswer(Data):
+    """The most tokens per second for a number of rows per update: the best setting, its search, and the others."""
+
+    rows_per_update: int
+    unit: Literal["tokens", "rows"]
+    best: BatchSetting
+    others: tuple[BatchSetting, ...] = ()
+    outcome: SearchOutcome
+    trials: int = Field(description="candidates of all sizes together")
+    seconds: float = Field(description="wall time of it all")
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,297 @@
+"""The most tokens per second: micro-batch, accumulation and plan as one search, the rows of an update kept.
+
+Larger micro-batches keep a device busier and leave less memory to save activations in. Tokens per second over the
+sizes have one summit, so sizes are climbed from the largest that fits with everything saved, each by a whole search of
+its plans; those that look best are searched on with what is left of the trials.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+from autockpt.devices import get_device, process_environment
+from autockpt.errors import InfeasibleError, UsageError
+from autockpt.measuring import environment_of
+from autockpt.profiling import Predictor, torch_device, uniform_graphs
+from autockpt.report.words import tally
+from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec, plan_hash
+from autockpt.schema.batches import BatchAnswer, BatchSetting
+from autockpt.schema.known import ALL, NONE, OURS
+from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, nominal
+from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.stages import kept
+from autockpt.tuning.targets.simulated import modelled, within
+
+FEWEST = 3  # candidates of the first search of a size
+KINDS = ("save", "recompute", "recompute_offload", "offload")
+Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
+
+
+@dataclass
+class Sizes:
+    """What ghost runs of the two smallest micro-batches say of all: peaks of uniform plans grow by a straight line.
+
+    Where they bend (other kernels, a peak at another moment) a search of that very size decides.
+    """
+
+    sizes: list[int]
+    budget_bytes: int
+    peaks: dict[int, dict[str, int]]
+
+    def predicted(self, size: int, kind: str) -> int | None:
+        """Peak bytes of a micro-batch with one choice on every layer; None where the model refuses it."""
+        known = sorted((size, peaks[kind]) for size, peaks in self.peaks.items() if kind in peaks)
+        if len(known) < 2:
+            return known[0][1] if known else None
+        (one, first), (two, second) = known[0], known[-1]
+        return round(first + (second - first) * (size - one) / (two - one))
+
+    def largest(self, *kinds: str) -> int | None:
+        """The largest micro-batch that fits with one of these choices on every layer; None where none does."""
+
+        def fits(size: int) -> bool:
+            return any((p := self.predicted(size, kind)) is not None and p <= self.budget_bytes for kind in kinds)
+
+        return max(filter(fits, self.sizes), default=None)
+
+
+@dataclass
+class Climb:
+    """Searches of single sizes, and what came of them."""
+
+    request: SearchRequest
+    rows: int
+    search: Search
+    listener: Listener
+    found: dict[int, SearchOutcome | None] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def at(self, size: int, trials: int) -> BatchSetting | None:
+        """The best plan of a micro-batch; None where nothing fits. A size searched before is searched on."""
+        self.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
+        left = None if self.request.timeout is None else self.request.timeout - (time.monotonic() - self.began)
+        if left is not None and left <= 0 and any(self.found.values()):
+            return self.best(size)
+        request = self.request.model_copy(
+            update={
+                "workload": variant(self.request.workload, self.rows, size),
+                "trials": trials,
+                "plan_out": None,
+                "timeout": None if left is None else max(1.0, left),
+            }
+        )
+        try:
+            self.found[size] = self.search(request, self.listener)
+        except InfeasibleError:
+            if not any(self.found.values()) and size == 1:
+                raise
+            self.found[size] = None
+        return self.best(size)
+
+    def best(self, size: int) -> BatchSetting | None:
+        """What a search of this size found."""
+        outcome = self.found.get(size)
+        return None if outcome is None or outcome.plan is None else setting("found", size, self.rows, outcome)
+
+    def open(self, size: int) -> bool:
+        """Whether more candidates could bring more: not where saving everything fits, nor where a simulation ended."""
+        outcome = self.found.get(size)
+        return outcome is not None and outcome.binding and outcome.source == "measured"
+
+    @property
+    def spent(self) -> int:
+        """Candidates so far, of all sizes."""
+        return sum(candidates(o) for o in self.found.values() if o is not None)
+
+
+def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listener: Listener) -> BatchAnswer:
+    """The micro-batch, accumulation and plan with the most tokens per second, for ``rows`` sequences an update.
+
+    ``request.workload.batch_size`` is the user's own setting, if any: it is set beside the answer. ``search`` is
+    ``run_search``, or what stands for it. All sizes share ``request.trials`` and ``request.timeout``.
+    Raises UsageError for a batch that does not divide, a budget that is a share of the job's own peak, or a model whose
+    rows depend on each other; InfeasibleError where not even single rows fit; else what ``run_search`` does.
+    """
+    _refuse(request, rows)
+    given = request.workload.batch_size
+    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+    climb = Climb(request, rows, search, listener)
+    listener.stage("ghost-run two batch sizes", 2)
+    known = foreseen_sizes(request, rows, sizes, listener)
+    share = max(FEWEST, request.trials // 4)
+    climbed(climb, known, share)
+    left = request.trials - climb.spent
+    rivals = sorted((s for s in climb.found if climb.best(s) is not None), key=lambda s: _seconds(climb, s))[:2]
+    rivals = rivals[:1] if len(rivals) < 2 or _apart(climb, rivals) else rivals
+    for size in rivals:
+        if left > 0 and climb.open(size):
+            climb.at(size, share + max(1, left // len(rivals)))
+    top = min(rivals, key=lambda s: _seconds(climb, s))
+    outcome, best = climb.found[top], climb.best(top)
+    assert outcome is not None and best is not None
+    outcome = kept(request, outcome)
+    others = [b for s in climb.found if s != top and (b := climb.best(s)) is not None]
+    usual = known.largest("recompute")
+    for role, size in (("given", given), ("usual", usual)):
+        if size is not None and (row := _well_known(climb, role, size)) is not None:
+            others.append(row)
+    tokens = outcome.settings.get("tokens") is not None
+    return BatchAnswer(
+        rows_per_update=rows,
+        unit="tokens" if tokens else "rows",
+        best=best,
+        others=tuple(sorted(others, key=lambda b: b.update_seconds)),
+        outcome=outcome,
+        trials=climb.spent,
+        seconds=time.monotonic() - climb.began,
+        notes=NOTES,
+    )
+
+
+def climbed(climb: Climb, known: Sizes, trials: int) -> int:
+    """The size at the summit: up from the largest that saves everything, else down. Each gets ``trials`` candidates.
+
+    Raises InfeasibleError where not even the smallest fits.
+    """
+    sizes, highest = known.sizes, known.largest(*KINDS)
+    begin = known.largest("save") or sizes[0]
+    while climb.at(begin, trials) is None:  # the straight line was too hopeful
+        begin = sizes[sizes.index(begin) - 1]
+    top = begin
+    above = [s for s in sizes if begin < s <= (highest or begin)]
+    below = [s for s in reversed(sizes) if s < begin]
+    for direction in (above, below):
+        for size in direction if top == begin else ():
+            if climb.at(size, trials) is None or _seconds(climb, size) > _seconds(climb, top):
+                break
+            top = size
+    return top
+
+
+def foreseen_sizes(request: SearchRequest, rows: int, sizes: list[int], listener: Listener) -> Sizes:
+    """Ghost-run the two smallest sizes with one choice on every layer. Raises UsageError for dependent rows."""
+    peaks: dict[int, dict[str, int]] = {}
+    kinds = [kind for kind in KINDS if kind in ("save", *request.space.choices)]
+    judge = _judge(request, kinds)
+    for size in sizes[1::-1]:  # the larger first: batch norms refuse single rows
+        spec = variant(request.workload, rows, size)
+        short = spec.model_copy(update={"accumulate": min(spec.accumulate, MICRO_STEPS)})
+        with ExitStack() as stack:
+            tracer = stack.enter_context(judge.tracer(short))
+            uniform = uniform_graphs(tracer, blocks_of(tracer), kinds)
+            if normed := sorted({op.target for op in uniform["save"][1].ops if "batch_norm" in op.target}):
+                raise UsageError(
+                    f"the rows of this model's batch depend on each other ({normed[0]}): another micro-batch is "
+                    "another training",
+                    remedy="Keep --batch-size as it is and search without --global-batch.",
+                )
+            graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
+            predictor = Predictor(
+                lambda choices, graphs=graphs: graphs[plan_hash(choices)],
+                judge.times(list(graphs.values())),
+                needs=judge.needs,
+            )
+            peaks[size] = {kind: predictor.predict(choices).peak_bytes for kind, (choices, _) in uniform.items()}
+        listener.advance()
+    return Sizes(sizes, judge.budget, peaks)
+
+
+def _judge(request: SearchRequest, kinds: list[str]) -> WhatIf:
+    """What variants of the job are judged by, on the device or simulated."""
+    if (hardware := request.hardware) is not None:
+        budget = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
+        return WhatIf(budget, torch_device(hardware), partial(modelled, hardware), tuple(kinds), hardware=hardware)
+    device = get_device(request.device)
+    environment = environment_of(device, process_environment(request.device))
+    room = environment.device.capacity_bytes - device.used_by_others()
+    budget = min(request.budget.resolve(0, 0, room), room)
+    return WhatIf(budget, device.torch_device, nominal(environment), tuple(kinds), seconds=False)
+
+
+def variant(spec: WorkloadSpec, rows: int, size: int) -> WorkloadSpec:
+    """The same update in micro-batches of ``size``."""
+    return spec.model_copy(update={"batch_size": size, "accumulate": rows // size})
+
+
+def _refuse(request: SearchRequest, rows: int) -> None:
+    given = request.workload.batch_size
+    if given is not None and rows % given:
+        raise UsageError(
+            f"micro-batches of {given} do not make up {rows} rows",
+            remedy=f"Give a --batch-size that divides {rows}, or none.",
+        )
+    if request.workload.accumulate != 1 and request.workload.accumulate * (given or 0) != rows:
+        raise UsageError(
+            f"--accumulate {request.workload.accumulate} is what a search for {rows} rows per update decides",
+            remedy="Leave --accumulate out.",
+        )
+    if request.dry_run:
+        raise UsageError(
+            "a dry run knows no step times to choose a batch by",
+            remedy="Leave --dry-run out, or simulate with --hardware.",
+        )
+    if request.budget.kind not in ("bytes", "auto"):
+        raise UsageError(
+            f"a budget of {request.budget.text} is a share of this job's own peak, which differs by batch size",
+            remedy="Give --budget in bytes (24GB), or auto.",
+        )
+
+
+def setting(role: str, size: int, rows: int, outcome: SearchOutcome, row: Comparison | None = None) -> BatchSetting:
+    """A row of an outcome (default: the plan that it found) as a setting of the update."""
+    chosen = row or outcome.rows[-1]
+    score = chosen.measured or chosen.predicted
+    plan = chosen.name if row is not None or outcome.plan is None else tally(outcome.plan.expand_planned())
+    work = outcome.settings.get("tokens") or rows
+    assert score is not None and isinstance(work, (int, float))
+    return BatchSetting.model_validate(
+        {"role": role, "batch_size": size, "accumulate": rows // size, "plan": plan, "score": score, "work": work}
+    )
+
+
+def _well_known(climb: Climb, role: str, size: int) -> BatchSetting | None:
+    """The user's own size or the usual answer: saving everything where that fits, else everything recomputed."""
+    if size not in climb.found:
+        climb.at(size, 1)
+    outcome = climb.found.get(size)
+    if outcome is None:
+        return None
+    rows: Mapping[str, Comparison] = {row.name: row for row in outcome.rows}
+    names = (ALL,) if role == "usual" else (NONE, ALL)
+    fitting = [rows[n] for n in names if n in rows and _fits(rows[n], outcome.budget.bytes)]
+    return setting(role, size, climb.rows, outcome, fitting[0]) if fitting else None
+
+
+def _fits(row: Comparison, budget_bytes: int) -> bool:
+    if row.measured is not None or row.predicted is None:
+        return row.verdict == "fits"
+    return row.predicted.peak_bytes <= budget_bytes and row.predicted.step_seconds is not None
+
+
+def candidates(outcome: SearchOutcome) -> int:
+    """How many of its trials were candidates, not well-known plans."""
+    return max(0, outcome.measured_trials - sum(row.name != OURS for row in outcome.rows))
+
+
+def _seconds(climb: Climb, size: int) -> float:
+    best = climb.best(size)
+    assert best is not None
+    return best.update_seconds
+
+
+def _apart(climb: Climb, sizes: list[int]) -> bool:
+    """Whether the better of two sizes is surely so."""
+    first, second = climb.best(sizes[0]), climb.best(sizes[1])
+    assert first is not None and second is not None
+    return second.surely_slower(first)
+
+
+NOTES = (
+    "The rows of an update stay the same: its gradient is summed in another order, so it is equal up to rounding.",
+    "Where rows hold different numbers of tokens, the trainer has to weight micro-batches by them, as transformers' "
+    "Trainer does; losses that look at other rows (contrastive ones, balancing of experts) see fewer or more of them.",
+)

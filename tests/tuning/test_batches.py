@@ -1,0 +1,155 @@
+"""Micro-batch and plan as one question: which sizes are searched, what is named, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from autockpt.errors import InfeasibleError, UsageError
+from autockpt.schema import (
+    Comparison,
+    DeviceInfo,
+    Measurement,
+    ResolvedBudget,
+    SearchOutcome,
+    SearchRequest,
+    Silence,
+    WorkloadSpec,
+    load_space,
+    parse_budget,
+)
+from autockpt.tuning import batches, run_search
+from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes
+from search_spaces.hardware import load_hardware
+
+DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
+
+
+def request(out: Path = Path("unused"), **more: Any) -> SearchRequest:
+    spec = WorkloadSpec.model_validate({"model": "llama-tiny"} | more.pop("workload", {}))
+    given = {"budget": parse_budget("24GB"), "workload": spec, "space": load_space("knobs"), "out": out, "trials": 20}
+    return SearchRequest.model_validate(given | more)
+
+
+def outcome(seconds: float, noise: float = 0.0) -> SearchOutcome:
+    """What a search says whose best plan takes this long; a plan is not needed to climb."""
+    row = Comparison(name="ours", verdict="fits", measured=Measurement(peak_bytes=1, step_seconds=seconds, noise=noise))
+    budget = ResolvedBudget(asked="24GB", bytes=24 * 10**9)
+    return SearchOutcome(plan=None, budget=budget, device=DEVICE, rows=(row,), settings={"tokens": 4096})
+
+
+class Made(Climb):
+    """Sizes whose update takes as many seconds as a table says; sizes missing there do not fit."""
+
+    def best(self, size: int) -> Any:
+        found = self.found.get(size)
+        return None if found is None else batches.setting("found", size, self.rows, found)
+
+
+def climb_of(table: dict[int, float], rows: int) -> Made:
+    def search(asked: SearchRequest, _: Any) -> SearchOutcome:
+        size = asked.workload.batch_size
+        assert size is not None and asked.workload.accumulate * size == rows
+        if size not in table:
+            raise InfeasibleError("nothing fits")
+        return outcome(table[size])
+
+    return Made(request(), rows, search, Silence())
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_summit_of_tokens_per_second_is_found_wherever_saving_everything_ends(data: st.DataObject) -> None:
+    rows = 2 ** data.draw(st.integers(0, 8))
+    sizes = [2**i for i in range(rows.bit_length())]
+    largest = data.draw(st.sampled_from(sizes))
+    fitting = [s for s in sizes if s <= largest]
+    summit = data.draw(st.sampled_from(fitting))
+    steps = data.draw(st.lists(st.floats(0.01, 1.0), min_size=len(fitting), max_size=len(fitting)))
+    seconds = {summit: 10.0}
+    for s, step in zip([s for s in fitting if s > summit], steps, strict=False):
+        seconds[s] = seconds[s // 2] + step
+    for s, step in zip([s for s in reversed(fitting) if s < summit], steps, strict=False):
+        seconds[s] = seconds[2 * s] + step
+    save = data.draw(st.integers(1, 100))
+    known = Sizes(
+        sizes, budget_bytes=100, peaks={1: {"save": save, "recompute": 1}, 2: {"save": 2 * save, "recompute": 1}}
+    )
+    climb = climb_of(seconds, rows)
+    assert climbed(climb, known, 3) == summit
+    assert len(climb.found) <= len(sizes)
+
+
+def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> None:
+    known = Sizes([1, 2], budget_bytes=1, peaks={1: {"save": 5}, 2: {"save": 6}})
+    with pytest.raises(InfeasibleError, match="nothing fits"):
+        climbed(climb_of({}, 2), known, 3)
+
+
+def test_a_line_through_two_sizes_says_what_fits() -> None:
+    known = Sizes([1, 2, 4, 8], 100, {1: {"save": 30, "recompute": 20}, 2: {"save": 50, "recompute": 30}})
+    assert known.predicted(4, "save") == 90 and known.predicted(4, "offload") is None
+    assert known.largest("save") == 4 and known.largest("recompute") == 8 and known.largest("offload") is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"workload": {"batch_size": 3}}, "do not make up 8 rows"),
+        ({"workload": {"accumulate": 4}}, "--accumulate 4"),
+        ({"dry_run": True}, "dry run"),
+        ({"budget": parse_budget("60%act")}, "share of this job's own peak"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_runs(asked: dict[str, Any], words: str) -> None:
+    def search(*_: Any) -> SearchOutcome:
+        raise AssertionError("nothing is searched")
+
+    with pytest.raises(UsageError, match=words):
+        search_batch_sizes(request(**asked), 8, search, Silence())
+
+
+def normed(batch_size: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
+    """A factory: blocks that look at their whole batch."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    return Normed(), {"x": torch.zeros(batch_size, 8)}, lambda model, batch: model(**batch).sum()
+
+
+@pytest.mark.slow
+def test_rows_that_depend_on_each_other_are_refused_by_name(tmp_path: Path) -> None:
+    asked = request(tmp_path, workload={"model": "tests.tuning.test_batches:normed"}, hardware=load_hardware("rtx4090"))
+    with pytest.raises(UsageError, match="depend on each other"):
+        search_batch_sizes(asked, 4, run_search, Silence())
+
+
+@pytest.mark.slow
+def test_a_simulated_search_names_the_setting_with_the_most_tokens_per_second(tmp_path: Path) -> None:
+    space = load_space("knobs").restricted(("recompute",))
+    asked = request(
+        tmp_path,
+        hardware=load_hardware("rtx4090"),
+        budget=parse_budget("600MB"),
+        space=space,
+        workload={"batch_size": 1},
+    )
+    answer = search_batch_sizes(asked, 4, run_search, Silence())
+    assert answer.best.batch_size * answer.best.accumulate == 4
+    assert all(other.per_second <= answer.best.per_second for other in answer.others)
+    assert {"given", "usual"} <= {other.role for other in answer.others}
+    assert answer.outcome.plan is not None and answer.outcome.plan.workload is not None
+    assert answer.outcome.plan.workload.batch_size == answer.best.batch_size
+    assert answer.best.score.peak_bytes <= 600 * 10**6
