@@ -208,6 +208,7 @@ def batches(asked: list[tuple[int, SearchRequest]]):
 
 def test_a_global_batch_is_answered_with_the_settings_that_go_with_the_plan(autockpt, replace) -> None:
     asked: list[tuple[int, SearchRequest]] = []
+    replace("autockpt.tuning", run_search=None)
     replace("autockpt.tuning.batches", search_batch_sizes=batches(asked))
     tokens = ("--tokens-per-update", "8192", "--seq-len", "1024")
     for given in (("--global-batch", "8"), tokens):
