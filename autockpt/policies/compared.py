@@ -8,17 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autockpt.policies.fingerprints import Form, quietly
+from autockpt.policies.fingerprints import Form, quietly, stream_of
 
 Place = tuple[Any, ...]
 
 
 class Compared(NamedTuple):
-    """Two fingerprints of what should be one and the same; sketches where a device need not repeat itself."""
+    """Two fingerprints of what should be one and the same; sketches where a device need not repeat itself.
+
+    ``stream``: the one that all of them were queued on.
+    """
 
     what: str
     expected: torch.Tensor
     found: torch.Tensor
+    stream: Any
     distance: torch.Tensor | None = None
     tolerance: float | None = None
 
@@ -32,6 +36,9 @@ def read(compared: list[Compared]) -> list[tuple[bool, float]]:
     with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
         for device, found in places.items():
             pairs = [compared[place] for place in found]
+            here = stream_of(device)
+            for stream in {pair.stream for pair in pairs} - {here}:  # the end of a backward need not come after these
+                here.wait_event(stream.record_event())
             same = torch.stack([p.expected for p in pairs]) == torch.stack([p.found for p in pairs])
             if any(p.distance is not None for p in pairs):
                 nothing = torch.zeros((), dtype=torch.float64, device=device)
@@ -62,11 +69,6 @@ def place_of(tensor: torch.Tensor, form: Form) -> Place:
 def layout_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Any]:
     """All that says how a tensor lies in its memory."""
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-
-def stream_of(device: torch.device) -> Any:
-    """The stream that this thread queues on, None where there are none. On another, memory may not be written yet."""
-    return None if device.type in ("cpu", "mps", "meta") else torch.accelerator.current_stream(device)
 
 
 def left_unwritten(node: str, tensor: torch.Tensor) -> bool:

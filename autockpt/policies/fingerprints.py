@@ -120,6 +120,11 @@ def _sum_of_piece(piece: torch.Tensor) -> torch.Tensor:
     raise AssertionError("every number of bytes is a number of words of one byte")
 
 
+def stream_of(device: torch.device) -> Any:
+    """The stream that this thread queues on, None where there are none. On another, memory may not be written yet."""
+    return None if device.type in ("cpu", "mps", "meta") else torch.accelerator.current_stream(device)
+
+
 _tables: dict[torch.device, torch.Tensor] = {}
 
 
@@ -131,5 +136,8 @@ def _numbers(words: torch.Tensor) -> torch.Tensor:
         table = torch.arange(1, places + 1, device=words.device).mul_(-7046029254386353131)
         for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
             table.bitwise_xor_(table >> shift).mul_(factor)
-        _tables[words.device] = table.bitwise_or_(1)
+        table.bitwise_or_(1)
+        if (stream := stream_of(words.device)) is not None:
+            stream.synchronize()  # once: other streams will read it, and wait for nobody
+        _tables[words.device] = table
     return table[: words.numel()]

@@ -32,9 +32,8 @@ from autockpt.policies.compared import (
     left_unwritten,
     place_of,
     read,
-    stream_of,
 )
-from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, why_not
+from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, stream_of, why_not
 from autockpt.policies.saved import probe_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -287,7 +286,8 @@ class Watch:
         for name, tensor, form, before in self._state:
             if why_not(tensor) is None and form.of(tensor) == form:
                 found = self.known[place_of(tensor, form)] = fingerprint(tensor, form)
-                self._compared.append(Compared(f"{name}, which running it again changed", before, found))
+                what = f"{name}, which running it again changed"
+                self._compared.append(Compared(what, before, found, stream_of(tensor.device)))
         self._state = []
         self.sentinels.judge_at_end(self)
 
@@ -428,7 +428,7 @@ class Entry:
         found = self._watch.known.get(self._place)
         if found is None or value.untyped_storage()._cdata != self._place[0]:
             found = fingerprint(value, self._form)
-        self._watch.add(Compared(self._words(), self._print, found, distance, tolerance))
+        self._watch.add(Compared(self._words(), self._print, found, self._stream, distance, tolerance))
 
     def _words(self) -> str:
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]

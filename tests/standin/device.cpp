@@ -6,17 +6,20 @@
 // whatever the schedule makes of them. Nothing runs in a thread of its own: items run inside of whatever call into the
 // device comes next, so one seed gives one order.
 
-#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -26,6 +29,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/strides.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pthread.h>
@@ -41,6 +45,11 @@
 #include <random>
 #include <set>
 #include <unordered_map>
+
+namespace at::autocast {  // their header takes as long to compile as all of this file
+TORCH_API ScalarType get_autocast_dtype(c10::DeviceType);
+TORCH_API Tensor cached_cast(ScalarType, const Tensor&, c10::DeviceType);
+}  // namespace at::autocast
 
 namespace {
 
@@ -1293,18 +1302,60 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// --- autocast: CUDA's lists ----------------------------------------------------------------------------------------
+
+enum class Cast { Lower, Full, FullByType, Widest };
+
+template <Cast cast>
+void autocast(const c10::OperatorHandle& op, Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard once(DispatchKey::AutocastPrivateUse1);
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  const auto eligible = [](const Tensor& t) {
+    return on_device(t) && t.is_floating_point() && t.scalar_type() != at::kDouble;
+  };
+  const auto lower = at::autocast::get_autocast_dtype(kType);
+  bool full = cast == Cast::Full;
+  for (size_t i = 0; cast == Cast::Widest && i < arguments.size(); ++i)
+    each_tensor((*stack)[first + i], [&](const Tensor& t) { full |= eligible(t) && t.scalar_type() == at::kFloat; });
+  const bool by_type = cast == Cast::FullByType && eligible((*stack)[first].toTensor());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    auto& arg = (*stack)[first + i];
+    if (by_type && arguments[i].name() == "dtype" && arg.isNone()) arg = at::kFloat;
+    if (cast != Cast::FullByType)
+      arg = replaced(
+          arg, [&](const Tensor& t) { return at::autocast::cached_cast(full ? at::kFloat : lower, t, kType); }, kType);
+  }
+  op.callBoxed(stack);
+}
+
+template <Cast cast>
+void cast_each(torch::Library& m, std::initializer_list<const char*> names) {
+  for (const char* name : names) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autocast<cast>>());
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // CUDA's lists
-#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
-  AT_FORALL_LOWER_PRECISION_FP(LOWER)
-#define FULL(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
-  AT_FORALL_FP32(FULL)
-#define FULL_BY_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
-  AT_FORALL_FP32_SET_OPT_DTYPE(FULL_BY_DTYPE)
-  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
-#define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
-  AT_FORALL_PROMOTE(WIDEST)
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  cast_each<Cast::Lower>(
+      m, {"_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+          "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr",
+          "matmul", "einsum", "mm", "mv", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+          "linalg_vecdot", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention"});
+  cast_each<Cast::Full>(
+      m, {"acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+          "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm",
+          "native_layer_norm", "rms_norm", "group_norm", "norm.Scalar", "norm.ScalarOpt_dim", "cosine_similarity",
+          "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div",
+          "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "soft_margin_loss",
+          "triplet_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp",
+          "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
+          "upsample_trilinear3d", "upsample_bicubic2d"});
+  cast_each<Cast::FullByType>(
+      m, {"prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+          "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"});
+  cast_each<Cast::Widest>(m, {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler",
+                              "index_put", "tensordot", "scatter_add"});
 }
 
 // --- what PyTorch asks of an accelerator ---------------------------------------------------------------------------

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.campaign
+pytestmark = pytest.mark.slow
 
 MEASURING = "tests/standin/inside/check_measuring.py"
 
@@ -11,5 +11,6 @@ def test_real_steps_under_a_real_limit(inside):
     inside(MEASURING, "-k", "not live")
 
 
+@pytest.mark.campaign
 def test_a_live_search(inside):
     inside(MEASURING, "-k", "live")

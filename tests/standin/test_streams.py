@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.campaign
+pytestmark = pytest.mark.slow
 
 SCENARIOS = "tests/standin/inside/check_streams.py"
 
@@ -11,5 +11,6 @@ def test_what_people_do_with_streams_threads_and_graphs(inside):
     inside(SCENARIOS)
 
 
+@pytest.mark.campaign
 def test_every_plan_under_every_schedule(inside):
-    inside(SCENARIOS, STANDIN_ALL="1")
+    inside(SCENARIOS, STANDIN_ALL="1", timeout=3600)

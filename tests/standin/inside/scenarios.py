@@ -51,7 +51,7 @@ class Twofold(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         shared = self.up(self.norm(x)).sin()
-        side = _SIDES[0]
+        side = SIDES[0]
         with on(side):
             shared.record_stream(side)
             left = shared * shared.cos()
@@ -77,7 +77,7 @@ class Model(nn.Module):
         return self.head(x).float().pow(2).mean()
 
 
-_SIDES = [torch.Stream(DEVICE) for _ in range(2)]
+SIDES = [torch.Stream(DEVICE) for _ in range(2)]
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def _twice(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _on_a_side_stream(model: nn.Module) -> dict[str, Tensor]:
-    with on(_SIDES[0]):
+    with on(SIDES[0]):
         return step(model)
 
 
@@ -219,31 +219,31 @@ def _in_a_thread(work: Callable[[], None], stream: Any) -> None:
 
 def _backward_in_a_thread(model: nn.Module) -> dict[str, Tensor]:
     loss = model(batch())
-    _in_a_thread(loss.backward, _SIDES[1])
+    _in_a_thread(loss.backward, SIDES[1])
     return gradients(model)
 
 
 def _backward_on_another_stream(model: nn.Module) -> dict[str, Tensor]:
     loss = model(batch())
-    with on(_SIDES[0]):
+    with on(SIDES[0]):
         loss.backward()
     return gradients(model)
 
 
 def _forward_on_another_stream(model: nn.Module) -> dict[str, Tensor]:
-    with on(_SIDES[0]):
+    with on(SIDES[0]):
         loss = model(batch())
     loss.backward()
     return gradients(model)
 
 
 def _units_on_two_streams(model: Model) -> dict[str, Tensor]:
-    model.streams = list(_SIDES)
+    model.streams = list(SIDES)
     return _twice(model)
 
 
 def _every_other_unit_on_a_side_stream(model: Model) -> dict[str, Tensor]:
-    model.streams = [torch.accelerator.current_stream(), _SIDES[1]]
+    model.streams = [torch.accelerator.current_stream(), SIDES[1]]
     return _graph_dropped_at_once(model)
 
 
@@ -256,7 +256,7 @@ def _autocast(model: nn.Module) -> dict[str, Tensor]:
 
 def _evaluation_between(model: nn.Module) -> dict[str, Tensor]:
     loss = model(batch())
-    with on(_SIDES[1]), torch.no_grad():
+    with on(SIDES[1]), torch.no_grad():
         seen = model.eval()(batch(1))
     model.train()
     loss.backward()
@@ -291,8 +291,8 @@ def generated(seed: int) -> Callable[[Model], dict[str, Tensor]]:
 
     def scenario(model: Model) -> dict[str, Tensor]:
         dice = random.Random(seed)
-        streams = [None, None, *_SIDES]
-        model.streams = dice.choice([[], [], list(_SIDES), [_SIDES[1]]])
+        streams = [None, None, *SIDES]
+        model.streams = dice.choice([[], [], list(SIDES), [SIDES[1]]])
         held: list[Tensor] = []
         seen: dict[str, Tensor] = {}
 
@@ -303,7 +303,7 @@ def generated(seed: int) -> Callable[[Model], dict[str, Tensor]]:
 
         def backward(loss: Tensor, retain: bool) -> None:
             if dice.random() < 0.3:
-                _in_a_thread(lambda: loss.backward(retain_graph=retain), dice.choice(_SIDES))
+                _in_a_thread(lambda: loss.backward(retain_graph=retain), dice.choice(SIDES))
             else:
                 loss.backward(retain_graph=retain)
 
