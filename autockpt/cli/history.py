@@ -1,8 +1,11 @@
-"""``autockpt history``: what a run tried."""
+"""``autockpt history``: what runs tried."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +18,12 @@ from autockpt.errors import RunDirectoryError, UsageError
 
 if TYPE_CHECKING:
     from autockpt.history.rundir import RunDirectory
+    from autockpt.schema import Trial
+
+COLUMNS = (
+    *("number", "name", "encoding", "state", "feasible", "peak_bytes", "step_seconds", "noise", "steps", "host_bytes"),
+    *("predicted_peak_bytes", "predicted_step_seconds", "plan_hash", "elapsed_seconds", "message", "choices"),
+)
 
 
 @guarded
@@ -26,12 +35,23 @@ def history(
         str, typer.Option("--sort", metavar="[number|time|peak|predicted]", help="Order of the trials.")
     ] = "number",
     best: Annotated[int | None, typer.Option("--best", min=1, metavar="N", help="Only the N fastest that fit.")] = None,
+    trial: Annotated[
+        int | None,
+        typer.Option("--trial", min=0, metavar="N", help="One trial in full: each measurement, its prediction, why."),
+    ] = None,
+    plan_out: Annotated[
+        Path | None, typer.Option("--plan-out", metavar="FILE", help="With --trial: write that trial's plan.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", metavar="RUN", help="A second run, to set beside the first.")
+    ] = None,
     out: RunsFolder = Path("results"),
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the trials as CSV; bytes and seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what a run tried, and its Pareto front.
+    """Print what a run tried, and its Pareto front; without a run, all runs of a folder.
 
-    A letter per unit says what was chosen: . save, R recompute, O offload.
+    A letter for each layer says what was chosen; the legend under the table names those that occur.
     """
     from autockpt.history.trials import SORT_KEYS
     from autockpt.schema.suggest import closest
@@ -42,19 +62,32 @@ def history(
             f"trials cannot be sorted by {sort!r}",
             remedy=(f"Did you mean {near}? " if near else "") + f"Use {', '.join(SORT_KEYS)}.",
         )
+    if plan_out is not None and trial is None:
+        raise UsageError("--plan-out writes the plan of one trial", remedy="Add --trial with its number.")
     if run is None:
+        if trial is not None or compare is not None or best is not None or as_csv:
+            raise UsageError("no run was named", remedy="Name a run's directory, or leave the other options out.")
         _list_runs(out, as_json)
+        return
+    opened = run_at(run, out)
+    if trial is not None:
+        _print_trial(opened, trial, plan_out, as_json)
+    elif compare is not None:
+        _compare(opened, run_at(compare, out), as_json)
     else:
-        _print_run(run_at(run, out), sort, best, as_json)
+        _print_run(opened, sort, best, as_csv, as_json)
 
 
-def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_json: bool) -> None:
+def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: bool, as_json: bool) -> None:
     from autockpt.history.trials import best, pareto_front, ranked
 
     trials = run.trials()
     front = pareto_front(trials)
     shown = best(trials, best_count) if best_count else trials
     shown = ranked(shown, "time" if best_count and sort == "number" else sort)
+    if as_csv:
+        screen.print_json(_csv(shown))
+        return
     if as_json:
         data: dict[str, Any] = {
             "run": str(run.path),
@@ -65,36 +98,114 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_json: bo
         screen.print_json(json.dumps(data, indent=2))
         return
     from autockpt.report import print_trials
+    from autockpt.report.trials_view import print_table, when
 
     console = screen.results()
+    begun, last = run.dates()
     console.print(str(run.path), style="bold", soft_wrap=True)
+    console.print(f"begun {when(begun)}, last trial {when(last)}", style="dim")
     console.print()
-    print_trials(shown, front, console)
+    if best_count is None:
+        print_trials(shown, front, console)
+        return
+    print_table(shown, front, console)
+    if len(shown) < best_count:
+        console.print(f"No more than these were tried and fit: {len(shown)} of {best_count}.")
+
+
+def _csv(trials: Sequence[Trial]) -> str:
+    """The trials as a table for other programs; choices as they are written in plans, one line of JSON."""
+    from autockpt.schema import dump_choice
+    from autockpt.schema.names import fold
+
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(COLUMNS)
+    for t in trials:
+        score, predicted, measured = t.score, t.predicted, t.measured
+        choices = {name: dump_choice(choice) for name, choice in fold(t.choices).items()}
+        rows.writerow(
+            (
+                *(t.number, t.name, t.encoding, t.state, t.feasible),
+                *((score.peak_bytes, score.step_seconds) if score is not None else ("", "")),
+                *((measured.noise, measured.steps) if measured is not None else ("", "")),
+                score.host_bytes if score is not None else "",
+                *((predicted.peak_bytes, predicted.step_seconds) if predicted is not None else ("", "")),
+                *(t.plan_hash, t.elapsed_seconds, t.message, json.dumps(choices)),
+            )
+        )
+    return text.getvalue().rstrip("\n")
+
+
+def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: bool) -> None:
+    from autockpt.history.trialplan import plan_of_trial, trial_of
+
+    trial = trial_of(run, number)
+    readings = [reading for reading in run.readings() if reading.number == number]
+    set_aside = plan_of_trial(run, trial).save(plan_out, existing="set_aside") if plan_out is not None else None
+    if as_json:
+        data = {"trial": trial.model_dump(mode="json"), "readings": [r.model_dump(mode="json") for r in readings]}
+        screen.print_json(json.dumps(data, indent=2))
+        return
+    from autockpt.report.trials_view import print_trial
+
+    console = screen.results()
+    print_trial(trial, readings, console)
+    if plan_out is not None:
+        kept = f"; what stood there is kept as {set_aside}" if set_aside is not None else ""
+        console.print()
+        console.print(f"Its plan is written to {plan_out}{kept}.", soft_wrap=True)
+
+
+def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
+    """Two runs beside one another."""
+    from autockpt.history.comparison import differences, in_both
+
+    asked = list(differences(first.question, second.question))
+    both = in_both(first.trials(), second.trials())
+    rows = [_in_short(run) for run in (first, second)]
+    if as_json:
+        data = {
+            "runs": rows,
+            "asked_differently": [dict(zip(("what", "first", "second"), row, strict=True)) for row in asked],
+            "plans_of_both": [[one.number, other.number] for one, other in both],
+        }
+        screen.print_json(json.dumps(data, indent=2))
+        return
+    from autockpt.report.trials_view import print_comparison
+
+    found = [(name, *(str(row[name]) if row[name] is not None else "—" for row in rows)) for name in rows[0]]
+    print_comparison(("first", "second"), found, asked, both, screen.results())  # type: ignore[arg-type]
+
+
+def _in_short(run: RunDirectory) -> dict[str, Any]:
+    """One run in a few facts."""
+    from autockpt.history.trials import best
+    from autockpt.report.progress import describe_numbers
+    from autockpt.report.trials_view import when
+
+    trials = run.trials()
+    fastest = next(iter(best(trials, 1)), None)
+    return {
+        "run": run.path.name,
+        "date": when(run.dates()[1]),
+        "trials": len(trials),
+        "measured": sum(t.measured is not None for t in trials),
+        "best": describe_numbers(fastest) if fastest else None,
+    }
 
 
 def _list_runs(out: Path, as_json: bool) -> None:
-    """One line per run in a folder, damaged ones named rather than hidden."""
+    """One line per run in a folder, oldest first; damaged ones named rather than hidden."""
     from autockpt.history.rundir import RunDirectory
-    from autockpt.history.trials import best
-    from autockpt.report.progress import describe_numbers
 
     rows: list[dict[str, Any]] = []
     for path in sorted(p for p in out.glob("*_*_*_*") if p.is_dir()):
         try:
-            trials = RunDirectory.open(path).trials()
+            rows.append(_in_short(RunDirectory.open(path)))
         except RunDirectoryError as error:
             rows.append({"run": path.name, "damaged": error.message})
-            continue
-        fastest = next(iter(best(trials, 1)), None)
-        counted = sum(t.measured is not None for t in trials)
-        rows.append(
-            {
-                "run": path.name,
-                "trials": len(trials),
-                "measured": counted,
-                "best": describe_numbers(fastest) if fastest else None,
-            }
-        )
+    rows.sort(key=lambda row: row.get("date", ""))
     if as_json:
         screen.print_json(json.dumps(rows, indent=2))
         return
@@ -102,7 +213,7 @@ def _list_runs(out: Path, as_json: bool) -> None:
         raise UsageError(f"there are no runs in {out}", remedy="Name a run's directory, or the folder with --out.")
     console = screen.results()
     for row in rows:
-        said = row.get("damaged") or f"{_counted(row)}, best {row['best'] or 'none yet'}"
+        said = row.get("damaged") or f"{row['date']}  {_counted(row)}, best {row['best'] or 'none yet'}"
         console.print(f"{row['run']}  {said}", soft_wrap=True)
 
 

@@ -140,6 +140,16 @@ class RunDirectory:
         """Every line of the trials, oldest first: a trial that was measured again is there each time."""
         return list(self._lines("trials.jsonl", Trial.model_validate_json))
 
+    def dates(self) -> tuple[float, float]:
+        """When the run began and when something last happened to a trial, in seconds since 1970."""
+        begun = self._changed(_QUESTION)
+        told = [float(e["time"]) for e in self.events() if isinstance(e.get("time"), int | float)]
+        return (min(begun, *told), max(told)) if told else (begun, self._changed("trials.jsonl") or begun)
+
+    def _changed(self, name: str) -> float:
+        path = self.path / name
+        return path.stat().st_mtime if path.exists() else 0.0
+
     def event(self, kind: str, **data: Any) -> None:
         """Append something that happened, with the time of day in seconds since 1970."""
         self._append("events.jsonl", json.dumps({"time": round(time.time(), 3), "event": kind} | data))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from autockpt.history.comparison import differences
 from autockpt.history.rundir import RunDirectory
 from autockpt.page.contents import Contents, contents_of, without_paths
 from autockpt.page.render import rendered
@@ -24,7 +24,7 @@ def compare_page(first: RunDirectory, second: RunDirectory) -> str:
         first=both[0],
         second=both[1],
         verdict=_verdict(*both),
-        asked=list(differences(first.question, second.question)),
+        asked=[tuple(map(without_paths, row)) for row in differences(first.question, second.question)],
         found=_found(*both),
         strips=[_strip(run) for run in both],
         tapes=[
@@ -33,19 +33,6 @@ def compare_page(first: RunDirectory, second: RunDirectory) -> str:
             if run.tapes and run.tapes[-1].name == OURS
         ],
     )
-
-
-def differences(first: Any, second: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """What two questions differ in: the name of each entry, and what it is in either."""
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        for key in sorted({*first, *second}, key=str):
-            yield from differences(first.get(key), second.get(key), f"{name}.{key}" if name else str(key))
-    elif first != second:
-        yield name, _written(first), _written(second)
-
-
-def _written(value: Any) -> str:
-    return "—" if value is None else without_paths(str(value))
 
 
 def _found(*runs: Contents) -> list[tuple[str, ...]]:

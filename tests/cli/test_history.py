@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import csv
+import io
+import json
 from pathlib import Path
+
+import pytest
 
 from autockpt.history.rundir import RunDirectory
 from tests.report.samples import trial
@@ -56,3 +61,76 @@ def test_what_is_no_run_is_a_usage_error(autockpt, tmp_path: Path) -> None:
     for arguments in ((), ("nothing",), (str(tmp_path),), (str(tmp_path), "--sort", "tim")):
         result = autockpt("history", *arguments)
         assert result.code == 2 and result.err.startswith("autockpt: ") and not result.out
+
+
+def test_the_legend_and_the_dates(autockpt, tmp_path: Path) -> None:
+    result = autockpt("history", str(make_run(tmp_path).path))
+    assert ". save, R recompute, O offload" in result.out and "selective" not in result.out
+    assert "begun 20" in result.out and "last trial 20" in result.out
+
+
+def test_everything_fits_80_columns_with_its_noise(autockpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run = make_run(tmp_path)
+    for options in ((), ("--trial", "1"), ("--best", "1")):
+        lines = autockpt("history", run.path.name, "--out", str(tmp_path), *options).out.splitlines()
+        assert any("448 ms ±0.8 %" in line for line in lines)
+        assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line), lines
+
+
+def test_the_best_are_as_many_as_asked_for_or_it_says_why_not(autockpt, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "No more than these were tried and fit: 1 of 3" in autockpt("history", str(run.path), "--best", "3").out
+    assert "No more" not in autockpt("history", str(run.path), "--best", "1").out
+
+
+def test_a_trial_in_full_with_every_measurement(autockpt, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    first = trial(1)
+    assert first.measured is not None
+    again = first.measured.model_copy(update={"step_seconds": 0.5, "times": (0.4, 0.5, 0.6), "steps": 3})
+    run.add_trial(first.model_copy(update={"measured": again, "message": "a word"}))
+    out = autockpt("history", str(run.path), "--trial", "1").out
+    assert "448 ms" in out and "500 ms" in out and "0.4, 0.5, 0.6" in out and "a word" in out
+    assert "+10.9 %" in out, "measured over predicted"
+    assert len(autockpt("history", str(run.path), "--trial", "1", "--json").json["readings"]) == 2
+    missing = autockpt("history", str(run.path), "--trial", "7")
+    assert missing.code == 2 and "its trials are 0 to 2" in missing.err
+
+
+def test_csv_is_a_table_of_numbers(autockpt, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.add_trial(trial(3, name='a, "quoted"\nname'))
+    rows = list(csv.DictReader(io.StringIO(autockpt("history", str(run.path), "--csv").out)))
+    assert [int(row["number"]) for row in rows] == [0, 1, 2, 3] and rows[3]["name"] == 'a, "quoted"\nname'
+    assert float(rows[1]["step_seconds"]) == 0.448 and rows[2]["step_seconds"] == ""
+    assert json.loads(rows[1]["choices"])["model.layers.0-3"] == "save"
+
+
+def test_two_runs_side_by_side(autockpt, tmp_path: Path) -> None:
+    first, second = make_run(tmp_path), make_run(tmp_path, "40%")
+    out = autockpt("history", str(first.path), "--compare", str(second.path)).out
+    assert "budget" in out and "60%" in out and "40%" in out and "Plans that both tried" in out
+    data = autockpt("history", str(first.path), "--compare", str(second.path), "--json").json
+    assert data["plans_of_both"] == [[0, 0], [1, 1]] and data["asked_differently"][0]["second"] == "40%"
+
+
+def test_a_trials_plan_is_a_plan(autockpt, tmp_path: Path) -> None:
+    from autockpt.schema import Plan
+    from tests.page.samples import make_run as whole_run
+
+    run, file = whole_run(tmp_path), tmp_path / "plan.yaml"
+    result = autockpt("history", str(run.path), "--trial", "1", "--plan-out", str(file))
+    assert result.code == 0 and str(file) in result.out, result.err
+    plan = Plan.load(file)
+    assert str(plan.choices["h.0-1"]) == "recompute" and plan.status == "measured"
+    assert plan.measured is not None and plan.measured.peak_bytes == 1700 and "trial 1 of" in plan.notes[0]
+    failed = autockpt("history", str(run.path), "--trial", "3", "--plan-out", str(tmp_path / "failed.yaml"))
+    assert failed.code == 0 and "not the answer" in " ".join(Plan.load(tmp_path / "failed.yaml").notes)
+
+
+@pytest.mark.parametrize(
+    "options", [("--trial", "1"), ("--plan-out", "x.yaml"), ("--csv",), ("--compare", "x"), ("--best", "2")]
+)
+def test_what_is_about_one_run_needs_one(autockpt, options: tuple[str, ...]) -> None:
+    assert autockpt("history", *options).code == 2

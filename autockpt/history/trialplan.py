@@ -1,0 +1,82 @@
+"""The plan of one trial, as a search would have written it had that trial been its answer."""
+
+from __future__ import annotations
+
+from autockpt.errors import RunDirectoryError
+from autockpt.history.rundir import RunDirectory
+from autockpt.schema.graph import Unit
+from autockpt.schema.plan import Plan, PlanStatus
+from autockpt.schema.trial import Trial
+from autockpt.schema.workload import WorkloadSpec
+
+
+def trial_of(run: RunDirectory, number: int) -> Trial:
+    """A trial by its number. Raises RunDirectoryError where the run has none of that number."""
+    trials = {trial.number: trial for trial in run.trials()}
+    if number not in trials:
+        known = f"its trials are 0 to {max(trials)}" if trials else "nothing was tried yet"
+        raise RunDirectoryError(
+            f"{run.path} has no trial {number}: {known}", remedy=f"`autockpt history {run.path}` lists them."
+        )
+    return trials[number]
+
+
+def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
+    """The trial's choices with the provenance of its run; ``source`` says whether steps were measured.
+
+    Raises RunDirectoryError where the run lacks the traced step, which tells the model's units.
+    """
+    graph, answer, finished = run.graph(), run.plan(), run.finished()
+    if graph is None:
+        raise RunDirectoryError(
+            f"{run.path} has no traced step, so its plans cannot be written",
+            remedy="Search again; compiled searches keep only the plan that they answered with.",
+        )
+    budget = answer.budget if answer is not None else finished.outcome.budget if finished is not None else None
+    over = budget is not None and trial.score is not None and trial.score.peak_bytes > budget.bytes
+    notes = (f"trial {trial.number} of {run.path.name}, {trial.name}",)
+    if over or not trial.feasible:
+        notes = (*notes, f"not the answer of that run: {trial.state.replace('_', ' ')}")
+    return Plan.create(
+        trial.choices,
+        [*graph.units, *_head(answer, trial, graph.units)],
+        model=answer.model.name if answer is not None else _model(run),
+        fingerprint=str(run.question.get("model_fingerprint") or ""),
+        source=_source(trial),
+        workload=answer.workload if answer is not None else _workload(run),
+        settings=answer.settings if answer is not None else {},
+        environment=run.environment(),
+        budget=budget,
+        host_budget_bytes=answer.host_budget_bytes if answer is not None else None,
+        predicted=trial.predicted,
+        measured=trial.measured,
+        baselines=answer.baselines if answer is not None else (),
+        notes=notes,
+    )
+
+
+def _source(trial: Trial) -> PlanStatus:
+    if trial.measured is not None:
+        return "measured"
+    return "simulated" if trial.predicted is not None else "unmeasured"
+
+
+def _head(answer: Plan | None, trial: Trial, units: tuple[Unit, ...]) -> list[Unit]:
+    """The output head that the trial has a choice for, where the run's answer tells its class."""
+    classes = answer.model.classes if answer is not None else {}
+    listed = {unit.name for unit in units}
+    return [
+        Unit(name=name, cls=classes[name], kind=0, role="head")
+        for name in trial.choices
+        if name not in listed and name in classes
+    ]
+
+
+def _workload(run: RunDirectory) -> WorkloadSpec | None:
+    asked = run.question.get("workload")
+    return WorkloadSpec.model_validate(asked) if isinstance(asked, dict) else None
+
+
+def _model(run: RunDirectory) -> str:
+    asked = run.question.get("workload")
+    return str((asked.get("model") if isinstance(asked, dict) else run.question.get("model")) or "")
