@@ -25,9 +25,9 @@ LAYERS = (
     ("runtime",),
     ("tracing", "measuring"),
     ("profiling",),
-    ("tuning", "integrations", "auto"),
-    ("verification", "bench", "explain", "diagnose"),
-    ("cli",),
+    ("tuning",),
+    ("integrations", "verification", "bench", "explain", "diagnose"),
+    ("cli", "auto"),
     ("__main__",),
 )
 SIBLINGS = {("schema", "errors"), ("diagnose", "explain")}

@@ -138,6 +138,7 @@ def search(
     seed: int = 0,
     out: str | Path | None = None,
     again: bool = False,
+    others_wait: bool = False,
     listener: Listener | None = None,
 ) -> Plan:
     """Search for a live model, in this process: a second copy might not fit.
@@ -150,7 +151,9 @@ def search(
     wherever the plan is applied. With ``allow_inexact`` output head and loss may run over chunks of tokens, where that
     pays: gradients are then equal up to rounding.
     ``out`` is a folder for the run's directory; None keeps nothing on disk. A search that came to its end there is
-    answered from its record, unless ``again`` or more ``trials`` are asked for. Returns the best measured plan.
+    answered from its record, unless ``again`` or more ``trials`` are asked for. With ``others_wait`` this is one of
+    several processes, whose step needs no other (DDP's inner model), and all others wait. Returns the best measured
+    plan.
 
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was measured.
@@ -175,7 +178,7 @@ def search(
     limits = _limits(trials, timeout, seed)
     clock = Clock(listener or Silence())
     with ExitStack() as stack:
-        measurer = stack.enter_context(LocalMeasurer(workload, host_budget=host))
+        measurer = stack.enter_context(LocalMeasurer(workload, host_budget=host, others_wait=others_wait))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_workload(workload))
             found = traced(tracer, chosen, allow_inexact)
