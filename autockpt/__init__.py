@@ -1,6 +1,7 @@
 """autockpt decides, by measured training steps, what each layer of a model does with its activations.
 
-    plan = autockpt.search(model, batch, budget="24GB", optimizer=optimizer)
+    step = autockpt.Step(model, batch, optimizer=optimizer)
+    plan = autockpt.search(step, budget="24GB")
     autockpt.apply(model, plan)          # or the path of a plan.yaml
 
 Importing this package loads neither torch nor anything else that is slow; names are resolved when they are used.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from autockpt.tracing import trace
     from autockpt.tuning import search
     from autockpt.verification import verify
+    from autockpt.workload import Step
 
 __version__ = "0.1.0"
 
@@ -26,13 +28,14 @@ _HOME = {
     "AutockptCallback": "autockpt.integrations.transformers",
     "AutockptError": "autockpt.errors",
     "Plan": "autockpt.schema.plan",
+    "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
     "search": "autockpt.tuning",
     "trace": "autockpt.tracing",
     "verify": "autockpt.verification",
 }
 
-__all__ = ["AutockptCallback", "AutockptError", "Plan", "__version__", "apply", "search", "trace", "verify"]
+__all__ = ["AutockptCallback", "AutockptError", "Plan", "Step", "__version__", "apply", "search", "trace", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     if runner.workload.full_step is not None:
         raise UsageError(
             "the factory returned a full_step, and gradients inside it cannot be compared with plain training's",
-            remedy="Let it return (model, batch, step), where step(model, batch) gives the loss.",
+            remedy="Let it return (model, batch, loss), where loss(model, batch) gives the loss.",
         )
     missing = {name: PEERS[name].missing(runner.device.kind) for name in payload["peers"]}
     return {"missing": missing}

@@ -21,7 +21,7 @@ from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import format_binary, parse_budget
 from autockpt.schema.trial import Trial
 from autockpt.tuning import search
-from autockpt.workload import nested_tensors
+from autockpt.workload import Step, nested_tensors
 
 TIMEOUT = 600.0
 """Seconds that a search at the start of training may take, unless it is told otherwise."""
@@ -41,8 +41,8 @@ class Wanted:
     out: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def find(self, step: Mapping[str, Any], folder: Path, say: Say) -> Plan:
-        """Search for the live ``step`` (arguments of ``autockpt.search``), or find what an earlier run has answered.
+    def find(self, step: Step, folder: Path, say: Say, *, others_wait: bool = False) -> Plan:
+        """Search for the live ``step``, or find what an earlier run has answered; ``others_wait`` as for ``search``.
 
         Runs are kept under ``folder``, or under ``out`` where that was given. ``say`` gets a line at a time: progress,
         and in the end what it cost. Raises what ``autockpt.search`` raises, without its inner frames.
@@ -51,7 +51,15 @@ class Wanted:
         began, heard = time.monotonic(), _Lines(say)
         say(f"searching for a plan within {self.budget}, for at most {words.seconds(self.timeout)}")
         try:
-            plan = search(**step, budget=self.budget, timeout=self.timeout, out=folder, listener=heard, **self.options)
+            plan = search(
+                step,
+                budget=self.budget,
+                timeout=self.timeout,
+                out=folder,
+                others_wait=others_wait,
+                listener=heard,
+                **self.options,
+            )
         except AutockptError as error:
             raise error.with_traceback(None) from None
         took = words.seconds(time.monotonic() - began)

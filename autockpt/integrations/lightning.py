@@ -15,7 +15,7 @@ from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.at_start import TIMEOUT, Wanted, found_once, largest_batch, wanted
 from autockpt.runtime import Handle, apply, choices_for
 from autockpt.schema.plan import Plan
-from autockpt.workload import discover_units, find_loss, move
+from autockpt.workload import Step, discover_units, find_loss, move
 
 _log = logging.getLogger(__name__)
 _LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
@@ -121,7 +121,7 @@ def _refuse_unsearchable(trainer: Any, module: Any) -> None:
 
 def _search(trainer: Any, module: Any, plan: Wanted, first: Any, index: int) -> Plan:
     """Search with the module's own ``training_step``, batch and optimizer; nothing of it is another afterwards."""
-    bar, many = trainer.progress_bar_callback, trainer.world_size > 1
+    bar = trainer.progress_bar_callback
     show = bar.print if bar is not None else _log.info
     loaders = trainer.fit_loop._combined_loader.flattened
     batch, source = first, "the first batch"
@@ -132,25 +132,26 @@ def _search(trainer: Any, module: Any, plan: Wanted, first: Any, index: int) -> 
         batch = move(batch, module.device)
     show(f"autockpt: planning for {source}")
 
-    def step(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any) -> Any:
         with trainer.precision_plugin.train_step_context():
             return find_loss(module.training_step(batch, index))
 
     before = dict(vars(module))
     vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
-    arguments = {
-        "model": _planned_part(module),
-        "batch": batch,
-        "step": step,
-        "optimizer": trainer.optimizers[0],
-        "scaler": getattr(trainer.precision_plugin, "scaler", None),
-        "accumulate": trainer.accumulate_grad_batches,
-        "max_grad_norm": trainer.gradient_clip_val or None,
-        "snapshot": (module,),
-        "others_wait": many,
-    }
     try:
-        return plan.find(arguments, Path(trainer.default_root_dir) / "autockpt", lambda line: show(f"autockpt: {line}"))
+        step = Step(
+            _planned_part(module),
+            batch,
+            loss=loss,
+            optimizer=trainer.optimizers[0],
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            accumulate=trainer.accumulate_grad_batches,
+            max_grad_norm=trainer.gradient_clip_val or None,
+            snapshot=(module,),
+            settings={"trainer": type(module).__name__, "autocast": trainer.precision, "processes": trainer.world_size},
+        )
+        folder = Path(trainer.default_root_dir) / "autockpt"
+        return plan.find(step, folder, lambda line: show(f"autockpt: {line}"), others_wait=trainer.world_size > 1)
     finally:
         vars(module).clear()
         vars(module).update(before)

@@ -18,7 +18,7 @@ from autockpt.errors import ConflictError, UsageError
 from autockpt.integrations.at_start import TIMEOUT, Wanted, found_once, largest_batch, wanted
 from autockpt.runtime import Handle, apply
 from autockpt.schema.plan import Plan
-from autockpt.workload import move
+from autockpt.workload import Step, move
 
 _log = logging.getLogger(__name__)
 _SPELLINGS = ("activation_checkpointing", "gradient_checkpointing")
@@ -158,30 +158,42 @@ def _search(trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
     batch, source = largest_batch(batches[0], loader.dataset, loader.collate_fn, trainer.state.train_batch_size)
     say(f"planning for {source}")
 
-    def step(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any) -> Any:
         return trainer.compute_loss(model, dict(batch), num_items_in_batch=items)  # which may change its dict
 
     options = dict(plan.options)
     many = trainer.accelerator.num_processes > 1
     if many and model.device.type == "cpu":  # on other devices the allocator counts them, as they are there already
         options.setdefault("headroom", f"{_bucket_bytes(model) // 1024 + 1}KiB")
-    arguments = {
-        "model": model,
-        "batch": move(dict(batch), args.device),
-        "step": step,
-        "optimizer": getattr(optimizer, "optimizer", optimizer),
-        "scaler": trainer.accelerator.scaler,
-        "accumulate": args.gradient_accumulation_steps,
-        "max_grad_norm": args.max_grad_norm or None,
-        "others_wait": many,
-    }
-    folder = Path(args.output_dir) / "autockpt"
     with _unchanged(trainer) as records:
         trainer.current_gradient_accumulation_steps = len(batches)
         model.train()
         if callable(prepare := getattr(optimizer, "train", None)):
             prepare()
-        return replace(plan, options=options).find({**arguments, "snapshot": (records,)}, folder, say)
+        step = Step(
+            model,
+            move(dict(batch), args.device),
+            loss=loss,
+            optimizer=getattr(optimizer, "optimizer", optimizer),
+            scaler=trainer.accelerator.scaler,
+            accumulate=args.gradient_accumulation_steps,
+            max_grad_norm=args.max_grad_norm or None,
+            snapshot=(records,),
+            settings=_facts(trainer),
+        )
+        return replace(plan, options=options).find(step, Path(args.output_dir) / "autockpt", say, others_wait=many)
+
+
+def _facts(trainer: Any) -> dict[str, Any]:
+    """What else the answer depends on: whose loss it is, and how it is computed."""
+    args = trainer.args
+    return {
+        "trainer": type(trainer).__name__,
+        "loss": getattr(args, "loss_type", None),
+        "label_smoothing": args.label_smoothing_factor,
+        "autocast": {"no": None}.get(precision := trainer.accelerator.mixed_precision, precision),
+        "processes": trainer.accelerator.num_processes,
+    }
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from autockpt.measuring.snapshot import Snapshot
 from autockpt.schema.device import Environment
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.trial import Measurement
-from autockpt.workload import Workload
+from autockpt.workload import Step
 
 
 class LocalMeasurer:
@@ -36,7 +36,7 @@ class LocalMeasurer:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: Step,
         device: Device | None = None,
         *,
         budget_bytes: int | None = None,

@@ -21,7 +21,7 @@ from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
 from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.trial import Measurement
-from autockpt.workload import Workload
+from autockpt.workload import Step
 
 Attach = Callable[[nn.Module], Callable[[], None]]
 """Attaches something other than a plan of ours to the model; what it returns takes that off again."""
@@ -40,7 +40,7 @@ class StepRunner:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: Step,
         device: Device,
         *,
         beat: Callable[[str], None] | None = None,
@@ -214,7 +214,7 @@ class StepRunner:
         conditions.seed_all(self._seed, self.device.torch_device)
 
     def run_cycle(self, mark: Callable[[Any], None] | None = None) -> None:
-        """One cycle from the same random state as every other. Not timed; ``mark`` as in ``Workload.cycle``."""
+        """One cycle from the same random state as every other. Not timed; ``mark`` as in ``Step.cycle``."""
         self.seed()
         self.workload.cycle(mark)
         self._steady = True

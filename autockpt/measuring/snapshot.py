@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autockpt.devices.random_states import RandomStates
 from autockpt.errors import MeasurementError, UsageError
 from autockpt.schema.sizes import format_bytes
-from autockpt.workload import Workload, nested_tensors
+from autockpt.workload import Step, nested_tensors
 
 Undo = Callable[[], None]
 
@@ -25,7 +25,7 @@ class Snapshot:
     changed, and UsageError where a ``snapshot`` object has no state that can be read and put back.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Step) -> None:
         self._workload = workload
         self._undo: list[Undo] = []
         roots = (workload.model, workload.optimizer, workload.scaler, workload.batch, *workload.snapshot)
@@ -151,7 +151,7 @@ def _contents(container: Any) -> Undo:
     return put_back_pairs
 
 
-def _parked_gradients(workload: Workload) -> Iterator[Undo]:
+def _parked_gradients(workload: Step) -> Iterator[Undo]:
     """Take every gradient off its parameter and its bytes off the device; the tensor objects wait, empty.
 
     What undoes a change comes before it is made. Undone, the new gradient goes before the old one is refilled.

@@ -19,7 +19,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, Remake
 from autockpt.schema.machine import ElementTime, Links, ProductTime, Traffic
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Workload, build
+from autockpt.workload import Step, build
 
 T = TypeVar("T")
 WATCHED_LAYERS, WATCHED_CALLS = 4, 5
@@ -237,7 +237,7 @@ def watch_seconds(clock: Clock, cycles: int) -> float:
     return max(0.0, extra) / counter.ops
 
 
-def _under(workload: Workload, plan: Mapping[str, Choice], measure: Callable[[], T]) -> T:
+def _under(workload: Step, plan: Mapping[str, Choice], measure: Callable[[], T]) -> T:
     """What ``measure`` finds with a plan attached, after a cycle that warms up."""
     session = attach(workload.model, plan, sentinels="off")
     try:
@@ -247,7 +247,7 @@ def _under(workload: Workload, plan: Mapping[str, Choice], measure: Callable[[],
         session.remove()
 
 
-def _ops_of(workload: Workload) -> int:
+def _ops_of(workload: Step) -> int:
     counter = _Counter()
     with counter:
         workload.cycle()

@@ -20,8 +20,8 @@ from autockpt.runtime.session import Session, attach, without_kv_cache
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import fold
 from autockpt.schema.plan import Plan
-from autockpt.workload.losses import default_step
-from autockpt.workload.settings import short_dtype
+from autockpt.workload.losses import default_loss
+from autockpt.workload.step import short_dtype
 from autockpt.workload.units import discover_head, discover_units
 
 
@@ -79,7 +79,7 @@ def apply(
     plan: Plan | Mapping[str, Any] | str | Path,
     *,
     check_batch: Any = None,
-    step: Callable[[nn.Module, Any], Tensor] | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
     sentinels: Mode | None = None,
 ) -> Handle:
     """Apply a plan, a plan file, or choices by unit name to a live model; they act whenever gradients are enabled.
@@ -87,7 +87,7 @@ def apply(
     Nothing about the model changes but what its forward keeps: no submodule is replaced, ``state_dict``, parameter
     names, class and config stay as they are. With ``check_batch`` two steps on it are compared with plain training
     before anything is applied for good, bit by bit, or within a tolerance where a choice is not exact
-    (``step(model, batch)`` gives the loss; default: the model's own); weights, gradients, buffers and random states are
+    (``loss(model, batch)`` gives the loss; default: the model's own); weights, gradients, buffers and random states are
     afterwards as before.
 
     The model may be compiled, before or afterwards, its layers in place or as a whole. Where the plan's numbers were
@@ -115,7 +115,7 @@ def apply(
     choices = choices_for(model, plan)
     notes = _doubts(plan, model)
     if check_batch is not None:
-        _check(model, choices, check_batch, step)
+        _check(model, choices, check_batch, loss)
     session = attach(model, choices, host_budget=plan.host_budget_bytes, sentinels=sentinels)
     if (guard := session.guard()) is not None and plan.status != "unmeasured":
         settings = plan.settings
@@ -139,9 +139,9 @@ def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:
     return plan.choices_for(units, discover_head(model))
 
 
-def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, step: Callable[..., Tensor] | None) -> None:
+def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, loss: Callable[..., Tensor] | None) -> None:
     """Raise ConflictError where two steps under the choices are not bit-equal with plain training."""
-    run = step or default_step(model, batch)
+    run = loss or default_loss(model, batch)
 
     def forward_backward(between: Callable[[], None]) -> Tensor:
         loss = run(model, batch)

@@ -1,8 +1,8 @@
 """The ghost run: from a workload, with or without choices, to the graph of its whole training cycle."""
 
-from autockpt.tracing.api import trace, trace_workload
+from autockpt.tracing.api import trace
 from autockpt.tracing.fx import to_fx
 from autockpt.tracing.signature import signature
 from autockpt.tracing.tracer import Tracer, record
 
-__all__ = ["Tracer", "record", "signature", "to_fx", "trace", "trace_workload"]
+__all__ = ["Tracer", "record", "signature", "to_fx", "trace"]

@@ -12,7 +12,7 @@ from autockpt.schema.graph import PHASES, Copy, Graph, Op, Storage, StorageKind,
 from autockpt.schema.names import strip_prefixes
 from autockpt.tracing.location import OPTIMIZER
 from autockpt.tracing.recorder import Recorder
-from autockpt.workload import Workload
+from autockpt.workload import Step
 from autockpt.workload.storages import nested_tensors
 
 _WEIGHT_COPIES = frozenset({"_to_copy"})
@@ -35,7 +35,7 @@ class RawGraph:
     notes: list[str] = field(default_factory=list)
 
 
-def summarize(recorder: Recorder, workload: Workload, places: list[Place], source: Source) -> RawGraph:
+def summarize(recorder: Recorder, workload: Step, places: list[Place], source: Source) -> RawGraph:
     """What a recorder has recorded of one cycle of ``workload``, as plain data. ``places``: see RawGraph."""
     kinds = _Kinds(recorder, workload, places)
     calls: dict[int, int] = {}
@@ -122,7 +122,7 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
 class _Kinds:
     """What each storage of a recording holds, and whose it is."""
 
-    def __init__(self, recorder: Recorder, workload: Workload, places: Sequence[Place]) -> None:
+    def __init__(self, recorder: Recorder, workload: Step, places: Sequence[Place]) -> None:
         self._recorder = recorder
         log = recorder.log
         self._owner: dict[int, str | None] = {}
@@ -176,7 +176,7 @@ class _Kinds:
                 rows.append((len(rows), op.call.workspace, index, index, "other", places[op.module][1]))
         return rows
 
-    def _parameters(self, workload: Workload, places: Sequence[Place]) -> set[int]:
+    def _parameters(self, workload: Step, places: Sequence[Place]) -> set[int]:
         units = dict(places)
         weights = set()
         for path, module in workload.model.named_modules():

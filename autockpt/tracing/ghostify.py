@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.errors import GhostError
 from autockpt.tracing.ghost import GhostMode
-from autockpt.workload import Workload
+from autockpt.workload import Step
 from autockpt.workload.storages import nested_tensors
 
 
-def ghost_in_place(workload: Workload, mode: GhostMode) -> None:
+def ghost_in_place(workload: Step, mode: GhostMode) -> None:
     """Give every parameter and every large tensor of a workload a storage in ghost memory; views stay views.
 
     Small tensors keep their values. For a process of one's own: the workload's data is lost there.
@@ -35,7 +35,7 @@ def ghost_in_place(workload: Workload, mode: GhostMode) -> None:
     mode.log.adopt(_tensors(workload))
 
 
-def ghost_copy(workload: Workload, mode: GhostMode) -> Workload:
+def ghost_copy(workload: Step, mode: GhostMode) -> Step:
     """A copy of a workload whose large tensors are ghosts; the original is not touched. For live models.
 
     Raises GhostError for a workload with a step of its own (``full_step``), which can only run on the original.
@@ -72,7 +72,7 @@ def ghost_copy(workload: Workload, mode: GhostMode) -> Workload:
 
 
 @contextmanager
-def untouched(workload: Workload) -> Iterator[None]:
+def untouched(workload: Step) -> Iterator[None]:
     """Keep the user's gradients and random state as they were, whatever a step in this process does.
 
     Raises GhostError where the step ran on the original model instead of the one it was given.
@@ -89,11 +89,11 @@ def untouched(workload: Workload) -> Iterator[None]:
     if strayed:
         raise GhostError(
             "the step uses a model from its surroundings instead of the one it is given",
-            remedy="Use the first argument of step(model, batch).",
+            remedy="Use the first argument of loss(model, batch).",
         )
 
 
-def imitate_device(workload: Workload, device: torch.device) -> None:
+def imitate_device(workload: Step, device: torch.device) -> None:
     """Let a workload that will run on ghosts choose what it would choose on ``device``.
 
     On accelerators optimizers update all parameters at once (`foreach`) unless told otherwise, and hold whole lists of
@@ -160,5 +160,5 @@ def _parameter(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     return twin
 
 
-def _tensors(workload: Workload) -> Iterator[Tensor]:
+def _tensors(workload: Step) -> Iterator[Tensor]:
     return nested_tensors(workload.model, workload.optimizer, workload.scaler, workload.batch, *workload.snapshot)

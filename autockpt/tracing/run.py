@@ -29,7 +29,7 @@ from autockpt.tracing.real import RealRecorder
 from autockpt.tracing.recorder import Recorder
 from autockpt.tracing.transport import NotingTransport
 from autockpt.tracing.units import refine, unit_of
-from autockpt.workload import Workload, build, discover_head, discover_units, explain
+from autockpt.workload import Step, build, discover_head, discover_units, explain
 from autockpt.workload.failures import location, summary
 from autockpt.workload.storages import storage_bytes
 
@@ -43,7 +43,7 @@ class Run:
     """A workload that is cycled under a recorder. ``units`` are known from the first cycle on."""
 
     source: Source
-    workload: Workload
+    workload: Step
     units: tuple[Unit, ...] = ()
     head: Unit | None = None
 
@@ -57,7 +57,7 @@ class Run:
         """
         raise NotImplementedError
 
-    def take(self, workload: Workload) -> None:
+    def take(self, workload: Step) -> None:
         """Use a workload as it is; its tensors and states change. For a process whose copy of it nobody needs."""
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class Run:
         self._recorder.measure_scratch()
         return summarize(self._recorder, self.workload, self._places, self.source)
 
-    def _start(self, workload: Workload) -> None:
+    def _start(self, workload: Step) -> None:
         """The first cycle: optimizer states are born, and it shows which units there are."""
         self.workload = workload
         self._recorder.location.bind(workload.model)
@@ -155,12 +155,12 @@ class GhostRun(Run):
         ghost_in_place(workload, self._mode)
         self._start(workload)
 
-    def take(self, workload: Workload) -> None:
+    def take(self, workload: Step) -> None:
         self._imitate(workload.device)
         ghost_in_place(workload, self._mode)
         self._start(workload)
 
-    def copy(self, workload: Workload) -> None:
+    def copy(self, workload: Step) -> None:
         """Run a copy of a workload, which stays as it is. Raises GhostError where that is not possible."""
         self._imitate(workload.device)
         self._guard = lambda: untouched(workload)
@@ -215,7 +215,7 @@ class RecordedRun(Run):
         _check_fits(spec)
         self.take(build(_traced(spec), self._device))
 
-    def take(self, workload: Workload) -> None:
+    def take(self, workload: Step) -> None:
         self._recorder.log.adopt(workload.tensors())
         self._start(workload)
 

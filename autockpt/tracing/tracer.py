@@ -17,7 +17,7 @@ from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.cuda_kernels import Capability
 from autockpt.tracing.process import GhostProcess, NotForkable
 from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
-from autockpt.workload import Workload
+from autockpt.workload import Step
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
 _ASSUMED_CAPABILITY = (
@@ -89,7 +89,7 @@ class Tracer:
         return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback, view, notes)
 
     @classmethod
-    def from_workload(cls, workload: Workload, *, fallback: bool = True) -> Tracer:
+    def from_step(cls, workload: Step, *, fallback: bool = True) -> Tracer:
         """Trace a live workload, whose weights, optimizer states and gradients are never touched.
 
         With ``fallback`` a workload on the CPU that cannot be ghost-run takes its real steps in a fork of this process.
@@ -127,7 +127,7 @@ class Tracer:
         self.close()
 
 
-def record(workload: Workload, choices: Mapping[str, Choice] | None = None) -> Graph:
+def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph:
     """The graph of a real cycle in this process, on the workload's own device; ``choices`` as for ``Tracer.trace``.
 
     Takes two cycles, which move weights, optimizer states, buffers and random state on: take a snapshot first where
@@ -184,7 +184,7 @@ def uncollected() -> Iterator[None]:
 class _InProcess:
     """The same as GhostProcess, for processes that must not fork."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Step) -> None:
         self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
         self._run.copy(workload)
         self.units, self.head = self._run.units, self._run.head

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from autockpt.devices import Device, get_device, process_environment
 from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError, python_door
@@ -49,7 +48,7 @@ from autockpt.tuning.stages import answered, enter_run, find_plan, foresee_plan,
 from autockpt.tuning.targets.compiled import compiled_search
 from autockpt.tuning.targets.measured import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import simulate_search, simulated_environment
-from autockpt.workload import fingerprint, from_live, refuse_simulated
+from autockpt.workload import Step, fingerprint, refuse_simulated
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
@@ -117,18 +116,9 @@ def _refuse_unwritable(request: SearchRequest) -> None:
 
 @python_door
 def search(
-    model: Any,
-    batch: Any,
+    step: Step,
     *,
     budget: str | Budget,
-    step: Callable[[Any, Any], Any] | None = None,
-    optimizer: Any = None,
-    scaler: Any = None,
-    accumulate: int = 1,
-    max_grad_norm: float | None = None,
-    autocast: Any = None,
-    full_step: Callable[[], Any] | None = None,
-    snapshot: tuple[Any, ...] = (),
     headroom: str | None = None,
     host_budget: str | int | None = None,
     allow_inexact: bool = False,
@@ -141,11 +131,10 @@ def search(
     others_wait: bool = False,
     listener: Listener | None = None,
 ) -> Plan:
-    """Search for a live model, in this process: a second copy might not fit.
+    """Search for a live training step, in this process: a second copy of the model might not fit.
 
-    ``step(model, batch)`` returns the loss (default: ``model(**batch).loss``); backward, scaler, clipping and
-    ``optimizer`` are run by autockpt. ``budget`` is text such as "24GB", "60%", "60%act" or "auto". Weights, buffers,
-    optimizer, scaler, gradients and random state are the caller's again afterwards, bit for bit, after Ctrl-C too.
+    ``budget`` is text such as "24GB", "60%", "60%act" or "auto". Weights, buffers, optimizer, scaler, gradients and
+    random state are the caller's again afterwards, bit for bit, after Ctrl-C too.
     ``headroom`` (text: "2%" of the budget, or "500MB") is left free of it; by default nothing is.
     ``host_budget`` (text such as "8GB", or bytes) bounds what offloading may claim of host memory, in the search and
     wherever the plan is applied. With ``allow_inexact`` output head and loss may run over chunks of tokens, where that
@@ -158,18 +147,6 @@ def search(
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was measured.
     """
-    workload = from_live(
-        model,
-        batch,
-        step=step,
-        optimizer=optimizer,
-        scaler=scaler,
-        accumulate=accumulate,
-        max_grad_norm=max_grad_norm,
-        autocast=autocast,
-        full_step=full_step,
-        snapshot=snapshot,
-    )
     chosen = load_space(space) if isinstance(space, str) else space
     parsed = parse_budget(budget)
     if headroom is not None:
@@ -178,19 +155,19 @@ def search(
     limits = _limits(trials, timeout, seed)
     clock = Clock(listener or Silence())
     with ExitStack() as stack:
-        measurer = stack.enter_context(LocalMeasurer(workload, host_budget=host, others_wait=others_wait))
+        measurer = stack.enter_context(LocalMeasurer(step, host_budget=host, others_wait=others_wait))
         with clock.stage("trace"):
-            tracer = stack.enter_context(Tracer.from_workload(workload))
+            tracer = stack.enter_context(Tracer.from_step(step))
             found = traced(tracer, chosen, allow_inexact)
         environment = measurer.environment
         if not allow_inexact:
             way = "allow_inexact=True"
             stack.enter_context(_naming_the_way_out(found, environment.device.overhead_bytes, way))
-        said = (*workload.notes, *found.uniform["save"][1].notes, *found.notes)
+        said = (*step.notes, *found.uniform["save"][1].notes, *found.notes)
         question = Question(
-            name=type(model).__name__,
+            name=type(step.model).__name__,
             spec=None,
-            settings=dict(workload.settings),
+            settings=dict(step.settings),
             notes=said,
             budget=parsed,
             space=found.space,
@@ -199,7 +176,7 @@ def search(
         )
         run = None
         if out is not None:
-            run = _directory_of_live(question, measurer, tracer, Path(out), parsed.text)
+            run = _directory_of_live(question, measurer, tracer, Path(out), parsed.text, inexact=allow_inexact)
             stack.enter_context(run.lock())
             known = None if again else run.finished()
             if known is not None and known.outcome.plan is not None and known.answers(trials, timeout):
@@ -228,7 +205,9 @@ def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
     return Limits(trials, timeout, seed)
 
 
-def _directory_of_live(question: Question, measurer: Measurer, tracer: Tracer, out: Path, budget: str) -> RunDirectory:
+def _directory_of_live(
+    question: Question, measurer: Measurer, tracer: Tracer, out: Path, budget: str, *, inexact: bool
+) -> RunDirectory:
     """The run's directory of a live model: its question is the structure and everything else that was said."""
     environment = measurer.environment
     identity = {
@@ -241,6 +220,7 @@ def _directory_of_live(question: Question, measurer: Measurer, tracer: Tracer, o
         "device": environment.device.model_dump(mode="json", exclude={"overhead_bytes"}),
         "seed": question.limits.seed,
         **({"host_budget": question.host_budget} if question.host_budget is not None else {}),
+        **({"allow_inexact": True} if inexact else {}),
     }
     return RunDirectory.enter(out, identity, model=question.name, device=environment.device.kind, budget=budget)
 

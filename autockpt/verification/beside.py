@@ -25,7 +25,7 @@ from autockpt.runtime import (
     sketch,
 )
 from autockpt.schema.choices import Choice, parse_choice
-from autockpt.workload import Workload, discover_head, discover_units
+from autockpt.workload import Step, discover_head, discover_units
 
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -111,7 +111,7 @@ def _observe_full_steps(runner: StepRunner, sketched: bool) -> Observation:
 
 
 @contextmanager
-def _restored(workload: Workload) -> Iterator[None]:
+def _restored(workload: Step) -> Iterator[None]:
     """A user's own cycle changes weights: all of it is put back. Ours leaves only gradients and buffers behind."""
     if workload.full_step is None:
         with kept_state(workload.model):
@@ -124,14 +124,14 @@ def _restored(workload: Workload) -> Iterator[None]:
         snapshot.restore()
 
 
-def _forward_backward(workload: Workload) -> Callable[[Callable[[], None]], Tensor]:
+def _forward_backward(workload: Step) -> Callable[[Callable[[], None]], Tensor]:
     def run(between: Callable[[], None]) -> Tensor:
         return workload.forward_backward(lambda phase: between() if phase == "backward" else None)
 
     return run
 
 
-def _types(workload: Workload) -> list[str]:
+def _types(workload: Step) -> list[str]:
     """The floating point types of a model's weights and of its autocast."""
     autocast = workload.spec.autocast if workload.spec is not None else None
     types = {str(p.dtype).removeprefix("torch.") for p in workload.model.parameters() if p.is_floating_point()}
@@ -142,5 +142,5 @@ def _choices(wired: Mapping[str, Any]) -> dict[str, Choice]:
     return {name: parse_choice(choice) for name, choice in wired.items()}
 
 
-def _seed(workload: Workload) -> int:
+def _seed(workload: Step) -> int:
     return workload.spec.seed if workload.spec is not None else 0

@@ -29,12 +29,12 @@ from autockpt.verification.checks import (
     judge_runs,
     smaller_shapes,
 )
-from autockpt.workload import Workload
+from autockpt.workload import Step
 
 
 def verify(
     plan: Plan | str | Path,
-    workload: WorkloadSpec | Workload | None = None,
+    workload: WorkloadSpec | Step | None = None,
     *,
     device: str | None = None,
     listener: Listener | None = None,
@@ -87,7 +87,7 @@ def _note(plan: Plan, path: Path, steps: Steps, measured: Measurement) -> str:
     return f"noted in {path}: applied to a model that runs like this, the plan warns with these numbers"
 
 
-def _unlike(plan: Plan, subject: WorkloadSpec | Workload | None, measurer: Measurer) -> str:
+def _unlike(plan: Plan, subject: WorkloadSpec | Step | None, measurer: Measurer) -> str:
     """Why what was measured is not to be set against the plan's own measurement; empty where it is."""
     if plan.status != "measured":
         return f"not noted in the plan, which is {plan.status}: there is nothing that these steps could differ from"
@@ -104,7 +104,7 @@ def _unlike(plan: Plan, subject: WorkloadSpec | Workload | None, measurer: Measu
 
 @contextmanager
 def _open(
-    subject: WorkloadSpec | Workload | None,
+    subject: WorkloadSpec | Step | None,
     device: str | None,
     given: Measurer | None,
     plan: Plan,
@@ -131,7 +131,7 @@ class _Verification:
     def __init__(
         self,
         plan: Plan,
-        subject: WorkloadSpec | Workload | None,
+        subject: WorkloadSpec | Step | None,
         measurer: Measurer,
         device: str | None,
         listener: Listener,

@@ -2,25 +2,23 @@
 
 from autockpt.schema.names import strip_prefixes
 from autockpt.workload.build import build, make_optimizer, refuse_simulated
-from autockpt.workload.core import Mark, Step, Workload
 from autockpt.workload.failures import explain, is_out_of_memory
-from autockpt.workload.live import from_live, move
-from autockpt.workload.losses import default_step, find_loss, loss_of
-from autockpt.workload.storages import nested_tensors, storage_bytes
+from autockpt.workload.losses import default_loss, find_loss, loss_of
+from autockpt.workload.step import Loss, Mark, Step
+from autockpt.workload.storages import move, nested_tensors, storage_bytes
 from autockpt.workload.units import discover_head, discover_units, fingerprint, module_of
 
 __all__ = [
+    "Loss",
     "Mark",
     "Step",
-    "Workload",
     "build",
-    "default_step",
+    "default_loss",
     "discover_head",
     "discover_units",
     "explain",
     "find_loss",
     "fingerprint",
-    "from_live",
     "is_out_of_memory",
     "loss_of",
     "make_optimizer",

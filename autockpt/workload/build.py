@@ -1,4 +1,4 @@
-"""From a WorkloadSpec to a Workload: everything that a fresh process needs to run the user's training step."""
+"""From a WorkloadSpec to the Step that it describes, with everything that a fresh process needs to run it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.batches import BatchMaker, has_sequences
 from autockpt.workload.configs import Source, find_config, quiet
-from autockpt.workload.core import Workload
 from autockpt.workload.factory import call_factory, is_factory
 from autockpt.workload.heads import Head, head_of, remote_head
-from autockpt.workload.live import from_live, move
 from autockpt.workload.lora import add_lora
 from autockpt.workload.prepare import prepare
 from autockpt.workload.pretrained import make_model
-from autockpt.workload.settings import describe, short_dtype
+from autockpt.workload.step import Step, short_dtype
+from autockpt.workload.storages import move
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEFAULT_ROWS = 4
@@ -30,7 +29,7 @@ _SOUND_LENGTH = 16_000  # samples: one second as most models take it
 _FIRST_SCALE = 1024.0
 
 
-def build(spec: WorkloadSpec, device: torch.device | str = "cpu") -> Workload:
+def build(spec: WorkloadSpec, device: torch.device | str = "cpu") -> Step:
     """Build the workload that a spec describes: model with random weights (unless ``weights``), batch, optimizer.
 
     Deterministic: sets PyTorch's global seed from the spec. Creates tensors only by PyTorch's ordinary functions, so
@@ -71,7 +70,7 @@ def _check(spec: WorkloadSpec) -> None:
         )
 
 
-def _from_config(spec: WorkloadSpec, device: torch.device) -> Workload:
+def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     source = find_config(spec)
     head = (remote_head(source.config, source.where) if spec.trust_remote_code else None) or head_of(
         source.config, source.architecture, source.where
@@ -150,10 +149,10 @@ def _dtype_name(spec: WorkloadSpec, source: Source) -> str:
     return name if name in _DTYPES else "fp32"
 
 
-def _from_factory(spec: WorkloadSpec, device: torch.device) -> Workload:
+def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     made = call_factory(spec)
-    if isinstance(made, Workload):
-        made.settings = describe(made) | made.settings | {"model": spec.model}
+    if isinstance(made, Step):
+        made.settings |= {"model": spec.model}
         return replace(made, spec=spec)
     if spec.lora is not None:
         if made.get("optimizer") is not None:
@@ -167,7 +166,7 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Workload:
     return workload
 
 
-def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -> Workload:
+def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -> Step:
     """Model, batch and whatever else was made by someone, completed by the spec."""
     model: nn.Module = parts["model"]
     if parts.get("full_step") is None:
@@ -178,10 +177,10 @@ def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -
     optimizer = parts.get("optimizer")
     if optimizer is None and parts.get("full_step") is None:
         optimizer = make_optimizer(spec.optimizer, model)
-    workload = from_live(
+    return Step(
         model,
         move(parts["batch"], device),
-        step=parts.get("step"),
+        loss=parts.get("loss"),
         optimizer=optimizer,
         scaler=scaler,
         accumulate=parts.get("accumulate") or spec.accumulate,
@@ -189,9 +188,8 @@ def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -
         autocast=parts.get("autocast") or spec.autocast,
         full_step=parts.get("full_step"),
         snapshot=tuple(parts.get("snapshot") or ()),
+        spec=spec,
     )
-    workload.spec = spec
-    return workload
 
 
 def _move_model(model: nn.Module, device: torch.device) -> None:

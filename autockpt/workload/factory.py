@@ -16,14 +16,14 @@ from torch import nn
 
 from autockpt.errors import WorkloadError
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload.core import Workload
 from autockpt.workload.failures import explain, is_out_of_memory
+from autockpt.workload.step import Step
 
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_RETURNS = "It must return (model, batch), (model, batch, step), a dict with these keys, or a Workload."
+_RETURNS = "It must return (model, batch), (model, batch, loss), a dict with these keys, or a Step."
 # Settings of the spec that only a factory which takes them can follow.
 _PASSED_ON = ("batch_size", "seq_len", "pad_to", "packed", "dtype", "attn", "weights", "trust_remote_code")
-_KEYS = tuple(f.name for f in fields(Workload) if f.name not in ("spec", "settings", "notes"))
+_KEYS = tuple(f.name for f in fields(Step) if f.name not in ("spec", "settings", "notes"))
 
 
 def is_factory(name: str) -> bool:
@@ -31,8 +31,8 @@ def is_factory(name: str) -> bool:
     return _REFERENCE.fullmatch(name) is not None
 
 
-def call_factory(spec: WorkloadSpec) -> Workload | dict[str, Any]:
-    """Call the user's function: the Workload it made, or fields for one (``model`` and ``batch`` at least).
+def call_factory(spec: WorkloadSpec) -> Step | dict[str, Any]:
+    """Call the user's function: the Step it made, or fields for one (``model`` and ``batch`` at least).
 
     Options such as ``batch_size`` are passed where the function has a parameter of that name. Raises WorkloadError for
     a function that cannot be found, fails, returns something else, or does not take an option that was given.
@@ -96,13 +96,13 @@ def _arguments(function: Callable[..., Any], spec: WorkloadSpec) -> dict[str, An
     return given
 
 
-def _understood(returned: Any, name: str) -> Workload | dict[str, Any]:
-    if isinstance(returned, Workload):
+def _understood(returned: Any, name: str) -> Step | dict[str, Any]:
+    if isinstance(returned, Step):
         return returned
     if isinstance(returned, Mapping):
         parts: dict[str, Any] = dict(returned)
     elif isinstance(returned, tuple) and len(returned) in (2, 3):
-        parts = dict(zip(("model", "batch", "step"), returned, strict=False))
+        parts = dict(zip(("model", "batch", "loss"), returned, strict=False))
     else:
         what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
         raise WorkloadError(f"{name} returned {what}", remedy=_RETURNS)
@@ -122,6 +122,6 @@ def _check(parts: Mapping[str, Any], name: str) -> None:
             f"{name} returned {type(parts['model']).__name__} where the model should be",
             remedy="The model, a torch.nn.Module, comes first.",
         )
-    for key in ("step", "full_step"):
+    for key in ("loss", "full_step"):
         if parts.get(key) is not None and not callable(parts[key]):
             raise WorkloadError(f"{name} returned a {key} that is no function", remedy=_RETURNS)

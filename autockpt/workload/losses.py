@@ -1,4 +1,4 @@
-"""The default step: call the model with the batch and take the loss it computes itself."""
+"""The default loss function: call the model with the batch and take the loss it computes itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autockpt.errors import WorkloadError
 from autockpt.workload.names import unwrap
 
 _REMEDY = (
-    "Put labels into the batch so that the model computes its loss, or pass step=, a function (model, batch) -> loss."
+    "Put labels into the batch so that the model computes its loss, or pass loss=, a function (model, batch) -> loss."
 )
 
 
@@ -36,7 +36,7 @@ def find_loss(output: Any) -> Tensor:
     return loss
 
 
-def default_step(model: nn.Module, batch: Any) -> Any:
+def default_loss(model: nn.Module, batch: Any) -> Any:
     """``loss_of`` for this model: with ``use_cache=False`` where its forward takes that; its config stays untouched."""
     if isinstance(batch, Mapping) and "use_cache" not in batch and takes_use_cache(model):
         return partial(loss_of, use_cache=False)

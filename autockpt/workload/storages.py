@@ -86,3 +86,26 @@ def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """The same nesting of mappings, sequences and tensors on another device; other values as they are."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        moved = {key: move(item, device) for key, item in value.items()}
+        return moved if type(value) is dict else _like(value, moved)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(move(item, device) for item in value)
+    to = getattr(value, "to", None)
+    return to(device) if callable(to) and not isinstance(value, nn.Module) else value
+
+
+def _like(original: Any, moved: dict[Any, Any]) -> Any:
+    """A mapping of the original's class, or a plain dict where that class cannot be made from one."""
+    try:
+        return type(original)(moved)
+    except Exception:
+        return moved

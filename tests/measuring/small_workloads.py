@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.schema import RECOMPUTE, Choice
-from autockpt.workload import Workload
+from autockpt.workload import Step
 
 BLOCKS, WIDTH, ROWS = 4, 16, 256
 
@@ -48,16 +48,16 @@ class Stack(nn.Module):
 RECOMPUTE_ALL: dict[str, Choice] = {f"layers.{i}": RECOMPUTE for i in range(BLOCKS)}
 
 
-def make_workload(model: Stack | None = None, **settings: Any) -> Workload:
+def make_workload(model: Stack | None = None, **settings: Any) -> Step:
     """A workload on the CPU with AdamW, unless told otherwise."""
     torch.manual_seed(0)
     model = model or Stack()
     settings.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=0.1))
     batch = torch.randn(ROWS, WIDTH)
-    return Workload(model, batch, lambda m, x: m(x).square().mean(), **settings)
+    return Step(model, batch, loss=lambda m, x: m(x).square().mean(), **settings)
 
 
-def bits(workload: Workload) -> dict[str, Any]:
+def bits(workload: Step) -> dict[str, Any]:
     """Everything that a step can change, with the identities of the tensors."""
     model, optimizer, scaler = workload.model, workload.optimizer, workload.scaler
     tensors = {f"parameter {n}": p for n, p in model.named_parameters()}
@@ -91,7 +91,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b or a is b
 
 
-def train(workload: Workload, cycles: int = 2) -> None:
+def train(workload: Step, cycles: int = 2) -> None:
     """As a user would, with real learning rates; ends with gradients, as after a last backward."""
     for _ in range(cycles):
         workload.cycle()

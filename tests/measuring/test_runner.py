@@ -18,7 +18,7 @@ from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.runner import turn_order
 from autockpt.schema import RECOMPUTE, choice_kinds, parse_choice
-from autockpt.workload import Workload
+from autockpt.workload import Step
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 
 TOO_MUCH = 1 << 46
@@ -35,7 +35,7 @@ class Weight(nn.Module):
         return self.weight.exp().sum()
 
 
-def runner_of(workload: Workload) -> StepRunner:
+def runner_of(workload: Step) -> StepRunner:
     return StepRunner(workload, get_device("cpu"))
 
 
@@ -76,11 +76,11 @@ def test_the_peak_equals_the_bytes_of_a_step_by_hand():
     model = Weight(n)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     # At the end of backward: weight, momentum and batch; exp's result and the gradient; the loss and its gradient.
-    workload = Workload(model, torch.ones(7), lambda m, b: m(b), optimizer)
+    workload = Step(model, torch.ones(7), loss=lambda m, b: m(b), optimizer=optimizer)
     expected = (n + n + 7) * 4 + (n + n + 1 + 1) * 4
     assert runner_of(workload).measure({}, steps=1).peak_bytes == expected
     # Accumulating keeps the first gradient through the second backward; dividing the loss makes one number more.
-    workload = Workload(model, torch.ones(7), lambda m, b: m(b), optimizer, accumulate=2)
+    workload = Step(model, torch.ones(7), loss=lambda m, b: m(b), optimizer=optimizer, accumulate=2)
     assert runner_of(workload).measure({}, steps=1).peak_bytes - expected == pytest.approx(n * 4, abs=64)
 
 
@@ -88,7 +88,7 @@ def test_every_cycle_does_identical_work():
     losses = []
     model = Stack(dropout=0.5)
     workload = make_workload(model)
-    workload.step = lambda m, x: losses.append(m(x).square().mean()) or losses[-1]
+    workload.loss = lambda m, x: losses.append(m(x).square().mean()) or losses[-1]
     before = [p.detach().clone() for p in model.parameters()]
     runner = runner_of(workload)
     runner.measure({}, steps=2)
@@ -216,7 +216,7 @@ def test_a_full_step_is_exact_wherever_it_releases_gradients(order, vectors):
         if order == "after step":
             optimizer.zero_grad(set_to_none=True)
 
-    workload = Workload(model, (), lambda m, b: m(b), optimizer, full_step=full_step)
+    workload = Step(model, (), optimizer=optimizer, full_step=full_step)
     assert runner_of(workload).measure({}, steps=1).peak_bytes == vectors * n * 4
 
 

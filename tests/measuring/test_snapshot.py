@@ -14,7 +14,7 @@ from autockpt.errors import MeasurementError, UsageError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.conditions import seed_all
 from autockpt.measuring.snapshot import Snapshot
-from autockpt.workload import Workload
+from autockpt.workload import Step
 from tests.accelerator import KIND
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, bits, make_workload, same, train
 
@@ -84,7 +84,7 @@ def test_gradients_that_share_one_buffer_come_back():
     model = nn.Linear(4, 3)
     flat = torch.arange(15.0)
     model.weight.grad, model.bias.grad = flat[:12].view(3, 4), flat[12:]
-    workload = Workload(model, torch.ones(2, 4), lambda m, x: m(x).sum(), None)
+    workload = Step(model, torch.ones(2, 4), loss=lambda m, x: m(x).sum())
     snapshot = Snapshot(workload)
     workload.forward_backward()
     snapshot.restore()
@@ -144,9 +144,7 @@ def test_objects_named_for_a_full_step_come_back():
         average.update(model)
         counter.add_(1)
 
-    workload = Workload(
-        model, batch, lambda m, b: m(b).mean(), full_step=full_step, snapshot=(optimizer, schedule, average, counter)
-    )
+    workload = Step(model, batch, full_step=full_step, snapshot=(optimizer, schedule, average, counter))
     full_step()
     expected = copy.deepcopy((schedule.state_dict(), average.state_dict(), counter, optimizer.param_groups[0]["lr"]))
     snapshot = Snapshot(workload)

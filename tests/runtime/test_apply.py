@@ -189,7 +189,7 @@ def test_the_check_passes_and_leaves_no_trace(name):
     gradients = {n: p.grad for n, p in model.named_parameters()}
     before = {n: t.clone() for n, t in model.state_dict().items()}
     random_state = torch.get_rng_state()
-    with apply(model, plan, check_batch=batch, step=step):
+    with apply(model, plan, check_batch=batch, loss=step):
         assert torch.equal(torch.get_rng_state(), random_state)
         assert_equal(model.state_dict(), before)
         assert all(p.grad is gradients[n] and bool((p.grad == 1).all()) for n, p in model.named_parameters())
@@ -223,6 +223,6 @@ def test_the_check_finds_what_cannot_be_repeated():
     model = Forgetful()
     plan = Plan(choices={"layers.0": RECOMPUTE})
     with pytest.raises(ConflictError, match="does not train as it does without") as caught:
-        apply(model, plan, check_batch=torch.randn(3, 4), step=lambda m, batch: m(batch))
+        apply(model, plan, check_batch=torch.randn(3, 4), loss=lambda m, batch: m(batch))
     assert "gradient layers.0.linear.weight" in caught.value.message
     assert not any("forward" in m.__dict__ for m in model.modules())

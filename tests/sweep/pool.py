@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autockpt.tracing.run import GhostRun
-from autockpt.workload import from_live
+from autockpt.workload import Step
 from tests.sweep.catalogue import Architecture
 from tests.sweep.trial import Result, try_out
 
@@ -131,9 +131,7 @@ def warm_up() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     run = GhostRun(writable=True)  # the tracer's own happens in a process of its own
     run.copy(
-        from_live(
-            model, torch.ones(2, 4), step=lambda m, x: m(x).sum(), optimizer=torch.optim.AdamW(model.parameters())
-        )
+        Step(model, torch.ones(2, 4), loss=lambda m, x: m(x).sum(), optimizer=torch.optim.AdamW(model.parameters()))
     )
     run.trace({})
 

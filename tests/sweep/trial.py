@@ -17,7 +17,7 @@ from autockpt.errors import AutockptError, ConflictError, GhostError
 from autockpt.runtime import attach, without_kv_cache
 from autockpt.schema.choices import Choice, label
 from autockpt.tracing import Tracer
-from autockpt.workload import from_live
+from autockpt.workload import Step
 from autockpt.workload.failures import summary
 from autockpt.workload.losses import takes_use_cache
 from autockpt.workload.units import discover_units
@@ -168,9 +168,9 @@ def _trace(model: nn.Module, batch: dict[str, Any], plans: list[dict[str, Choice
     """Ghost-run the plain cycle and the cycle under every plan that trained."""
     step = partial(loss_of, use_cache=False) if takes_use_cache(model) else loss_of
     result.traced = "no"
-    workload = from_live(model, batch, step=step, optimizer=torch.optim.AdamW(model.parameters()))
+    workload = Step(model, batch, loss=step, optimizer=torch.optim.AdamW(model.parameters()))
     try:
-        with Tracer.from_workload(workload, fallback=False) as tracer:
+        with Tracer.from_step(workload, fallback=False) as tracer:
             tracer.trace()
             result.traced = "yes"
             for i, plan in enumerate(plans):
@@ -179,7 +179,7 @@ def _trace(model: nn.Module, batch: dict[str, Any], plans: list[dict[str, Choice
     except AutockptError as error:
         result.remarks.append(f"ghost run: {error.message}")
     try:
-        with Tracer.from_workload(workload) as tracer:
+        with Tracer.from_step(workload) as tracer:
             result.traced = "recorded" if tracer.trace().source == "recorded" else "yes"
     except AutockptError as error:
         result.remarks.append(f"recorded run: {error.message}")

@@ -18,7 +18,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph
 from autockpt.tracing.signature import dtype_name
-from autockpt.workload import Workload
+from autockpt.workload import Step
 
 OpText = tuple[str, tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]]
 
@@ -41,7 +41,7 @@ class _Watcher(TorchDispatchMode):
 class Real:
     """Facts about the third cycle of a real workload: its ops, its peak, and what the profiler counts."""
 
-    def __init__(self, workload: Workload, choices: Mapping[str, Choice] | None = None) -> None:
+    def __init__(self, workload: Step, choices: Mapping[str, Choice] | None = None) -> None:
         off = partial(attach, sentinels="off")  # which check some calls, and not in ghost runs
         session: AbstractContextManager[Any] = off(workload.model, choices) if choices else nullcontext()
         with session:
@@ -112,7 +112,7 @@ def additions(graph: Graph) -> tuple[int, int]:
     return targets["aten.add_.Tensor"], targets["aten.add.Tensor"]
 
 
-def saved_bytes(workload: Workload) -> int:
+def saved_bytes(workload: Step) -> int:
     """Bytes of the storages that a real forward saves for backward, those that are there anyway left out."""
     resident = {t.untyped_storage().data_ptr() for t in workload.tensors()}
     seen: dict[int, int] = {}
@@ -126,7 +126,8 @@ def saved_bytes(workload: Workload) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = workload.step(workload.model, workload.batch)
+        assert workload.loss is not None
+        loss = workload.loss(workload.model, workload.batch)
     del loss
     return sum(seen.values())
 

@@ -11,7 +11,7 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, parse_choi
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
-from autockpt.workload import Workload, build, from_live
+from autockpt.workload import Step, build
 from tests.tracing.reference import ConvNet, Real, additions, mlp, ops_of, same_names, saved_bytes
 
 pytestmark = pytest.mark.slow
@@ -120,7 +120,7 @@ def test_pytorchs_own_recompute(reentrant: bool) -> None:
             return x
 
     workload = live(Stack(), torch.randn(256, 64))
-    with Tracer.from_workload(workload, fallback=False) as tracer:
+    with Tracer.from_step(workload, fallback=False) as tracer:
         graph = tracer.trace()
     assert_same(graph, Real(workload))
     assert any(op.phase == "recompute" for op in graph.ops)
@@ -131,7 +131,7 @@ def test_plain_modules(name: str) -> None:
     torch.manual_seed(0)
     model, batch = (mlp(), torch.randn(256, 64)) if name == "mlp" else (ConvNet(), torch.randn(8, 3, 32, 32))
     workload = live(model, batch)
-    with Tracer.from_workload(workload, fallback=False) as tracer:
+    with Tracer.from_step(workload, fallback=False) as tracer:
         graph = tracer.trace()
     assert_same(graph, Real(workload))
 
@@ -144,6 +144,6 @@ def test_saved_tensors_are_those_that_a_real_forward_saves(model: str) -> None:
     assert sum(graph.storages[s].bytes for s in saved) == saved_bytes(build(spec))
 
 
-def live(model: nn.Module, batch: torch.Tensor) -> Workload:
+def live(model: nn.Module, batch: torch.Tensor) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return from_live(model, batch, step=lambda m, b: m(b).square().mean(), optimizer=optimizer)
+    return Step(model, batch, loss=lambda m, b: m(b).square().mean(), optimizer=optimizer)

@@ -14,7 +14,7 @@ from autockpt.tracing import Tracer
 from autockpt.tracing.operators import Operator
 from autockpt.tracing.scratch import Trials, is_measured, measured_bytes
 from autockpt.tracing.signature import plain_signature
-from autockpt.workload import from_live
+from autockpt.workload import Step
 from tests.tracing.reference import Real
 from tests.tracing.test_workspaces import known, real_workspace
 
@@ -97,8 +97,8 @@ def compared(model: nn.Module, batch: Tensor, dtype: torch.dtype | None = None) 
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             return m(b).float().square().mean()
 
-    workload = from_live(model, batch, step=step, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
-    with Tracer.from_workload(workload, fallback=False) as tracer:
+    workload = Step(model, batch, loss=step, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    with Tracer.from_step(workload, fallback=False) as tracer:
         return tracer.trace(), Real(workload)
 
 
@@ -120,7 +120,7 @@ def test_the_peak_of_16_bit_products_is_that_of_the_real_step() -> None:
 def test_a_network_too_large_to_try_says_so() -> None:
     layer = nn.Conv2d(512, 512, 3, padding=1)
     batch = torch.empty(64, 512, 40, 40)  # 200 MB that are never touched
-    workload = from_live(layer, batch, step=lambda m, b: m(b).sum())
-    with Tracer.from_workload(workload, fallback=False) as tracer:
+    workload = Step(layer, batch, loss=lambda m, b: m(b).sum())
+    with Tracer.from_step(workload, fallback=False) as tracer:
         graph = tracer.trace()
     assert any("not tried out" in note for note in graph.notes)

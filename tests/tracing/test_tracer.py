@@ -21,10 +21,10 @@ from autockpt.errors import ConflictError, GhostError, PlanError, WorkloadError
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing import Tracer, record, trace, trace_workload
+from autockpt.tracing import Tracer, record, trace
 from autockpt.tracing.process import GhostProcess, can_fork
 from autockpt.tracing.tracer import _InProcess
-from autockpt.workload import Workload, build, from_live
+from autockpt.workload import Step, build
 from tests.tracing.reference import Real, mlp
 
 pytestmark = pytest.mark.slow
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.slow
 SPEC = WorkloadSpec(model="llama-tiny", autocast="bf16")
 
 
-def workload(step: Callable[[nn.Module, Any], Tensor] | None = None, **settings: Any) -> Workload:
+def workload(step: Callable[[nn.Module, Any], Tensor] | None = None, **settings: Any) -> Step:
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    settings = {"step": step or mean_square, "optimizer": optimizer} | settings
-    return from_live(model, torch.randn(64, 64), **settings)
+    settings = {"loss": step or mean_square, "optimizer": optimizer} | settings
+    return Step(model, torch.randn(64, 64), **settings)
 
 
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def test_flops_follow_the_choices(traced: tuple[Tracer, Graph, Graph]) -> None:
 
 
 def test_repeated_traces_are_equal() -> None:
-    with Tracer.from_workload(workload(), fallback=False) as tracer:
+    with Tracer.from_step(workload(), fallback=False) as tracer:
         plan = {"1": RECOMPUTE, "2": OFFLOAD}
         tracer.trace(plan)  # whatever is made once and kept
         first, _ = tracer.trace(plan), tracer.trace()
@@ -114,7 +114,7 @@ def test_the_users_state_is_untouched() -> None:
     before = [(p.clone(), p.grad, p.data_ptr()) for p in live.model.parameters()]
     states = str(live.optimizer.state_dict()) if live.optimizer else ""
     random_state = torch.get_rng_state()
-    for backend in (Tracer.from_workload(live, fallback=False), Tracer(_InProcess(live))):
+    for backend in (Tracer.from_step(live, fallback=False), Tracer(_InProcess(live))):
         with backend as tracer:
             assert tracer.trace({"0": RECOMPUTE}).source == "ghost"
     for parameter, (value, gradient, address) in zip(live.model.parameters(), before, strict=True):
@@ -127,10 +127,10 @@ def test_the_users_state_is_untouched() -> None:
 def test_every_way_gives_the_same_graph() -> None:
     plan = {"1": RECOMPUTE}
     live = workload()
-    ghost = trace_workload(live, plan)
+    ghost = trace(live, plan)
     inside = Tracer(_InProcess(live)).trace(plan)
     assert inside == ghost
-    assert trace(live.model, live.batch, plan, step=live.step, optimizer=live.optimizer) == ghost
+    assert trace(live, plan) == ghost
     real = record(live, plan)
     assert (real.source, real.peak_bytes, real.units) == ("recorded", ghost.peak_bytes, ghost.units)
     assert [(op.target, op.module, op.phase, op.signature) for op in real.ops] == [
@@ -142,7 +142,7 @@ def test_every_way_gives_the_same_graph() -> None:
 def test_a_recorded_step_notes_the_copies_of_offload() -> None:
     plan = {"0": OFFLOAD, "2": OFFLOAD}
     live = workload()
-    ghost, real = trace_workload(live, plan), record(live, plan)
+    ghost, real = trace(live, plan), record(live, plan)
     assert [(c.direction, c.bytes, c.unit) for c in real.copies] == [
         (c.direction, c.bytes, c.unit) for c in ghost.copies
     ]
@@ -191,8 +191,8 @@ def test_a_full_step_has_an_optimizer_phase() -> None:
             mean_square(model, batch).backward()
             optimizer.step()
 
-    whole = from_live(model, batch, optimizer=optimizer, full_step=full_step)
-    graph = trace_workload(whole)
+    whole = Step(model, batch, optimizer=optimizer, full_step=full_step)
+    graph = trace(whole)
     phases = [op.phase for op in graph.ops]
     assert graph.source == "ghost"
     assert phases.index("optimizer") < len(phases) - 1 - phases[::-1].index("forward")
@@ -234,29 +234,29 @@ def asks_for_a_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 def test_a_kernel_that_slips_through_ends_the_child_only() -> None:
     with pytest.raises(GhostError, match=r"slipped through .* at aten\.\S+ in 3") as caught:
-        Tracer.from_workload(workload(slipping), fallback=False)
+        Tracer.from_step(workload(slipping), fallback=False)
     assert caught.value.remedy
 
 
 def test_what_cannot_be_ghost_run_is_recorded_and_said() -> None:
     for step in (slipping, depends_on_data):
-        graph = trace_workload(workload(step))
+        graph = trace(workload(step))
         assert graph.source == "recorded"
         assert "real step" in graph.notes[0]
         assert len(graph.units) == 4
 
 
 def test_an_assumed_value_is_said() -> None:
-    graph = trace_workload(workload(asks_for_a_loss))
+    graph = trace(workload(asks_for_a_loss))
     assert graph.source == "ghost"
     assert any(".item()" in note for note in graph.notes)
 
 
 def test_an_exception_in_the_users_step_is_told_with_its_place() -> None:
     with pytest.raises(GhostError, match=r"test_tracer\.py:\d+.*ValueError: the batch has 7 columns"):
-        Tracer.from_workload(workload(broken), fallback=False)
+        Tracer.from_step(workload(broken), fallback=False)
     with pytest.raises(WorkloadError, match=r"test_tracer\.py:\d+.*ValueError: the batch has 7 columns"):
-        Tracer.from_workload(workload(broken))
+        Tracer.from_step(workload(broken))
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_a_child_that_dies_is_told(end: Callable[[], None], words: str) -> None:
         return out
 
     with pytest.raises(GhostError, match=words):
-        Tracer.from_workload(workload(step), fallback=False)
+        Tracer.from_step(workload(step), fallback=False)
 
 
 def test_choices_that_do_not_fit_leave_the_tracer_usable() -> None:
-    with Tracer.from_workload(workload(), fallback=False) as tracer:
+    with Tracer.from_step(workload(), fallback=False) as tracer:
         before = tracer.trace()
         with pytest.raises(PlanError, match="nope"):
             tracer.trace({"nope": RECOMPUTE})
@@ -288,7 +288,7 @@ def test_choices_that_do_not_fit_leave_the_tracer_usable() -> None:
 def test_a_step_that_uses_the_original_model_is_refused_inside_this_process() -> None:
     live = workload()
     closed_over = workload(lambda _, batch: mean_square(live.model, batch))
-    live_step = from_live(live.model, live.batch, step=closed_over.step, optimizer=live.optimizer)
+    live_step = Step(live.model, live.batch, loss=closed_over.loss, optimizer=live.optimizer)
     with pytest.raises(GhostError, match="surroundings"):
         _InProcess(live_step)
     assert all(p.grad is None for p in live.model.parameters())
@@ -310,7 +310,7 @@ def test_an_interrupt_leaves_no_child_behind() -> None:
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        Tracer.from_workload(workload(sleepy))
+        Tracer.from_step(workload(sleepy))
     timer.join()
     assert children() == before
 
@@ -321,7 +321,7 @@ def test_the_child_ends_with_its_parent() -> None:
         "import os, signal, torch\n"
         "from tests.tracing.test_tracer import workload\n"
         "from autockpt.tracing import Tracer\n"
-        "tracer = Tracer.from_workload(workload())\n"
+        "tracer = Tracer.from_step(workload())\n"
         "print(tracer._backend._pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

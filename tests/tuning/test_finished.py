@@ -13,6 +13,7 @@ from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
 from autockpt.tuning import run_search, search
+from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from tests.tuning.walk import files_entered
 
@@ -94,7 +95,7 @@ def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
         stages = Stages()
         batch = {"input_ids": ids, "labels": ids}
         return search(
-            model, batch, budget="50%act", space=space, trials=1, out=tmp_path, listener=stages, **more
+            Step(model, batch), budget="50%act", space=space, trials=1, out=tmp_path, listener=stages, **more
         ), stages.begun
 
     first, _ = asked()

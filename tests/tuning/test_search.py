@@ -11,6 +11,7 @@ from torch import nn, ones
 from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
 from autockpt.tuning import run_search, search
+from autockpt.workload import Step
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +35,9 @@ def test_places_that_cannot_be_written_are_refused_at_once(tmp_path: Path, optio
 
 @pytest.mark.parametrize("wrong", [{"trials": 0}, {"timeout": 0}, {"budget": "60"}, {"space": "knob"}])
 def test_a_live_search_refuses_what_makes_no_sense_before_it_touches_the_model(wrong: dict[str, Any]) -> None:
-    def step(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any) -> Any:
         raise AssertionError("the step ran")
 
     with pytest.raises(UsageError) as caught:
-        search(nn.Linear(2, 2), ones(1, 2), **({"budget": "60%", "step": step, "listener": Untouched()} | wrong))
+        search(Step(nn.Linear(2, 2), ones(1, 2), loss=loss), **({"budget": "60%", "listener": Untouched()} | wrong))
     assert caught.value.remedy

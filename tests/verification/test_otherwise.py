@@ -27,7 +27,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.choices import CompileBudget
 from autockpt.verification import verify
-from autockpt.workload import Workload, discover_units
+from autockpt.workload import Step, discover_units
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def fresh_compiler() -> Iterator[None]:
 class Here:
     """A measurer in this process, compiling without a C++ compiler."""
 
-    def __init__(self, workload: Workload, mode: Any = None, environment: Environment = HERE) -> None:
+    def __init__(self, workload: Step, mode: Any = None, environment: Environment = HERE) -> None:
         compiler = Compiler(mode, "cpu", backend=CHEAP) if mode else None
         self.runner = StepRunner(workload, get_device("cpu"), compiler=compiler)
         self.environment, self.settings = environment, {"batch_size": 4}
@@ -56,7 +56,7 @@ class Here:
         self.runner.close()
 
 
-def plan_of(workload: Workload, choices: Mapping[str, Choice], **more: Any) -> Plan:
+def plan_of(workload: Step, choices: Mapping[str, Choice], **more: Any) -> Plan:
     units = [unit for unit in discover_units(workload.model) if unit.role == "block"]
     return Plan.create(
         {unit.name: choices.get(unit.name, SAVE) for unit in units},
@@ -70,7 +70,7 @@ def plan_of(workload: Workload, choices: Mapping[str, Choice], **more: Any) -> P
     )
 
 
-def small() -> Workload:
+def small() -> Step:
     return make_workload(Stack(dropout=0.0))
 
 

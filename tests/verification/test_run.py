@@ -27,7 +27,7 @@ from autockpt.schema import (
 )
 from autockpt.verification import beside, run, verify
 from autockpt.verification.checks import judge_runs, smaller_shapes
-from autockpt.workload import discover_units, fingerprint, from_live
+from autockpt.workload import Step, discover_units, fingerprint
 from tests.policies.zoo import CASES, Tally
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def workload(name: str = "llama", **more: Any):
     case = CASES[name]
     step = case.step if name in ("cnn", "sequential") else None
     model = case.make()
-    return from_live(model, case.batch(), step=step, **more)
+    return Step(model, case.batch(), loss=step, **more)
 
 
 class Beside:
@@ -165,7 +165,7 @@ class Drift(nn.Module):
 def test_wrong_gradients_fail():
     DRIFT.calls = 0
     model = Drifting()
-    work = from_live(model, torch.randn(3, 4), step=lambda m, b: m(b))
+    work = Step(model, torch.randn(3, 4), loss=lambda m, b: m(b))
 
     class EvenSteps(Beside):
         def call(self, ref, payload):
@@ -231,7 +231,7 @@ def test_full_steps_of_the_users_own():
         optimizer.step()
         optimizer.zero_grad()
 
-    work = from_live(model, batch, full_step=full_step, optimizer=optimizer)
+    work = Step(model, batch, full_step=full_step, optimizer=optimizer)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     report = verify(Plan(choices={"**": RECOMPUTE}), work, measurer=Beside(work))
     assert checks(report)["gradients"] == checks(report)["recomputed ops"] == "passed"

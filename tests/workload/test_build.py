@@ -12,21 +12,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Workload, build
+from autockpt.workload import Step, build
 from search_spaces import list_models
 
 SMALL = [name for name in list_models() if name.endswith("-tiny")]
 
 
-def make(model: str = "llama-tiny", **more: Any) -> Workload:
+def make(model: str = "llama-tiny", **more: Any) -> Step:
     return build(WorkloadSpec(model=model, **more))
 
 
-def weights(w: Workload) -> dict[str, torch.Tensor]:
+def weights(w: Step) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in w.model.named_parameters()}
 
 
-def config_of(w: Workload) -> dict[str, Any]:
+def config_of(w: Step) -> dict[str, Any]:
     """Without the entry that transformers' classification heads themselves write in forward."""
     return {k: v for k, v in w.model.config.to_dict().items() if k != "problem_type"}  # type: ignore[union-attr,operator]
 

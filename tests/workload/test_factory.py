@@ -12,13 +12,13 @@ import torch
 
 from autockpt.errors import AutockptError, UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Workload, build
+from autockpt.workload import Step, build
 from autockpt.workload.factory import is_factory
 
 CODE = """
 import torch
 from torch import nn
-from autockpt.workload import Workload, from_live
+from autockpt.workload import Step
 
 def net():
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
@@ -38,11 +38,11 @@ def two():
 def keys():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    return dict(model=model, batch={"x": torch.ones(2, 4)}, step=loss, optimizer=optimizer, accumulate=3)
+    return dict(model=model, batch={"x": torch.ones(2, 4)}, loss=loss, optimizer=optimizer, accumulate=3)
 
 def whole():
-    model, batch, step = three()
-    return from_live(model, batch, step=step, accumulate=2)
+    model, batch, loss = three()
+    return Step(model, batch, loss=loss, accumulate=2)
 
 def loop():
     model = net()
@@ -98,7 +98,7 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             del sys.modules[name]
 
 
-def make(function: str, **options: Any) -> Workload:
+def make(function: str, **options: Any) -> Step:
     return build(WorkloadSpec(model=function if ":" in function else f"mine:{function}", **options))
 
 
@@ -158,7 +158,7 @@ def test_lora_on_a_users_model() -> None:
         ("no_step", "not known how to compute a loss"),
         ("wrong_key", "unknown key 'optimiser'"),
         ("no_batch", "returned no batch"),
-        ("step_is_no_function", "step that is no function"),
+        ("step_is_no_function", "loss that is no function"),
         ("frozen", "nothing to optimize"),
         ("value", "is no function"),
         ("thre", "Did you mean three"),

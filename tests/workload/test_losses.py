@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autockpt.errors import WorkloadError
-from autockpt.workload.losses import default_step, find_loss, inner_model, loss_of, takes_use_cache
+from autockpt.workload.losses import default_loss, find_loss, inner_model, loss_of, takes_use_cache
 
 LOSS = torch.tensor(2.0)
 
@@ -65,14 +65,14 @@ class PassingOn(nn.Module):
 )
 def test_use_cache_is_only_passed_where_it_is_understood(model: Any, takes: bool) -> None:
     assert takes_use_cache(model) is takes
-    step = default_step(model, {"x": 1})
+    step = default_loss(model, {"x": 1})
     assert isinstance(step, partial) is takes
 
 
 def test_a_batch_that_says_use_cache_itself_is_left_alone() -> None:
-    assert default_step(Caching(), {"x": 1, "use_cache": True}) is loss_of
+    assert default_loss(Caching(), {"x": 1, "use_cache": True}) is loss_of
     assert loss_of(Caching(), {"x": 1, "use_cache": True}) == (1, True)
-    assert default_step(Caching(), {"x": 1})(Caching(), {"x": 1}) == (1, False)
+    assert default_loss(Caching(), {"x": 1})(Caching(), {"x": 1}) == (1, False)
 
 
 def test_inner_model_looks_through_wrappers() -> None:

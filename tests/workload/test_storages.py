@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict, namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autockpt.workload import nested_tensors, storage_bytes
+from autockpt.workload import move, nested_tensors, storage_bytes
 
 
 def bytes_of(*roots: Any) -> int:
@@ -140,3 +141,12 @@ def test_any_nesting_is_searched_whole(tree: Any) -> None:
 
     grown = grow(tree)
     assert bytes_of(grown) == total
+
+
+def test_moving_keeps_the_nesting() -> None:
+    Pair = namedtuple("Pair", "a b")
+    batch = OrderedDict(x=[torch.ones(1), "text"], y=(Pair(torch.ones(2), None),), z=UserDict(q=torch.ones(3)))
+    moved = move(batch, torch.device("meta"))
+    assert type(moved) is OrderedDict and type(moved["y"][0]) is Pair and type(moved["z"]) is UserDict
+    assert {moved["x"][0].device.type, moved["y"][0].a.device.type, moved["z"]["q"].device.type} == {"meta"}
+    assert moved["x"][1] == "text" and moved["y"][0].b is None

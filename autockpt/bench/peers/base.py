@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.runtime.session import without_kv_cache
 from autockpt.schema import Unit
 from autockpt.schema.bench import Group
-from autockpt.workload import Workload
+from autockpt.workload import Step
 from autockpt.workload.names import unwrap
 from autockpt.workload.units import module_of
 
@@ -37,7 +37,7 @@ class Context:
     measured peak of saving everything in bytes, None where that does not fit.
     """
 
-    workload: Workload
+    workload: Step
     units: Sequence[Unit]
     budgets: Mapping[str, int]
     plain_peak: int | None

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from autockpt.runtime.session import without_kv_cache
-from autockpt.workload import Workload
+from autockpt.workload import Step
 
 MODE = "operator-level-benchmark"
 
@@ -35,7 +35,7 @@ class Estimate:
         return full_name.removeprefix(self.root).removeprefix(".")
 
 
-def estimate(workload: Workload) -> Estimate:
+def estimate(workload: Step) -> Estimate:
     """Run the estimators on a fake copy of the model. Whatever they raise is passed on."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.ilp_utils import aggregate_stats, get_peak_memory_runtime_baseline, parse_module_info
@@ -49,7 +49,8 @@ def estimate(workload: Workload) -> Estimate:
         batch = tree_map_only(torch.Tensor, mode.from_tensor, workload.batch)
 
         def forward() -> torch.Tensor:
-            return workload.step(model, batch)
+            assert workload.loss is not None
+            return workload.loss(model, batch)
 
         with without_kv_cache(model), _modules_kept_alive():
             memory = MemTracker()

@@ -11,7 +11,7 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.runtime import apply
 from autockpt.schema import OFFLOAD, RECOMPUTE
-from autockpt.workload import Workload
+from autockpt.workload import Step
 from tests.standin.inside.scenarios import Model
 
 standin = torch.get_device_module("standin")
@@ -19,14 +19,14 @@ OFFLOAD_ALL = {f"blocks.{n}": OFFLOAD for n in range(4)}
 RECOMPUTE_ALL = {f"blocks.{n}": RECOMPUTE for n in range(4)}
 
 
-def _workload(rows: int = 4096) -> Workload:
+def _workload(rows: int = 4096) -> Step:
     torch.manual_seed(0)
     model = Model().to("standin")
     batch = torch.randn(rows, 64).to("standin")
-    return Workload(model, batch, lambda m, x: m(x), torch.optim.AdamW(model.parameters(), lr=0.01))
+    return Step(model, batch, loss=lambda m, x: m(x), optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-def _bits(workload: Workload) -> list[torch.Tensor]:
+def _bits(workload: Step) -> list[torch.Tensor]:
     return [p.detach().cpu() for p in workload.model.parameters()] + [standin.get_rng_state(), torch.get_rng_state()]
 
 
@@ -62,9 +62,7 @@ def test_out_of_memory_is_told_and_nothing_is_left_behind(schedule):
 def test_a_live_search_leaves_the_callers_state():
     workload = _workload(12288)
     before = _bits(workload)
-    plan = autockpt.search(
-        workload.model, workload.batch, budget="70%", step=workload.step, optimizer=workload.optimizer, trials=2
-    )
+    plan = autockpt.search(workload, budget="70%", trials=2)
     assert plan.status == "measured" and plan.measured is not None
     assert all(torch.equal(a, b) for a, b in zip(before, _bits(workload), strict=True))
 
@@ -73,5 +71,5 @@ def test_checking_a_batch_moves_no_random_numbers(schedule):
     workload = _workload(512)
     before = _bits(workload)
     plan = autockpt.Plan(choices={name: "offload" for name in OFFLOAD_ALL})
-    apply(workload.model, plan, check_batch=workload.batch, step=workload.step).remove()
+    apply(workload.model, plan, check_batch=workload.batch, loss=workload.loss).remove()
     assert all(torch.equal(a, b) for a, b in zip(before, _bits(workload), strict=True))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import weakref
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import WorkloadError
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Workload, build
+from autockpt.workload import Step, build
 
 
 class Net(nn.Module):
@@ -30,11 +32,12 @@ def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).float().square().mean()
 
 
-def workload(**more: Any) -> Workload:
+def workload(**more: Any) -> Step:
     torch.manual_seed(0)
     model = Net()
     defaults: dict[str, Any] = {"optimizer": torch.optim.AdamW(model.parameters())}
-    return Workload(model, torch.randn(4, 8), mean_loss, **(defaults | more))
+    loss = {} if "full_step" in more else {"loss": mean_loss}
+    return Step(model, torch.randn(4, 8), **(defaults | loss | more))
 
 
 def test_phases_are_announced_as_they_begin() -> None:
@@ -121,7 +124,7 @@ def test_full_step_replaces_the_cycle() -> None:
 )
 def test_a_step_without_a_loss_is_explained(result: Any, message: str) -> None:
     w = workload()
-    w.step = result
+    w.loss = result
     with pytest.raises(WorkloadError, match=message):
         w.cycle()
 
@@ -140,3 +143,110 @@ def test_resident_bytes_are_weights_batch_and_optimizer_states() -> None:
 def test_snapshot_objects_count_as_resident() -> None:
     w = workload(snapshot=(nn.Linear(16, 16, bias=False),))
     assert w.resident_bytes() == workload().resident_bytes() + 16 * 16 * 4
+
+
+# --- what the user gives
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+
+def average(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).mean()
+
+
+class WithLoss(nn.Module):
+    def __init__(self, loss: bool = True) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(4, 1), loss
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layer(x)
+        return {"loss": y.mean(), "y": y} if self.loss else {"logits": y}
+
+
+def test_any_batch_with_a_step() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    w = Step(model, torch.ones(2, 4), loss=average, optimizer=optimizer, accumulate=2, autocast="bf16")
+    w.cycle()
+    assert w.model is model and w.optimizer is optimizer and w.autocast is torch.bfloat16
+    assert w.settings["optimizer"] == "SGD" and w.settings["batch_size"] == 2 and w.spec is None
+
+
+def test_mappings_need_no_step() -> None:
+    for batch in ({"x": torch.ones(2, 4)}, UserDict({"x": torch.ones(2, 4)})):
+        assert Step(WithLoss(), batch).forward_backward().shape == ()
+
+
+def test_missing_loss_is_explained() -> None:
+    with pytest.raises(WorkloadError, match=r"no loss, but dict\(logits\)(.|\n)*labels"):
+        Step(WithLoss(loss=False), {"x": torch.ones(2, 4)}).cycle()
+
+
+def test_eval_mode_is_kept_and_said() -> None:
+    model = net().eval()
+    w = Step(model, torch.ones(2, 4), loss=average)
+    assert not model.training and "eval mode" in w.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "net"}, "the model is a str"),
+        ({"loss": None}, "batch is a Tensor"),
+        ({"loss": 3}, "loss is a int"),
+        ({"accumulate": 0}, "accumulate is 0"),
+        ({"accumulate": True}, "accumulate is True"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"autocast": "half"}, "autocast is 'half'"),
+        ({"model": net().requires_grad_(False)}, "no parameter of the model requires gradients"),
+        ({"optimizer": torch.optim.SGD(net().parameters())}, "no trainable parameter of this model"),
+        ({"batch": torch.ones(2, 4, device="meta")}, "batch is on meta"),
+        ({"full_step": lambda: None}, "both given"),
+        ({"full_step": lambda: None, "loss": None}, "without naming"),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], message: str) -> None:
+    given = {"model": net(), "batch": torch.ones(2, 4), "loss": average} | arguments
+    with pytest.raises(WorkloadError, match=message):
+        Step(given.pop("model"), given.pop("batch"), **given)
+
+
+def test_full_step_with_what_it_changes() -> None:
+    ran: list[int] = []
+    w = Step(net(), None, full_step=lambda: ran.append(1), snapshot=(nn.Linear(1, 1),))
+    w.cycle()
+    assert ran == [1] and w.settings["optimizer"] == "full_step"
+
+
+# --- facts for people and files
+
+
+def test_a_built_workload() -> None:
+    settings = build(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=16, accumulate=3, autocast="bf16")).settings
+    expected = {
+        "model": "llama-tiny",
+        "architecture": "LlamaForCausalLM",
+        "params": 250_432,
+        "trainable_params": 250_432,
+        "dtype": "fp32",
+        "autocast": "bf16",
+        "batch_size": 2,
+        "seq_len": 16,
+        "tokens": 96,
+        "accumulate": 3,
+        "optimizer": "AdamW",
+        "attention": "sdpa",
+        "device": "cpu",
+    }
+    assert expected.items() <= settings.items()
+    json.dumps(settings)
+
+
+def test_the_weights_type_is_that_of_most_numbers() -> None:
+    model = nn.Sequential(nn.Linear(100, 100, dtype=torch.bfloat16), nn.LayerNorm(100))
+    settings = Step(model, torch.ones(5, 100), loss=lambda m, b: m(b).sum()).settings
+    assert settings["dtype"] == "bf16" and settings["batch_size"] == 5
+    assert settings["seq_len"] is None and settings["tokens"] is None and settings["optimizer"] == "none"

@@ -1,0 +1,287 @@
+"""The training step: a model, a batch and everything else that happens between two optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import WorkloadError
+from autockpt.schema.graph import Phase
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.losses import default_loss, inner_model
+from autockpt.workload.storages import nested_tensors, storage_bytes
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Mark = Callable[[Phase], None]
+
+_EVAL_MODE = "the model is in eval mode: dropout is off and is not planned for"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+@dataclass(eq=False)
+class Step:
+    """One optimizer step of the user's training, which is what is planned for: its whole accumulation cycle.
+
+    ``loss(model, batch)`` is the forward pass and returns the loss (default: ``model(**batch).loss``); backward,
+    scaler, clipping and ``optimizer`` are run by autockpt, over ``accumulate`` micro-batches. ``autocast`` is a dtype,
+    or "bf16" or "fp16". ``full_step()`` replaces the whole cycle for loops that do not fit; ``optimizer`` or
+    ``snapshot`` then name the objects with state that it changes. ``batch`` is any nesting of tensors on the model's
+    device. Making a Step runs, copies and changes nothing. ``settings`` are resolved facts for people (parameters,
+    dtype, batch size, ...), ``notes`` what they should know, ``spec`` what the step was built from, if from a spec.
+
+    Raises WorkloadError for what cannot make a training step.
+    """
+
+    model: nn.Module
+    batch: Any
+    _: KW_ONLY
+    loss: Loss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: torch.amp.GradScaler | None = None
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    autocast: torch.dtype | str | None = None
+    full_step: Callable[[], Any] | None = None
+    snapshot: tuple[Any, ...] = ()
+    spec: WorkloadSpec | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise WorkloadError(f"the model is a {type(self.model).__name__}", remedy="Pass a torch.nn.Module.")
+        _check_functions(self)
+        _check_numbers(self)
+        self.autocast = _dtype(self.autocast)
+        self.snapshot = tuple(self.snapshot)
+        _check_trainable(self)
+        _check_device(self)
+        if self.loss is None and self.full_step is None:
+            self.loss = default_loss(self.model, self.batch)
+        self.settings = _facts(self) | self.settings
+        if not self.model.training and _EVAL_MODE not in self.notes:
+            self.notes = (*self.notes, _EVAL_MODE)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's first parameter or buffer; the CPU for a model without either."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    def cycle(self, mark: Mark | None = None) -> None:
+        """One cycle: ``accumulate`` micro-batches, clipping, optimizer step, gradients released last.
+
+        ``mark`` is called with each phase as it begins ("forward", "backward", "optimizer"); a ``full_step`` is only
+        announced as "forward" because its phases are its own business. Raises WorkloadError for a step without a loss.
+        """
+        if self.full_step is not None:
+            _announce(mark, "forward")
+            self.full_step()
+            return
+        for _ in range(self.accumulate):
+            self.forward_backward(mark)
+        _announce(mark, "optimizer")
+        self._update()
+        self.release_gradients()
+
+    def forward_backward(self, mark: Mark | None = None) -> Tensor:
+        """Forward, loss and backward of one micro-batch; the detached loss. Gradients add up in ``.grad``."""
+        _announce(mark, "forward")
+        with self._autocast_context():
+            assert self.loss is not None
+            loss = _checked(self.loss(self.model, self.batch))
+        _announce(mark, "backward")
+        scaled = loss if self.accumulate == 1 else loss / self.accumulate
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
+        scaled.backward()
+        return loss.detach()
+
+    def release_gradients(self) -> None:
+        """Drop every gradient of the model and of the optimizer's parameters."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor on the model's device that is alive between two cycles; aliases are not merged."""
+        device = self.device
+        roots = (self.model, self.optimizer, self.scaler, self.batch, *self.snapshot)
+        return (tensor for tensor in nested_tensors(*roots) if tensor.device == device)
+
+    def resident_bytes(self) -> int:
+        """Bytes on the model's device between two cycles, each storage once.
+
+        Parameters, buffers, optimizer states (from the first cycle on), scaler, batch and snapshot objects.
+        """
+        return storage_bytes(self.tensors())
+
+    def _autocast_context(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=_dtype(self.autocast))
+
+    def _update(self) -> None:
+        """Unscale, clip and step, in the order that PyTorch's own recipes give."""
+        if self.max_grad_norm is not None:
+            if self.scaler is not None and self.optimizer is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        if self.optimizer is None:
+            return
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def _announce(mark: Mark | None, phase: Phase) -> None:
+    if mark is not None:
+        mark(phase)
+
+
+def _checked(loss: Any) -> Tensor:
+    """The loss, if it is one that backward can start from. Raises WorkloadError otherwise."""
+    if not isinstance(loss, Tensor):
+        raise WorkloadError(
+            f"the step returned {type(loss).__name__}, not a loss tensor",
+            remedy="loss(model, batch) must return the loss, for instance `return model(**batch).loss`.",
+        )
+    if loss.numel() != 1:
+        raise WorkloadError(
+            f"the step returned a tensor of shape {tuple(loss.shape)}, not a single loss value",
+            remedy="Reduce it in the step, for instance with `.mean()`.",
+        )
+    if not loss.requires_grad:
+        raise WorkloadError(
+            "the loss does not depend on any trainable parameter, so there is no backward pass to plan",
+            remedy="Check that parameters have requires_grad=True and that the step runs with gradients enabled.",
+        )
+    return loss
+
+
+def _check_functions(step: Step) -> None:
+    for name, function in (("loss", step.loss), ("full_step", step.full_step)):
+        if function is not None and not callable(function):
+            raise WorkloadError(f"{name} is a {type(function).__name__}, not a function", remedy="Pass a function.")
+    if step.full_step is None:
+        if step.loss is None and not isinstance(step.batch, Mapping):
+            raise WorkloadError(
+                f"the batch is a {type(step.batch).__name__}, so it is not known how to compute a loss from it",
+                remedy="Pass loss=, a function (model, batch) -> loss, or a dict of the model's arguments with labels.",
+            )
+        return
+    if step.loss is not None:
+        raise WorkloadError(
+            "loss and full_step were both given", remedy="full_step replaces the whole cycle: drop loss."
+        )
+    if step.optimizer is None and not step.snapshot:
+        raise WorkloadError(
+            "full_step was given without naming what else it changes",
+            remedy="Name optimizers, schedulers, scalers, ... in snapshot=(...), so that they can be put back.",
+        )
+
+
+def _check_numbers(step: Step) -> None:
+    accumulate, norm = step.accumulate, step.max_grad_norm
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise WorkloadError(f"accumulate is {accumulate!r}", remedy="Pass the number of micro-batches, 1 or more.")
+    if norm is not None and not norm > 0:
+        raise WorkloadError(f"max_grad_norm is {norm!r}", remedy="Pass a number above zero, or None.")
+
+
+def _check_trainable(step: Step) -> None:
+    trainable = {id(p) for p in step.model.parameters() if p.requires_grad}
+    if not trainable:
+        raise WorkloadError(
+            "no parameter of the model requires gradients, so there is no backward pass to plan",
+            remedy="Call model.requires_grad_(True), or attach adapters first.",
+        )
+    if step.optimizer is None or step.full_step is not None:
+        return
+    held = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
+    if not held & trainable:
+        raise WorkloadError(
+            "the optimizer holds no trainable parameter of this model",
+            remedy="Create the optimizer from this model's parameters, after wrapping or moving it.",
+        )
+
+
+def _check_device(step: Step) -> None:
+    device = step.device
+    for tensor in nested_tensors(step.batch):
+        if tensor.device.type != device.type:
+            raise WorkloadError(
+                f"the batch is on {tensor.device} and the model on {device}",
+                remedy="Move the batch to the model's device first.",
+            )
+
+
+def _dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
+    if autocast is None or isinstance(autocast, torch.dtype):
+        return autocast
+    if autocast not in _DTYPES:
+        raise WorkloadError(f"autocast is {autocast!r}", remedy="Pass torch.bfloat16, torch.float16, or None.")
+    return _DTYPES[autocast]
+
+
+def _facts(step: Step) -> dict[str, Any]:
+    """What is being trained, and how. Values are JSON-able, None where unknown.
+
+    ``tokens`` counts the positions of one whole cycle, padding included; None where the batch holds no token ids.
+    """
+    model = step.model
+    parameters = list(model.parameters())
+    config = getattr(inner_model(model), "config", None)
+    rows, length = _batch_size(step.batch)
+    return {
+        "model": type(inner_model(model)).__name__,
+        "params": sum(p.numel() for p in parameters),
+        "trainable_params": sum(p.numel() for p in parameters if p.requires_grad),
+        "dtype": _weights_dtype(parameters),
+        "autocast": None if (autocast := _dtype(step.autocast)) is None else short_dtype(autocast),
+        "batch_size": rows,
+        "seq_len": length,
+        "tokens": None if rows is None or length is None else rows * length * step.accumulate,
+        "accumulate": step.accumulate,
+        "optimizer": "full_step" if step.full_step else _optimizer(step.optimizer),
+        "scaler": step.scaler is not None,
+        "max_grad_norm": step.max_grad_norm,
+        "attention": getattr(config, "_attn_implementation", None),
+        "device": str(step.device),
+    }
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """``bf16`` for torch.bfloat16, and PyTorch's own name for unusual ones."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _weights_dtype(parameters: Iterable[nn.Parameter]) -> str | None:
+    """The type that most of the numbers in the weights have."""
+    counts: dict[torch.dtype, int] = {}
+    for p in parameters:
+        counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
+    return short_dtype(max(counts, key=lambda d: counts[d])) if counts else None
+
+
+def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
+    return "none" if optimizer is None else type(optimizer).__name__
+
+
+def _batch_size(batch: Any) -> tuple[int | None, int | None]:
+    """(rows, sequence length): from the token ids where there are any, else rows from the first tensor."""
+    ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    if isinstance(ids, Tensor) and ids.dim() == 2:
+        return ids.shape[0], ids.shape[1]
+    first = next((t for t in nested_tensors(batch) if t.dim()), None)
+    return (None if first is None else first.shape[0]), None
