@@ -25,9 +25,9 @@ LAYERS = (
     ("runtime",),
     ("tracing", "measuring"),
     ("profiling",),
-    ("tuning", "integrations", "auto"),
-    ("verification", "bench", "explain", "diagnose", "page"),
-    ("cli",),
+    ("tuning",),
+    ("integrations", "verification", "bench", "explain", "diagnose", "page"),
+    ("cli", "auto"),
     ("__main__",),
 )
 SIBLINGS = {("schema", "errors"), ("diagnose", "explain"), ("page", "explain")}

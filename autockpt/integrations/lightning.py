@@ -1,4 +1,4 @@
-"""A plan in Lightning's Trainer: a callback, for ``lightning`` and for ``pytorch_lightning``."""
+"""A plan, or a budget, in Lightning's Trainer: a callback, for ``lightning`` and for ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import PlanError, UsageError
+from autockpt.integrations.at_start import TIMEOUT, Wanted, found_once, largest_batch, wanted
 from autockpt.runtime import Handle, apply, choices_for
 from autockpt.schema.plan import Plan
+from autockpt.workload import Step, discover_units, find_loss, move
 
 _log = logging.getLogger(__name__)
 _LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
@@ -36,27 +38,49 @@ def _callback_classes() -> tuple[type, ...]:
 
 
 class AutockptLightningCallback(*_callback_classes()):  # type: ignore[misc]
-    """Applies a plan, or a plan file, while a Lightning Trainer fits.
+    """Applies a plan while a Lightning Trainer fits: one from a file, or one that it searches for as training starts.
 
         Trainer(callbacks=[AutockptLightningCallback("plan.yaml")], …).fit(module)
+        Trainer(callbacks=[AutockptLightningCallback(budget="24GB")], …).fit(module)
 
-    The plan goes onto the model when the strategy has set it up and comes off when fitting ends, fails or is
+    A plan goes onto the model when the strategy has set it up and comes off when fitting ends, fails or is
     interrupted; ``handle`` says what was attached. Validation in between sees the model as it is without a plan.
 
-    Raises PlanError for a malformed plan at once, and when fitting starts PlanError for one of another model,
-    ConflictError where the model's or the strategy's own activation checkpointing is on.
+    With ``budget`` the search measures ``training_step`` with the first batch, or the longest rows of its data set, as
+    ``AutockptCallback`` does for transformers' Trainer; ``timeout``, ``out`` (default: ``autockpt`` in the Trainer's
+    root directory) and further options are those of that class. What ``training_step`` logs meanwhile is dropped.
+
+    Raises UsageError unless exactly one of plan and budget is given, and PlanError for a malformed plan, both at once;
+    when fitting starts PlanError for one of another model, ConflictError where the model's or the strategy's own
+    activation checkpointing is on; before the first step UsageError where no search is possible (sharded strategies,
+    manual optimization, several optimizers), InfeasibleError where nothing fits the budget.
     """
 
-    def __init__(self, plan: Plan | str | Path) -> None:
+    def __init__(
+        self,
+        plan: Plan | str | Path | None = None,
+        *,
+        budget: str | None = None,
+        timeout: float = TIMEOUT,
+        out: str | Path | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        self.plan = wanted(plan, budget, timeout, out, options)
         self.handle: Handle | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         self.remove()
-        self.handle = apply(called_part(pl_module, self.plan), self.plan)
-        if getattr(trainer, "is_global_zero", True):
-            _log.info("%s", self.handle)
+        self.handle = None
+        if isinstance(self.plan, Plan):
+            self._apply(self.plan, called_part(pl_module, self.plan), trainer)
+        else:
+            _refuse_unsearchable(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+        if self.handle is None and isinstance(plan := self.plan, Wanted):
+            found = found_once(lambda: _search(trainer, pl_module, plan, batch, batch_idx))
+            self._apply(found, called_part(pl_module, found), trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         self.remove()
@@ -71,6 +95,72 @@ class AutockptLightningCallback(*_callback_classes()):  # type: ignore[misc]
         """Take the plan off the model where it is still on. Idempotent."""
         if self.handle is not None:
             self.handle.remove()
+
+    def _apply(self, plan: Plan, model: nn.Module, trainer: Any) -> None:
+        self.handle = apply(model, plan)
+        if getattr(trainer, "is_global_zero", True):
+            _log.info("%s", self.handle)
+
+
+def _refuse_unsearchable(trainer: Any, module: Any) -> None:
+    """Raise UsageError for training whose step cannot be taken by one process, or is not ours to take."""
+    strategy = type(trainer.strategy).__name__
+    what = {
+        f"{strategy} needs every process for a step": strategy not in ("SingleDeviceStrategy", "DDPStrategy"),
+        "manual optimization": not module.automatic_optimization,
+        "several optimizers, or none": len(trainer.optimizers) != 1,
+    }
+    named = [name for name, there in what.items() if there]
+    if named:
+        raise UsageError(
+            f"AutockptLightningCallback cannot search here: {named[0]}",
+            remedy="Search beforehand (autockpt search --budget …; for FSDP and ZeRO-3 simulated, with --shard N "
+            '--hardware …) and pass the plan: AutockptLightningCallback("plan.yaml").',
+        )
+
+
+def _search(trainer: Any, module: Any, plan: Wanted, first: Any, index: int) -> Plan:
+    """Search with the module's own ``training_step``, batch and optimizer; nothing of it is another afterwards."""
+    bar = trainer.progress_bar_callback
+    show = bar.print if bar is not None else _log.info
+    loaders = trainer.fit_loop._combined_loader.flattened
+    batch, source = first, "the first batch"
+    if len(loaders) == 1:
+        loader = loaders[0]
+        dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+        batch, source = largest_batch(first, dataset, collate, getattr(loader, "batch_size", None))
+        batch = move(batch, module.device)
+    show(f"autockpt: planning for {source}")
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with trainer.precision_plugin.train_step_context():
+            return find_loss(module.training_step(batch, index))
+
+    before = dict(vars(module))
+    vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
+    try:
+        step = Step(
+            _planned_part(module),
+            batch,
+            loss=loss,
+            optimizer=trainer.optimizers[0],
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            accumulate=trainer.accumulate_grad_batches,
+            max_grad_norm=trainer.gradient_clip_val or None,
+            snapshot=(module,),
+            settings={"trainer": type(module).__name__, "autocast": trainer.precision, "processes": trainer.world_size},
+        )
+        folder = Path(trainer.default_root_dir) / "autockpt"
+        return plan.find(step, folder, lambda line: show(f"autockpt: {line}"), others_wait=trainer.world_size > 1)
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def _planned_part(module: nn.Module) -> nn.Module:
+    """The part of a LightningModule to plan for: its one child that has units, else itself."""
+    parts = [c for c in module.children() if not isinstance(c, (nn.ModuleList, nn.ModuleDict)) and discover_units(c)]
+    return parts[0] if len(parts) == 1 else module
 
 
 def called_part(module: nn.Module, plan: Plan) -> nn.Module:

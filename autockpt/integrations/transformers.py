@@ -1,18 +1,24 @@
-"""A plan in transformers' Trainer and everything derived from it (TRL's SFTTrainer): a callback."""
+"""A plan, or a budget, in transformers' Trainer and everything derived from it (TRL's SFTTrainer): a callback."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import TrainerCallback
 
-from autockpt.errors import ConflictError
+from autockpt.errors import ConflictError, UsageError
+from autockpt.integrations.at_start import TIMEOUT, Wanted, found_once, largest_batch, wanted
 from autockpt.runtime import Handle, apply
 from autockpt.schema.plan import Plan
+from autockpt.workload import Step, move
 
 _log = logging.getLogger(__name__)
 _SPELLINGS = ("activation_checkpointing", "gradient_checkpointing")
@@ -21,20 +27,37 @@ _TELLING = ("every_n_layers", "offload", "selective")
 
 
 class AutockptCallback(TrainerCallback):
-    """Applies a plan, or a plan file, while a Trainer trains.
+    """Applies a plan while a Trainer trains: one from a file, or one that it searches for as training starts.
 
         Trainer(model, args, callbacks=[autockpt.AutockptCallback("plan.yaml")], …).train()
+        Trainer(model, args, callbacks=[autockpt.AutockptCallback(budget="24GB")], …).train()
 
-    The plan is on the model from the moment when the Trainer has prepared it until training ends; ``handle`` says what
-    was attached, ``remove`` takes it off where training was interrupted. Evaluation, ``generate`` and saving in between
-    see the model as it is without a plan.
+    With ``budget`` (text, as for ``autockpt.search``) the search measures the Trainer's own model, loss, optimizer and
+    batch size, with the longest rows of the data set, in the Trainer's process and before its first step. It takes at
+    most about ``timeout`` seconds. The run is kept in ``out`` (default: ``autockpt`` in the output directory), where
+    the next training finds the answer again. ``options`` go to the search: ``headroom``, ``host_budget``, ``trials``, …
+    Weights, optimizer, random state and order of the data are afterwards what they were. Under DDP the first process
+    searches and the others wait.
 
-    Raises PlanError for a malformed plan at once; ConflictError when the Trainer is made or training begins and the
-    Trainer's arguments ask for activation checkpointing of its own: one of the two must be switched off.
+    The plan is on the model until training ends; ``handle`` says what was attached, ``remove`` takes it off where
+    training was interrupted. Evaluation, ``generate`` and saving in between see the model as it is without a plan.
+
+    Raises UsageError unless exactly one of plan and budget is given, PlanError for a malformed plan, both at once;
+    ConflictError when the Trainer is made or training begins and the Trainer's arguments ask for activation
+    checkpointing of its own: one of the two must be switched off. Before the first step: UsageError where no search is
+    possible in this trainer (FSDP, DeepSpeed, torch_compile), InfeasibleError where nothing fits the budget.
     """
 
-    def __init__(self, plan: Plan | str | Path) -> None:
-        self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    def __init__(
+        self,
+        plan: Plan | str | Path | None = None,
+        *,
+        budget: str | None = None,
+        timeout: float = TIMEOUT,
+        out: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        self.plan = wanted(plan, budget, timeout, out, options)
         self.handle: Handle | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -43,10 +66,20 @@ class AutockptCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         refuse_own_checkpointing(args)
         self.remove()  # left from a run that was interrupted, or that is tried again with a smaller batch
-        model: nn.Module = kwargs["model"]
-        self.handle = apply(model, self.plan)
-        if state.is_world_process_zero:
-            _log.info("%s", self.handle)
+        self.handle = None
+        if isinstance(self.plan, Plan):
+            self._apply(self.plan, kwargs["model"], state)
+        else:
+            trainer = _calling_trainer()
+            _refuse_unsearchable(trainer)
+            self._await_batches(trainer, self.plan)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.handle is None:
+            raise UsageError(
+                "this trainer draws its batches in a way of its own, so no search could see them",
+                remedy="Search first (autockpt search, or autockpt.search), and pass plan= to AutockptCallback.",
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
@@ -55,6 +88,145 @@ class AutockptCallback(TrainerCallback):
         """Take the plan off the model where it is still on. Idempotent."""
         if self.handle is not None:
             self.handle.remove()
+
+    def _apply(self, plan: Plan, model: nn.Module, state: Any) -> None:
+        self.handle = apply(model, plan)
+        if state.is_world_process_zero:
+            _log.info("%s", self.handle)
+
+    def _await_batches(self, trainer: Any, plan: Wanted) -> None:
+        """Search once the batches of the first step are there: drawn as ever, so the order of the data stays."""
+
+        def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
+            drawn = type(trainer).get_batch_samples(trainer, *args, **kwargs)
+            batches, items = drawn
+            if batches:
+                del trainer.get_batch_samples
+                found = found_once(lambda: _search(trainer, plan, batches, items))
+                self._apply(found, trainer.model, trainer.state)
+            return drawn
+
+        trainer.get_batch_samples = get_batch_samples
+
+
+def _calling_trainer() -> Any:
+    """The Trainer whose event this is. Callbacks are not given it, and its loss is what has to be measured."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, transformers.Trainer):
+            return caller
+        frame = frame.f_back
+    raise UsageError(
+        "AutockptCallback(budget=…) was called by something else than a Trainer of transformers",
+        remedy="Use autockpt.search(model, batch, …) there, and autockpt.apply.",
+    )
+
+
+def _refuse_unsearchable(trainer: Any) -> None:
+    """Raise UsageError for trainers whose step cannot be taken by one process, or not again with the same batch."""
+    accelerator, args = trainer.accelerator, trainer.args
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    parallel = getattr(accelerator, "parallelism_config", None)
+    compiled, optim = bool(args.torch_compile), str(getattr(args.optim, "value", args.optim))
+    what = {
+        "DeepSpeed": "DEEPSPEED" in kind,
+        "FSDP": "FSDP" in kind or bool(getattr(trainer, "is_fsdp_enabled", False)),
+        "torch_compile=True": compiled,
+        "DataParallel over several GPUs": args.n_gpu > 1,
+        f"distributed training of kind {kind}": kind not in ("NO", "MULTI_GPU", "MULTI_CPU"),
+        "tensor, context or sequence parallelism": parallel is not None and getattr(parallel, "total_size", 1) > 1,
+        f"optim={optim}": "layerwise" in optim or "lomo" in optim,
+        f"{type(trainer).__name__}, which makes its batches while it trains": type(trainer)._prepare_inputs
+        is not transformers.Trainer._prepare_inputs,
+    }
+    named = [name for name, there in what.items() if there]
+    if named:
+        way = "with --compile layers" if compiled else "for FSDP and ZeRO-3 simulated, with --shard N --hardware …"
+        raise UsageError(
+            f"AutockptCallback cannot search here: {named[0]}",
+            remedy=f"Search beforehand (autockpt search --budget …; {way}) and pass the plan: "
+            'AutockptCallback("plan.yaml").',
+        )
+
+
+def _search(trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
+    """Search with the Trainer's own model, loss and optimizer; nothing of it is another afterwards."""
+    args, model, optimizer = trainer.args, trainer.model, trainer.optimizer
+    loader = trainer.callback_handler.train_dataloader
+    say = _teller(trainer)
+    batch, source = largest_batch(batches[0], loader.dataset, loader.collate_fn, trainer.state.train_batch_size)
+    say(f"planning for {source}")
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return trainer.compute_loss(model, dict(batch), num_items_in_batch=items)  # which may change its dict
+
+    options = dict(plan.options)
+    many = trainer.accelerator.num_processes > 1
+    if many and model.device.type == "cpu":  # on other devices the allocator counts them, as they are there already
+        options.setdefault("headroom", f"{_bucket_bytes(model) // 1024 + 1}KiB")
+    with _unchanged(trainer) as records:
+        trainer.current_gradient_accumulation_steps = len(batches)
+        model.train()
+        if callable(prepare := getattr(optimizer, "train", None)):
+            prepare()
+        step = Step(
+            model,
+            move(dict(batch), args.device),
+            loss=loss,
+            optimizer=getattr(optimizer, "optimizer", optimizer),
+            scaler=trainer.accelerator.scaler,
+            accumulate=args.gradient_accumulation_steps,
+            max_grad_norm=args.max_grad_norm or None,
+            snapshot=(records,),
+            settings=_facts(trainer),
+        )
+        return replace(plan, options=options).find(step, Path(args.output_dir) / "autockpt", say, others_wait=many)
+
+
+def _facts(trainer: Any) -> dict[str, Any]:
+    """What else the answer depends on: whose loss it is, and how it is computed."""
+    args = trainer.args
+    return {
+        "trainer": type(trainer).__name__,
+        "loss": getattr(args, "loss_type", None),
+        "label_smoothing": args.label_smoothing_factor,
+        "autocast": {"no": None}.get(precision := trainer.accelerator.mixed_precision, precision),
+        "processes": trainer.accelerator.num_processes,
+    }
+
+
+@contextmanager
+def _unchanged(trainer: Any) -> Iterator[dict[str, Any]]:
+    """The Trainer's own records (metrics, counts of tokens) are put back, and it asks no other process for theirs.
+
+    Gives the records that hold more: what a search has to put back itself.
+    """
+    data = (trainer.train_dataset, trainer.eval_dataset)
+    before, accelerator = dict(vars(trainer)), trainer.accelerator
+    alone = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda tensor, *args, **kwargs: tensor)
+    vars(accelerator).update(alone)
+    try:
+        yield {n: v for n, v in before.items() if isinstance(v, (dict, list)) and not any(v is d for d in data)}
+    finally:
+        for name in alone:
+            del vars(accelerator)[name]
+        vars(trainer).clear()
+        vars(trainer).update(before)
+
+
+def _bucket_bytes(model: nn.Module) -> int:
+    """Bytes of DDP's buckets, in which gradients lie a second time."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def _teller(trainer: Any) -> Callable[[str], None]:
+    """What shows a line as the Trainer shows its own: above its progress bar, printed, or logged where it is silent."""
+    callbacks = trainer.callback_handler.callbacks
+    bar = next((b for c in callbacks if (b := getattr(c, "training_bar", None)) is not None), None)
+    printing = any(isinstance(c, transformers.PrinterCallback) for c in callbacks)
+    show = bar.write if bar is not None else print if printing else _log.info
+    return lambda line: show(f"autockpt: {line}")
 
 
 def refuse_own_checkpointing(args: Any) -> None:

@@ -30,7 +30,8 @@ class LocalMeasurer:
     To be used as a context manager, so that errors and Ctrl-C restore as well: a Ctrl-C while restoring waits until
     that is done. Until then gradients are off the model. On the CPU the copy doubles what weights and optimizer take on
     the host; it is not part of the measured peak. See ``Snapshot`` for what is restored and for its errors. Raises
-    UsageError where more than one process trains together: they would wait for one another for ever.
+    UsageError where more than one process trains together, which would wait for one another for ever, unless
+    ``others_wait``: the step takes no part in collective operations, and the other processes wait until it is over.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class LocalMeasurer:
         budget_bytes: int | None = None,
         host_budget: int | None = None,
         compile: CompileMode | None = None,
+        others_wait: bool = False,
     ) -> None:
-        refuse_many_processes()
+        if not others_wait:
+            refuse_many_processes()
         self._device = device or get_device(str(workload.device))
         self._budget = budget_bytes
         self._environment = environment_of(self._device)

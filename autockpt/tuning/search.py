@@ -128,6 +128,7 @@ def search(
     seed: int = 0,
     out: str | Path | None = None,
     again: bool = False,
+    others_wait: bool = False,
     listener: Listener | None = None,
 ) -> Plan:
     """Search for a live training step, in this process: a second copy of the model might not fit.
@@ -139,7 +140,9 @@ def search(
     wherever the plan is applied. With ``allow_inexact`` output head and loss may run over chunks of tokens, where that
     pays: gradients are then equal up to rounding.
     ``out`` is a folder for the run's directory; None keeps nothing on disk. A search that came to its end there is
-    answered from its record, unless ``again`` or more ``trials`` are asked for. Returns the best measured plan.
+    answered from its record, unless ``again`` or more ``trials`` are asked for. With ``others_wait`` this is one of
+    several processes, whose step needs no other (DDP's inner model), and all others wait. Returns the best measured
+    plan.
 
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was measured.
@@ -152,7 +155,7 @@ def search(
     limits = _limits(trials, timeout, seed)
     clock = Clock(listener or Silence())
     with ExitStack() as stack:
-        measurer = stack.enter_context(LocalMeasurer(step, host_budget=host))
+        measurer = stack.enter_context(LocalMeasurer(step, host_budget=host, others_wait=others_wait))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_step(step))
             found = traced(tracer, chosen, allow_inexact)
@@ -173,7 +176,7 @@ def search(
         )
         run = None
         if out is not None:
-            run = _directory_of_live(question, measurer, tracer, Path(out), parsed.text)
+            run = _directory_of_live(question, measurer, tracer, Path(out), parsed.text, inexact=allow_inexact)
             stack.enter_context(run.lock())
             known = None if again else run.finished()
             if known is not None and known.outcome.plan is not None and known.answers(trials, timeout):
@@ -202,7 +205,9 @@ def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
     return Limits(trials, timeout, seed)
 
 
-def _directory_of_live(question: Question, measurer: Measurer, tracer: Tracer, out: Path, budget: str) -> RunDirectory:
+def _directory_of_live(
+    question: Question, measurer: Measurer, tracer: Tracer, out: Path, budget: str, *, inexact: bool
+) -> RunDirectory:
     """The run's directory of a live model: its question is the structure and everything else that was said."""
     environment = measurer.environment
     identity = {
@@ -215,6 +220,7 @@ def _directory_of_live(question: Question, measurer: Measurer, tracer: Tracer, o
         "device": environment.device.model_dump(mode="json", exclude={"overhead_bytes"}),
         "seed": question.limits.seed,
         **({"host_budget": question.host_budget} if question.host_budget is not None else {}),
+        **({"allow_inexact": True} if inexact else {}),
     }
     return RunDirectory.enter(out, identity, model=question.name, device=environment.device.kind, budget=budget)
 

@@ -13,13 +13,32 @@ from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, UsageError
 from autockpt.policies import attached_to, recomputing
-from autockpt.schema.plan import Plan
+from autockpt.schema import Plan, load_space
 from tests.policies.zoo import CASES, assert_equal
 
 LLAMA = CASES["llama"]
 CHOICES = {"model.layers.0": "recompute", "model.layers.1": "save", "model.layers.2": "offload"}
 LIBRARY = next((n for n in ("lightning.pytorch", "pytorch_lightning") if find_spec(n.partition(".")[0])), None)
 needs_lightning = pytest.mark.skipif(LIBRARY is None, reason="neither lightning nor pytorch_lightning is installed")
+
+
+def reruns(model: nn.Module) -> Any:
+    """A callback that counts how often the first layer ran, and ran again in backward.
+
+    Lightning's own objects are left alone by a rerun, which puts back what it finds changed in others.
+    """
+
+    class Reruns(import_module(str(LIBRARY)).Callback):
+        ran = again = 0
+
+        def count(self, *_: Any) -> None:
+            again = (recomputing() or "").endswith("model.layers.0")
+            self.again += again
+            self.ran += torch.is_grad_enabled() and not again
+
+    counted = Reruns()
+    model.model.model.layers[0].mlp.register_forward_pre_hook(counted.count)
+    return counted
 
 
 def module(way: str) -> Any:
@@ -30,14 +49,7 @@ def module(way: str) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.model = LLAMA.make()
-            self.ran = self.again = 0
             self.caches: list[bool] = []
-            self.model.model.layers[0].mlp.register_forward_pre_hook(self._count)
-
-        def _count(self, *_: Any) -> None:
-            again = (recomputing() or "").endswith("model.layers.0")
-            self.again += again
-            self.ran += torch.is_grad_enabled() and not again
 
         def forward(self, batch: dict[str, Tensor]) -> Any:
             return self.model(**batch)
@@ -87,10 +99,43 @@ def callback() -> Any:
 def test_the_same_weights_come_out(tmp_path, way, more):
     plain, planned, one = module(way), module(way), callback()
     fit(plain, tmp_path, [], **more)
+    counted = reruns(planned)
     fit(planned, tmp_path, [one], **more)
     assert_equal(dict(planned.named_parameters()), dict(plain.named_parameters()))
-    assert planned.again == planned.ran == 4 and not any(planned.caches)
+    assert counted.again == counted.ran == 4 and not any(planned.caches)
     assert untouched(planned) and "removed" in str(one.handle)
+
+
+@needs_lightning
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_budget_leaves_the_same_as_the_plan_it_found(tmp_path, capfd):
+    """Accumulation, autocast, and a step that logs."""
+    from autockpt.integrations.lightning import AutockptLightningCallback
+
+    def logging_module() -> Any:
+        made = module("its model")
+        plain = made.training_step
+
+        def training_step(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss = plain(batch, batch_idx)
+            made.log("loss", loss)
+            return loss
+
+        made.training_step = training_step
+        return made
+
+    more: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_epochs": 4}
+    found, planned = logging_module(), logging_module()
+    space = load_space("layers").restricted(("save", "recompute"))
+    one = AutockptLightningCallback(budget="60%act", trials=1, space=space)
+    told = fit(found, tmp_path, [one], enable_progress_bar=True, **more)
+    assert "the plan was found in" in capfd.readouterr().out
+    (plan,) = tmp_path.glob("autockpt/*/plan.yaml")
+    same = fit(planned, tmp_path, [AutockptLightningCallback(plan)], **more)
+    assert_equal(dict(found.named_parameters()), dict(planned.named_parameters()))
+    assert told.logged_metrics == same.logged_metrics != {}
+    assert untouched(found)
 
 
 @needs_lightning

@@ -213,24 +213,8 @@ def test_it_is_a_public_name():
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.filterwarnings("ignore")
 def test_trl(tmp_path, adapters):
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
-    datasets = pytest.importorskip("datasets")
-    peft = pytest.importorskip("peft")
-    rows = datasets.Dataset.from_list([{"input_ids": r["input_ids"].tolist()} for r in ROWS])
-
     def train(folder: Path, callbacks: list[Any], **more: Any) -> tuple[dict[str, Tensor], Any]:
-        options = arguments(folder).to_dict() | more
-        kept = {k: options[k] for k in ("max_steps", "per_device_train_batch_size", "report_to", "use_cpu", "seed")}
-        config = trl.SFTConfig(output_dir=str(folder), save_strategy="no", disable_tqdm=True, bf16=False, **kept | more)
-        torch.manual_seed(0)
-        run = trl.SFTTrainer(
-            model=LLAMA.make(),
-            args=config,
-            train_dataset=rows,
-            processing_class=tokenizer(),
-            callbacks=callbacks,
-            peft_config=peft.LoraConfig(r=2, target_modules="all-linear") if adapters else None,
-        )
+        run = sft(folder, callbacks, adapters, **more)
         run.train()
         return weights(run.model), run
 
@@ -245,10 +229,34 @@ def test_trl(tmp_path, adapters):
         train(tmp_path / "more", [AutockptCallback(plan())], gradient_checkpointing=False, activation_offloading=True)
 
 
+def sft(folder: Path, callbacks: list[Any], adapters: bool = False, **more: Any) -> Any:
+    """TRL's SFTTrainer on texts of different lengths."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    rows = datasets.Dataset.from_list(
+        [{"text": " ".join(f"w{t % 62}" for t in r["input_ids"].tolist()[: 8 + n])} for n, r in enumerate(ROWS)]
+    )
+    options = arguments(folder).to_dict() | more
+    kept = {k: options[k] for k in ("max_steps", "per_device_train_batch_size", "report_to", "use_cpu", "seed")}
+    config = trl.SFTConfig(output_dir=str(folder), save_strategy="no", disable_tqdm=True, bf16=False, **kept | more)
+    torch.manual_seed(0)
+    return trl.SFTTrainer(
+        model=LLAMA.make(),
+        args=config,
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+        peft_config=peft.LoraConfig(r=2, target_modules="all-linear") if adapters else None,
+    )
+
+
 def tokenizer() -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
 
     words = {f"w{i}": i for i in range(62)} | {"<pad>": 62, "</s>": 63}
     inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")

@@ -1,0 +1,200 @@
+"""A plan found where it is needed: as training starts, in the trainer's own process, on what it is about to train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from autockpt import errors
+from autockpt.devices.random_states import all_random_states_kept
+from autockpt.errors import AutockptError, UsageError
+from autockpt.report import words
+from autockpt.report.progress import describe_trial
+from autockpt.schema.plan import Plan
+from autockpt.schema.sizes import format_binary, parse_budget
+from autockpt.schema.trial import Trial
+from autockpt.tuning import search
+from autockpt.workload import Step, nested_tensors
+
+TIMEOUT = 600.0
+"""Seconds that a search at the start of training may take, unless it is told otherwise."""
+ROWS = 4096
+_SECONDS_FOR_ROWS = 20.0
+_OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "again")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A plan that is still to be found: the budget, and how long that may take. ``options`` are those of ``search``."""
+
+    budget: str
+    timeout: float = TIMEOUT
+    out: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def find(self, step: Step, folder: Path, say: Say, *, others_wait: bool = False) -> Plan:
+        """Search for the live ``step``, or find what an earlier run has answered; ``others_wait`` as for ``search``.
+
+        Runs are kept under ``folder``, or under ``out`` where that was given. ``say`` gets a line at a time: progress,
+        and in the end what it cost. Raises what ``autockpt.search`` raises, without its inner frames.
+        """
+        folder = self.out or folder
+        began, heard = time.monotonic(), _Lines(say)
+        say(f"searching for a plan within {self.budget}, for at most {words.seconds(self.timeout)}")
+        try:
+            plan = search(
+                step,
+                budget=self.budget,
+                timeout=self.timeout,
+                out=folder,
+                others_wait=others_wait,
+                listener=heard,
+                **self.options,
+            )
+        except AutockptError as error:
+            raise error.with_traceback(None) from None
+        took = words.seconds(time.monotonic() - began)
+        what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
+        measured = plan.measured
+        numbers = f": {words.step_time(measured)}, {format_binary(measured.peak_bytes)}, measured" if measured else ""
+        say(f"the plan was {what}{numbers}; kept in {folder}")
+        return plan
+
+
+def wanted(
+    plan: Plan | str | Path | None, budget: str | None, timeout: float, out: str | Path | None, options: dict[str, Any]
+) -> Plan | Wanted:
+    """What a trainer's callback was given: a plan, or the wish for one.
+
+    Raises UsageError unless it is exactly one of both, for a malformed budget and for options that no search has;
+    PlanError for a malformed plan.
+    """
+    if (plan is None) == (budget is None):
+        given = "neither a plan nor a budget" if plan is None else "a plan and a budget"
+        raise UsageError(
+            f"the callback got {given}",
+            remedy='Pass one of both: a plan ("plan.yaml") to apply it, budget="24GB" to search as training starts.',
+        )
+    if (unknown := set(options) - set(_OPTIONS)) or (plan is not None and options):
+        why = "it does not know" if unknown else "only a search has"
+        raise UsageError(
+            f"the callback got {', '.join(sorted(unknown or options))}, which {why}",
+            remedy=f"Next to budget= it takes timeout=, out= and {', '.join(f'{name}=' for name in _OPTIONS)}.",
+        )
+    if plan is not None:
+        return plan if isinstance(plan, Plan) else Plan.load(plan)
+    assert budget is not None
+    parse_budget(budget)
+    if not timeout > 0:
+        raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
+    return Wanted(budget, timeout, None if out is None else Path(out), options)
+
+
+class _Lines:
+    """A listener that says a line for every stage and every trial."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.trials, self._began = say, 0, time.monotonic()
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self.note(f"{name} …")
+
+    def advance(self, steps: int = 1) -> None: ...
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        self.trials += 1
+        self.note(describe_trial(trial, best))
+
+    def note(self, text: str) -> None:
+        self.say(f"[{time.monotonic() - self._began:6.1f} s] {text}")
+
+
+def found_once(find: Callable[[], Plan]) -> Plan:
+    """The plan that ``find`` returns. Of several processes the first one searches, and the others wait for its answer.
+
+    To be called in all of them. An error of the first is raised in all.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return find()
+    # a group of its own: collectives of the training's group end after minutes, and GPUs would spin while they wait
+    group: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+    answer: list[Any] = [None]
+    try:
+        if distributed.get_rank() == 0:
+            answer = [("MeasurementError", "the search was interrupted", "")]
+            try:
+                answer = [find().model_dump_json()]
+            except AutockptError as error:
+                answer = [(type(error).__name__, error.message, error.remedy)]
+                raise
+            finally:
+                distributed.broadcast_object_list(answer, src=0, group=group)
+        else:
+            distributed.broadcast_object_list(answer, src=0, group=group)
+    finally:
+        distributed.destroy_process_group(group)
+    if isinstance(answer[0], str):
+        return Plan.model_validate_json(answer[0])
+    kind, message, remedy = answer[0]
+    raise getattr(errors, kind)(f"in the first process: {message}", remedy=remedy)
+
+
+def largest_batch(first: Any, dataset: Any, collate: Any, rows: int | None) -> tuple[Any, str]:
+    """The batch to plan for, and a word on where it is from: whatever trains within the budget must fit with it.
+
+    That is the longest ``rows`` of the data set put together, where its rows can be had by number and make a larger
+    batch than the ``first`` one, which training begins with. Of large data sets a sample is looked at. Random states
+    and the order of the data stay as they are.
+    """
+    size = getattr(dataset, "__len__", None)
+    if size is None or not hasattr(dataset, "__getitem__") or isinstance(dataset, torch.utils.data.IterableDataset):
+        return first, "the first batch: rows of this data set cannot be had by number, so longer ones may come"
+    if not rows or not callable(collate):
+        return first, "the first batch"
+    try:
+        with all_random_states_kept():
+            longest, looked_at = _longest(dataset, rows)
+            made = collate([dataset[i] for i in longest])
+    except Exception as error:
+        return first, f"the first batch ({type(error).__name__} where the longest rows were put together)"
+    if _numbers(made) <= _numbers(first):
+        return first, "the first batch: the longest rows make no larger one"
+    total = len(dataset)
+    among = "" if looked_at == total else f" among {looked_at} of {total}"
+    return made, f"the {len(longest)} longest rows{among}"
+
+
+def _longest(dataset: Any, rows: int) -> tuple[list[int], int]:
+    """Numbers of the longest rows, and how many were looked at: all, or as many evenly spaced ones as time allows."""
+    total = len(dataset)
+    numbers = range(0, total, max(1, -(-total // ROWS)))
+    lengths: dict[int, int] = {}
+    until = time.monotonic() + _SECONDS_FOR_ROWS
+    for number in numbers:
+        lengths[number] = _elements(dataset[number])
+        if time.monotonic() > until:
+            break
+    longest = sorted(lengths, key=lambda number: -lengths[number])[:rows]
+    return (longest * rows)[:rows], len(lengths)
+
+
+def _elements(row: Any) -> int:
+    """How much a row of a data set holds: numbers of its tensors and arrays, members of its lists."""
+    if isinstance(row, Mapping):
+        return sum(map(_elements, row.values()))
+    if isinstance(row, (list, tuple)):
+        return sum(_elements(v) if isinstance(v, (list, tuple, Mapping, torch.Tensor)) else 1 for v in row)
+    return int(getattr(row, "size", 1)) if hasattr(row, "__array_interface__") else _numbers(row)
+
+
+def _numbers(batch: Any) -> int:
+    return sum(tensor.numel() for tensor in nested_tensors(batch))

@@ -1,0 +1,220 @@
+"""A budget instead of a plan: the search as training starts leaves what a run with the plan it found leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from autockpt.errors import InfeasibleError, PlanError, UsageError
+from autockpt.integrations.at_start import largest_batch
+from autockpt.integrations.transformers import AutockptCallback
+from autockpt.schema import SearchSpace, load_space
+from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
+from tests.policies.zoo import assert_equal
+
+ROOT = Path(__file__).parents[2]
+SPACE: SearchSpace = load_space("layers").restricted(("save", "recompute"))
+SHORT: dict[str, Any] = {"budget": "60%act", "trials": 1, "space": SPACE}
+LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
+
+
+class Trace(transformers.TrainerCallback):
+    """What training left behind, step by step: losses, learning rates, and in the end all random states."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+        self.random: Tensor | None = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logged.append({k: v for k, v in logs.items() if "runtime" not in k and "per_second" not in k})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.random = torch.get_rng_state()
+
+
+class Noisy:
+    """A collator that draws random numbers, and notes which rows it was given when."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        ids = torch.stack([r["input_ids"] for r in rows])
+        self.order.append(int(ids.sum()))
+        replaced = torch.rand(ids.shape) < 0.2
+        return {"input_ids": ids.masked_fill(replaced, 1), "labels": ids}
+
+
+def train(run: Any) -> tuple[dict[str, Tensor], Trace]:
+    trace = Trace()
+    run.add_callback(trace)
+    run.train()
+    assert untouched(run.model)
+    return weights(run.model), trace
+
+
+def same(a: tuple[dict[str, Tensor], Trace], b: tuple[dict[str, Tensor], Trace]) -> None:
+    assert_equal(a[0], b[0])
+    assert a[1].logged == b[1].logged and len(a[1].logged) > 3
+    assert torch.equal(a[1].random, b[1].random)
+
+
+def found_plan(folder: Path) -> Path:
+    (plan,) = folder.glob("autockpt/*/plan.yaml")
+    return plan
+
+
+@pytest.mark.slow
+def test_the_trainer_leaves_the_same_as_with_the_plan(tmp_path, capfd):
+    """Dropout in the adapters, smoothed labels, accumulation, bf16, random batches; then the answer is found again."""
+    peft = pytest.importorskip("peft")
+
+    def make(folder: str, callback: AutockptCallback) -> tuple[Any, Noisy]:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear")
+        more = {"gradient_accumulation_steps": 2, "bf16": True, "label_smoothing_factor": 0.1} | LOGGED
+        run = trainer(tmp_path / folder, peft.get_peft_model(LLAMA.make(), config), [callback], **more)
+        run.data_collator = collator = Noisy()
+        return run, collator
+
+    searched, order = make("found", AutockptCallback(**SHORT))
+    found = train(searched)
+    said = capfd.readouterr().out
+    assert "trial   0  none" in said and "the plan was found in" in said and f"kept in {tmp_path / 'found'}" in said
+    planned, _ = make("planned", AutockptCallback(found_plan(tmp_path / "found")))
+    same(found, train(planned))
+    again, known = make("found", AutockptCallback(**SHORT))
+    same(found, train(again))
+    said = capfd.readouterr().out
+    assert "trial" not in said and "known from an earlier run" in said
+    assert known.order == order.order
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_sft_on_texts_leaves_the_same_as_with_the_plan(tmp_path, capfd):
+    """TRL's own loss and metrics; the longest texts are planned for, whichever batch comes first."""
+    off = {"gradient_checkpointing": False} | LOGGED
+    found = train(sft(tmp_path / "found", [AutockptCallback(**SHORT)], **off))
+    assert "planning for the 2 longest rows" in capfd.readouterr().out
+    planned = train(sft(tmp_path / "planned", [AutockptCallback(found_plan(tmp_path / "found"))], **off))
+    same(found, planned)
+    assert all("mean_token_accuracy" in logs for logs in found[1].logged[:-1])
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_it_stops_before_the_first_step(tmp_path):
+    class OneWay(torch.utils.data.IterableDataset):
+        """Rows that come once."""
+
+        rows = iter(ROWS)
+
+        def __iter__(self) -> Any:
+            return self.rows
+
+    model = LLAMA.make()
+    run = trainer(tmp_path, model, [AutockptCallback(**SHORT | {"budget": "100KB"})])
+    run.train_dataset = OneWay()
+    before = weights(model)
+    with pytest.raises(InfeasibleError) as caught:
+        run.train()
+    assert "nothing fits 97.7 KiB (100 KB)" in caught.value.message and caught.value.smallest_peak
+    assert "smaller batch" in caught.value.remedy, caught.value.remedy
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert run.state.global_step == 0 and untouched(model) and not run.optimizer.state
+    assert_equal(weights(model), before)
+    assert next(OneWay.rows)["input_ids"].equal(ROWS[4]["input_ids"])  # a batch of two, and one drawn ahead
+
+
+def _two_processes() -> None:
+    """One of two training processes, started by the test below: training with a budget, then with the plan."""
+    ended = []
+    for way in ("budget", "plan"):
+        options = SHORT if way == "budget" else {"plan": found_plan(Path("budget"))}
+        run = trainer(Path(way), LLAMA.make(), [AutockptCallback(**options)], ddp_backend="gloo", **LOGGED)
+        run.train()
+        ended.append(weights(run.model))
+    assert_equal(*ended)
+
+
+@pytest.mark.slow
+def test_under_ddp_the_first_process_searches_for_all(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    code = "from tests.integrations.test_at_start import _two_processes; _two_processes()"
+    (tmp_path / "train.py").write_text(code)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=550)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the plan was found in") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "neither a plan nor a budget"),
+        ({"plan": "plan.yaml", "budget": "24GB"}, "a plan and a budget"),
+        ({"budget": "lots"}, "'lots'"),
+        ({"budget": "24GB", "timeout": 0}, "0 s"),
+        ({"budget": "24GB", "tirals": 3}, "tirals"),
+    ],
+)
+def test_what_is_asked_wrongly_is_said_at_once(options, said):
+    with pytest.raises(UsageError, match=said):
+        AutockptCallback(**options)
+    with pytest.raises(PlanError):
+        AutockptCallback("missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda run: setattr(run, "is_fsdp_enabled", True), "FSDP"),
+        (lambda run: _kind(run, accelerate.DistributedType.DEEPSPEED), "DeepSpeed"),
+        (lambda run: setattr(run.args, "torch_compile", True), "torch_compile=True"),
+        (lambda run: setattr(run.args, "optim", "galore_adamw_layerwise"), "optim=galore_adamw_layerwise"),
+    ],
+    ids=["fsdp", "deepspeed", "compile", "layerwise"],
+)
+def test_where_it_cannot_search_it_says_so_and_what_to_do(tmp_path, change: Callable[[Any], None], said: str):
+    run = trainer(tmp_path, LLAMA.make(), [])
+    change(run)
+    with pytest.raises(UsageError, match=f"cannot search here: {said}") as caught:
+        _begin(run)
+    assert "pass the plan" in caught.value.remedy
+
+
+def _kind(run: Any, kind: Any) -> None:
+    run.accelerator = SimpleNamespace(distributed_type=kind)
+
+
+def _begin(self: Any) -> None:
+    """As a Trainer does it, whose name for itself is ``self``."""
+    AutockptCallback(budget="24GB").on_train_begin(self.args, self.state, self.control, model=self.model)
+
+
+def test_the_largest_batch_is_planned_for():
+    rows = [{"input_ids": torch.ones(n % 7 + 1)} for n in range(20)]
+
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        torch.rand(3)
+        return {"input_ids": nn.utils.rnn.pad_sequence([r["input_ids"] for r in rows], batch_first=True)}
+
+    state = torch.get_rng_state()
+    batch, source = largest_batch(collate(rows[:2]), rows, collate, 2)
+    assert batch["input_ids"].shape == (2, 7) and source == "the 2 longest rows"
+    torch.set_rng_state(state)
+    first = {"input_ids": torch.ones(2, 9)}
+    assert largest_batch(first, rows, collate, 2)[0] is first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert largest_batch(first, iter(rows), collate, 2)[1].startswith("the first batch: rows of this data set")
+    assert "ZeroDivisionError" in largest_batch(first, rows, lambda rows: 1 / 0, 2)[1]
