@@ -23,9 +23,18 @@ def is_attention(func: Any) -> bool:
 
 def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call uses dropout. Left out when its forward runs again, it would shift all later random numbers."""
+    if (found := _dropout(func)) is None:
+        return False
+    position, default = found
+    return bool(kwargs.get("dropout_p", args[position] if position < len(args) else default))
+
+
+@functools.cache
+def _dropout(func: Any) -> tuple[int, Any] | None:
+    """Where an op takes its dropout, and what it is by itself; None without any. Asking a schema takes as long as
+    running a small op."""
     schema = getattr(func, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
-            given = kwargs.get("dropout_p", args[position] if position < len(args) else argument.default_value)
-            return bool(given)
-    return False
+            return position, argument.default_value
+    return None

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodWrapperType
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
@@ -23,6 +24,7 @@ from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.watching import CHANGED_BY_WATCHING, refuse_watching
 
+Geometry = tuple[torch.Size, tuple[int, ...], int]
 _current = threading.local()
 _aten = torch.ops.aten
 # Their results share memory with their argument, but no version counter: torch.matmul's last step is one of them. Seen
@@ -32,12 +34,16 @@ _UNDECLARED_VIEWS = frozenset(
 )
 
 
-class _Output:
-    """What one op returned. Its tensors are aliases without a graph, which share their version counters."""
+_LEAF = tree_structure(0)
 
-    def __init__(self, func: Any, out: Any) -> None:
-        leaves, self._form = tree_flatten(out)
-        self.func = func
+
+class _Output:
+    """What one op returned. Its tensors are aliases without a graph, which share their version counters. With
+    ``geometry`` it is what the function around the op returned, and the op itself a tensor of that layout."""
+
+    def __init__(self, func: Any, out: Any, geometry: Geometry | None = None) -> None:
+        leaves, self._form = ([out], _LEAF) if type(out) is torch.Tensor else tree_flatten(out)
+        self.func, self._geometry = func, geometry
         self._leaves = [alias(leaf) for leaf in leaves]
         self._watched = [(leaf, leaf._version) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
@@ -57,10 +63,12 @@ class _Output:
         return any(tensor._version != version for tensor, version in self._watched)
 
     def again(self) -> Any:
+        if self._geometry is not None:
+            return alias(self._leaves[0], self._geometry)
         return tree_unflatten([alias(leaf) for leaf in self._leaves], self._form)
 
 
-def alias(leaf: Any) -> Any:
+def alias(leaf: Any, geometry: Geometry | None = None) -> Any:
     """The same memory under a tensor of its own, without a graph, that shares the version counter.
 
     Below autograd views do not share it by themselves, and a change in place would go unnoticed.
@@ -68,7 +76,7 @@ def alias(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return leaf.detach()
+        return leaf.detach() if geometry is None else leaf.as_strided(*geometry)
 
 
 def _address(tensor: torch.Tensor) -> int | None:
@@ -110,7 +118,7 @@ class Frame:
         """The unit's forward begins, for the first time or again."""
         self.recording, self._scopes, self._inside = recording, 0, False
 
-    def scope(self, wanted: Callable[[Any], bool]) -> TorchDispatchMode:
+    def scope(self, wanted: Callable[[Any], bool]) -> _Scope:
         """A mode that keeps the outputs of wanted ops, or hands them out."""
         self._scopes += 1
         return _Scope(self, self._scopes, wanted)
@@ -120,8 +128,8 @@ class Frame:
         """Whether a scope is open: it sees all that runs within it, so another inside would count ops twice."""
         return self._inside
 
-    def keep(self, place: tuple[int, int], func: Any, out: Any) -> None:
-        self._outputs[place] = output = _Output(func, out)
+    def keep(self, place: tuple[int, int], func: Any, out: Any, geometry: Geometry | None = None) -> None:
+        self._outputs[place] = output = _Output(func, out, geometry)
         self._by_address |= dict.fromkeys(output.addresses(), output)
 
     def watch(self, source: Any, out: Any) -> None:
@@ -151,10 +159,17 @@ class Frame:
 
 
 class _Scope(TorchDispatchMode):
+    """Entered once, or around single functions of what it is for: wanted ops are counted over all of it."""
+
     def __init__(self, frame: Frame, number: int, wanted: Callable[[Any], bool]) -> None:
         super().__init__()
         self._frame, self._number, self._wanted = frame, number, wanted
         self._ops = 0
+        self.seen: list[tuple[Any, Any]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # not wrapped by torch, which costs more than looking at an op
 
     def __enter__(self) -> Self:
         self._frame._inside = True
@@ -173,14 +188,19 @@ class _Scope(TorchDispatchMode):
             if func in _UNDECLARED_VIEWS and self._frame.recording:
                 self._frame.watch(args[0], out)
             return out
-        self._ops += 1
-        place = (self._number, self._ops)
+        place = self.next_place()
         if self._frame.recording:
             out = func(*args, **kwargs)
             self._frame.keep(place, func, out)
+            self.seen.append((func, out))
             return out
         kept = self._frame.take(place, func)
         return func(*args, **kwargs) if kept is None else kept.again()
+
+    def next_place(self) -> tuple[int, int]:
+        """Where the next wanted op stands."""
+        self._ops += 1
+        return self._number, self._ops
 
 
 class KeepingReplay(Replay):
@@ -204,19 +224,84 @@ class KeepingReplay(Replay):
         self.frame.settle()
 
 
-class _AttentionCalls(TorchFunctionMode):
-    """Opens a scope around calls of fused attention alone: seeing functions costs far less than seeing every op."""
+_NAMES = """
+    __abs__ __add__ __getitem__ __len__ __mul__ __neg__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __sub__ __truediv__
+    abs add amax amin bfloat16 cat chunk clamp clone contiguous cos detach div double dropout eq exp expand expand_as
+    flatten float ge gelu gt half is_complex is_contiguous is_floating_point layer_norm le log lt masked_fill maximum
+    mean minimum mul ne neg numel permute pow reciprocal relu repeat reshape rms_norm rsqrt select sigmoid silu sin size
+    softmax split sqrt square squeeze stack stride sub sum tanh to transpose tril triu type_as unbind unflatten
+    unsqueeze view view_as where
+"""
+LIGHT_FUNCTIONS = frozenset(
+    found
+    for owner in (torch, torch.Tensor, torch.nn.functional)
+    for name in _NAMES.split()
+    if callable(found := getattr(owner, name, None))
+)
+"""Functions that run no product and no attention, whatever they are given."""
 
-    def __init__(self, frame: Frame) -> None:
+
+class _Calls(TorchFunctionMode):
+    """Opens a scope around calls of functions that may run a wanted op: seeing functions costs far less than seeing
+    every op."""
+
+    def __init__(self, frame: Frame, wanted: Callable[[Any], bool]) -> None:
         super().__init__()
-        self._frame = frame
+        self._frame, self._wanted = frame, wanted
+        self._scope = frame.scope(wanted)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._frame.inside or func in LIGHT_FUNCTIONS or type(func) is MethodWrapperType or not self._may(func):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        key = _key(func, args) if not kwargs and self._frame.recording and func in _PRODUCTS else None
+        if key is not None and (known := _products.get(key)) is not None:
+            op, geometry = known
+            out = func(*args)
+            self._frame.keep(self._scope.next_place(), op, out, geometry)
+            return out
+        self._scope.seen.clear()
+        with self._scope:
+            out = func(*args, **(kwargs or {}))
+        if key is not None:
+            _learn(key, self._scope.seen, out)
+        return out
+
+    def _may(self, func: Any) -> bool:
+        """Whether a function may run a wanted op. Those of attention say so in their names."""
         name = getattr(func, "__name__", "")
-        if self._frame.inside or ("attention" not in name and "attn" not in name):
-            return func(*args, **(kwargs or {}))
-        with self._frame.scope(is_attention):
-            return func(*args, **(kwargs or {}))
+        return self._wanted is not is_attention or "attention" in name or "attn" in name
+
+
+_PRODUCTS = frozenset((torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__))
+# Of the products in these functions, by what they are given: the op, and how its output lies in what they return.
+_products: dict[Any, tuple[Any, Geometry]] = {}
+_MOST_PRODUCTS = 10_000
+
+
+def _key(func: Any, args: tuple[Any, ...]) -> Any:
+    """All that decides which ops a function of plain tensors runs; None where that is not known."""
+    forms: list[Any] = [func, torch.is_grad_enabled()]
+    for tensor in args:
+        if tensor is None:
+            forms.append(None)
+        elif (
+            type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_complex()
+        ):
+            forms += (tensor.size(), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        else:
+            return None
+    # a mode may put other ops in the place of these, autocast an op with another type
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled()  # type: ignore[attr-defined]
+    return None if modes else tuple(forms)
+
+
+def _learn(key: Any, seen: list[tuple[Any, Any]], out: Any) -> None:
+    """Remember where a function's product is to be found, where there is one and its output is the function's own."""
+    if len(seen) != 1 or type(out) is not torch.Tensor or len(_products) >= _MOST_PRODUCTS:
+        return
+    op, made = seen.pop()
+    if type(made) is torch.Tensor and made.dtype is out.dtype and _address(made) == _address(out):
+        _products[key] = op, (made.size(), made.stride(), int(made.storage_offset()))
 
 
 class ScopeState(Attachment):
@@ -232,5 +317,5 @@ def run_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any
     frame: Frame | None = getattr(_current, "frame", None)
     if not state.active or frame is None or frame.unit != state.unit or frame.inside:
         return call_inner(module, state, args, kwargs)
-    with _AttentionCalls(frame) if state.attention else frame.scope(is_heavy):
+    with _Calls(frame, is_attention if state.attention else is_heavy):
         return call_inner(module, state, args, kwargs)

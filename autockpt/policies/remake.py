@@ -22,7 +22,9 @@ from autockpt.policies.attachment import Attachment, acts, call_inner
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native, refuse_transforms
-from autockpt.policies.sentinels import HELD_BYTES
+from autockpt.policies.following import Following, Ways
+from autockpt.policies.score import Learning
+from autockpt.policies.sentinels import HELD_BYTES, Watch
 from autockpt.policies.tape import unpack
 from autockpt.policies.taping import Tape, current, running, tape_of
 from autockpt.policies.watched_backends import refuse_changed
@@ -43,6 +45,13 @@ class RemakeState(Attachment):
         self.keep = tuple(keep)
         self.everywhere = everywhere
         self._cache_checked: set[tuple[int, ...]] | None = None
+        self._cache_ways: Ways | None = None
+
+    def ways(self) -> Ways:
+        """The ways through the unit that later calls can follow."""
+        if self._cache_ways is None:
+            self._cache_ways = Ways()
+        return self._cache_ways
 
     def is_new(self, path: tuple[int, ...]) -> bool:
         """Whether the unit has not gone this way before."""
@@ -76,20 +85,47 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     tensors: list[torch.Tensor] = []
     take_apart((args, kwargs), tensors, [])
     watch = state.sentinel.watch(hold=HELD_BYTES) if state.sentinel is not None else None
-    tape = Tape(state.unit, tensors, state.keep, watch)
     before = _sequence_nr()
-    noting = running(tape) if state.everywhere else nullcontext()
     try:
-        with current(tape), saved_tensors_hooks(tape.pack, unpack), noting:
-            output = call_inner(module, state, args, kwargs)
+        output, path = _watched(module, state, args, kwargs, tensors, watch)
     except RuntimeError as error:
         refuse_transforms(error, state.unit)
         raise
     if watch is not None:
         watch.forward_ended()
-    if state.is_new((_sequence_nr() - before, *tape.path)):
+    if path is None or state.is_new((_sequence_nr() - before, *path)):
         _refuse_custom_functions(output, before, state.unit)
     return output
+
+
+def _watched(
+    module: nn.Module,
+    state: RemakeState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[torch.Tensor],
+    watch: Watch | None,
+) -> tuple[Any, tuple[int, int] | None]:
+    """Run the forward: along an earlier call's tape, or with one of its own. With what tells its way from others; None
+    where it left the earlier one."""
+    ways = state.ways()
+    outside = ways.outside(module, tensors) if state.everywhere else None
+    key = ways.key(outside) if outside is not None else None
+    if outside is not None and (score := ways.score(key)) is not None:
+        following = Following(state.unit, score, outside, watch)
+        with saved_tensors_hooks(following.pack, unpack), following:
+            output = call_inner(module, state, args, kwargs)
+        if following.lost:
+            ways.missed(key)
+        return output, None if following.lost else (score.noted, following.packed)
+    tape = Tape(state.unit, tensors, state.keep, watch)
+    learning = Learning(tape, outside) if outside is not None and key is not None else None
+    noting = running(tape) if state.everywhere else nullcontext()
+    with current(tape), saved_tensors_hooks(tape.pack, unpack), noting, learning or nullcontext():
+        output = call_inner(module, state, args, kwargs)
+    if learning is not None:
+        ways.learn(key, learning.score())
+    return output, tape.path
 
 
 def run_part(module: nn.Module, state: PartState, /, *args: Any, **kwargs: Any) -> Any:

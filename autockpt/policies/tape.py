@@ -40,13 +40,15 @@ class Source:
 
     ``held`` is a tensor on it that is kept until then; else ``op`` makes it, as its output number ``index``; with
     neither it is lost. ``form`` is the layout of the tensor that was seen first, ``made`` a weak reference to it.
-    ``free``: it can be made from what is held anyway. ``read``: an op on the tape reads it.
+    ``free``: it can be made from what is held anyway. ``read``: an op on the tape reads it. ``born``: after how many
+    functions it was met.
     """
 
     __slots__ = (
         "__weakref__",
         "_again",
         "_again_version",
+        "born",
         "dtype",
         "form",
         "free",
@@ -74,8 +76,20 @@ class Source:
         self.free = False
         self.slots: list[weakref.ref[Slot]] = []
         self.read = False
+        self.born = 0
         self._again: weakref.ref[torch.Tensor] | None = None
         self._again_version = 0
+
+    @classmethod
+    def formed(cls, nbytes: int, dtype: torch.dtype, form: Geometry, index: int) -> Source:
+        """A source of a call whose ops nobody has noted: by what is known of an earlier one's."""
+        source = cls.__new__(cls)
+        source.nbytes, source.dtype, source.form, source.index = nbytes, dtype, form, index
+        source.made = source.held = source.op = source._again = None
+        source.version = source._again_version = source.born = 0
+        source.free = source.read = True
+        source.slots = []
+        return source
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Keep the bytes by a tensor on this storage. How it was made is of no use any more."""

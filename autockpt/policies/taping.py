@@ -16,7 +16,7 @@ from autockpt.policies.heavy import draws_random_numbers, is_attention
 from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
 from autockpt.policies.sentinels import Watch
-from autockpt.policies.tape import Maker, Op, Read, Slot, Source, geometry_of
+from autockpt.policies.tape import Geometry, Maker, Op, Read, Slot, Source, geometry_of
 from autockpt.policies.watching import refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
@@ -47,12 +47,22 @@ class Tape:
         self._ops: list[Op] = []
         self._unwatched: set[int] = set()
         self.packed = 0
+        # for what follows in later calls: functions begun, whether one runs, what was done with each saved tensor, and
+        # whether something happened that functions do not tell
+        self.step = 0
+        self.within = self.astray = True
+        self._written: dict[int, int] = {}
+        self.log: list[tuple[int, Source | None, Geometry | None, torch.dtype]] = []
         self._small = max((t.nbytes for t in inputs if t.layout is torch.strided), default=0) // SMALL
 
     @property
     def path(self) -> tuple[int, int]:
         """What tells one way through the unit's forward from another: ops noted, tensors saved."""
         return len(self._ops), self.packed
+
+    def learn(self) -> None:
+        """From here on note what a later call can follow."""
+        self.within = self.astray = False
 
     # Noting ops.
 
@@ -99,6 +109,7 @@ class Tape:
             if tensor.is_inference() or storage._cdata in self._unwatched:
                 return _LOST
             source = self._sources[storage._cdata] = Source(tensor, storage)
+            source.born = self.step
             source.hold(tensor)
         if tensor.dtype is not source.dtype:
             return _LOST
@@ -120,6 +131,7 @@ class Tape:
         if tensor.is_inference():
             return  # it has no version counter, and autograd never saves it
         source = self._sources[storage._cdata] = Source(tensor, storage)
+        source.born = self.step
         if op is not None:
             source.op, source.index, source.free = op, index, free
             op.outputs.append(weakref.ref(source))
@@ -144,12 +156,17 @@ class Tape:
                     if statistics:
                         self._unwatched.add(address)
                     source = self._sources.pop(address, None)
+                    if self.step in (source and source.born, self._written.get(address)):
+                        self._written[address] = self.step  # a function's own affair
+                    else:
+                        self.astray = True
                     if source is not None and (source.read or source.slots):
                         self._cut(source)
 
     def _cut(self, changing: Source) -> None:
         """What is made from a source, or is itself waited for, is held as it is: only then does backward meet a change
         by way of ``.data`` where plain training does."""
+        self.astray = True
         tainted = {changing}
         for op in self._ops:
             if any(source in tainted for source in op.reads()):
@@ -167,6 +184,13 @@ class Tape:
     def pack(self, tensor: torch.Tensor) -> Slot | Kept:
         """The hook for autograd's packing."""
         self.packed += 1
+        packed = self._packed(tensor)
+        if not self.astray:
+            source, geometry = (packed.source, packed.geometry) if isinstance(packed, Slot) else (None, None)
+            self.log.append((self.step, source, geometry, tensor.dtype))
+        return packed
+
+    def _packed(self, tensor: torch.Tensor) -> Slot | Kept:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
             return Kept(tensor, self.unit)
         source = self._find(tensor, tensor.untyped_storage())
@@ -226,6 +250,8 @@ class _Taping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(func)
+        if not self._tape.within:
+            self._tape.astray = True
         if kind == "view":
             return func(*args, **kwargs)
         if kind == "hidden view":

@@ -1,0 +1,260 @@
+"""A tape followed by later calls of its unit, without a look at each op.
+
+A dispatch mode costs a tiny layer more than its own forward. So a call is noted op by op once; later ones of the same
+kind are seen at torch's functions only (``TorchFunctionMode``, a third of the cost), and every function is held against
+what it was then: which function, every number, flag and type among its arguments, where each tensor comes from, and
+what autograd had saved by then. So far as all agree, a tensor that is saved at the same position can be made again as
+it could then, by the same ops from what this call holds.
+
+Nothing is taken for granted about what the unit reads: where a function is another one, or gets something else, all
+that was dropped is made at once, before that function runs, and from there on all is kept. The next call is noted anew.
+
+What cannot be told from functions is not followed: tensors written to, memory handed to others (NumPy, pointers),
+autocast, whose cache may hand out casts of weights that were others, tensors of subclasses, other modes, and ops that
+run outside of torch's functions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autockpt.policies.saved import Kept
+from autockpt.policies.score import METADATA, PLAIN, Place, Places, Score, Step, autocast_is_on, is_plain, leaves_of
+from autockpt.policies.sentinels import Watch
+from autockpt.policies.tape import Geometry, Maker, Slot, Source, geometry_of
+
+_MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
+_WAYS = 16  # of one unit, by the forms of what it is given
+_storage_of = torch.Tensor.untyped_storage
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(type, operator.attrgetter("requires_grad", "dtype", "device", "layout")),
+    *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset),
+    *(torch.Tensor.is_inference, torch.Tensor.is_neg),
+)
+
+
+class _Call:
+    """What one call holds until backward, and the slots that wait for it. Its sources are put together at the first
+    use of one: graphs without backward need none."""
+
+    __slots__ = ("held", "maker", "score", "slots", "versions")
+
+    def __init__(self, unit: str, score: Score) -> None:
+        self.maker, self.score = Maker(unit), score
+        self.held: dict[int, torch.Tensor] = {}
+        self.versions: dict[int, int] = {}
+        self.slots: list[weakref.ref[_Slot]] | None = []
+
+    def hold(self, number: int, tensor: torch.Tensor) -> None:
+        self.held[number] = held = tensor.detach()
+        self.versions[number] = held._version
+
+    def settle(self) -> list[_Slot]:
+        """Give the slots that are alive their sources."""
+        with self.maker.lock:
+            refs, self.slots = self.slots, None
+            if refs is None:
+                return []
+            living = [slot for ref in refs if (slot := ref()) is not None]
+            sources = self.score.sources_of(self.held, self.versions)
+            self.held = {}
+            for slot in living:
+                slot.settle(sources)
+            return living
+
+
+class _Slot(Slot):
+    """A slot whose source is put together when it is asked for. ``storage``: what it was dropped from."""
+
+    __slots__ = ("_call", "_number", "storage")
+
+    def __init__(self, call: _Call, number: int, tensor: torch.Tensor, geometry: Geometry, entry: Any) -> None:
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.entry, self.maker, self.geometry = entry, call.maker, geometry
+        self.value, self.version = None, 0
+        self._call: _Call | None = call
+        self._number = number
+
+    def settle(self, sources: list[Source]) -> None:
+        self.source = sources[self._number]
+        self.source.slots.append(weakref.ref(self))
+        self._call = None
+
+    def unpack(self) -> torch.Tensor:
+        if (call := self._call) is not None:
+            call.settle()
+        return super().unpack()
+
+
+class Following(TorchFunctionMode):
+    """A call that follows a score, as far as it does the same. ``pack`` is the hook for what autograd saves."""
+
+    def __init__(self, unit: str, score: Score, outside: Sequence[torch.Tensor], watch: Watch | None) -> None:
+        super().__init__()
+        self._unit, self._score, self._watch = unit, score, watch
+        self._places = Places(outside)
+        self._call = _Call(unit, score)
+        self._at = self.packed = 0
+        self.lost = False
+        self._steps = score.steps
+        self._next: Step | None = score.steps[0] if score.steps else None
+        for number, (geometry, dtype) in score.holds.items():
+            if not self.lost:
+                self._hold(number, outside[number], (geometry, dtype))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        step = self._next
+        if step is None or (func is not step.func and func != step.func):
+            if func not in METADATA:
+                self.leave()
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if not self._agrees(step, args, kwargs):
+            self.leave()
+            return func(*args, **kwargs) if kwargs else func(*args)
+        self._at = at = self._at + 1
+        self._next = self._steps[at] if at < len(self._steps) else None
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException:
+            self.leave()
+            raise
+        if type(out) is torch.Tensor and step.leaves == 1 and not step.holds:  # nearly always
+            places = self._places
+            places.known[id(out)] = (weakref.ref(out), places.count)
+            places.count += 1
+        else:
+            self._met(step, leaves_of(out))
+        return out
+
+    def _agrees(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Whether the call does next what it did."""
+        if self.packed != step.packs or len(args) != len(step.args) or autocast_is_on():
+            return False
+        places = self._places
+        known = places.known
+        for value, pattern in zip(args, step.args):  # noqa: B905  (of one length)
+            if value is pattern:
+                continue
+            if type(pattern) is Place:
+                found = known.get(id(value))
+                if found is None or found[1] != pattern or found[0]() is not value:
+                    return False
+            elif not places.fits(value, pattern):
+                return False
+        if not kwargs:
+            return not step.kwargs
+        expected = step.kwargs
+        return len(kwargs) == len(expected) and all(
+            [name in expected and places.fits(value, expected[name]) for name, value in kwargs.items()]
+        )
+
+    def _met(self, step: Step, leaves: Sequence[torch.Tensor]) -> None:
+        """A function has returned these tensors."""
+        if len(leaves) != step.leaves:
+            self.leave()
+        places = self._places
+        for tensor in leaves:
+            form = step.holds.get(places.count)
+            if form is not None and not self.lost:
+                self._hold(places.count, tensor, form)
+            places.add(tensor)
+
+    def _hold(self, number: int, tensor: torch.Tensor, form: tuple[Geometry, torch.dtype]) -> None:
+        if (geometry_of(tensor), tensor.dtype) == form:
+            self._call.hold(number, tensor)
+        else:
+            self.leave()
+
+    def pack(self, tensor: torch.Tensor) -> Slot | Kept:
+        """The hook for autograd's packing."""
+        number, packs = self.packed, self._score.packs
+        self.packed = number + 1
+        if not self.lost:
+            if number < len(packs):
+                at, geometry, dtype, source = packs[number]
+                if at == self._at:
+                    if geometry is None:
+                        return Kept(tensor, self._unit)
+                    if type(tensor) in PLAIN and tensor.dtype is dtype and geometry_of(tensor) == geometry:
+                        entry = self._watch.packed(tensor) if self._watch is not None else None
+                        slot = _Slot(self._call, source, tensor, geometry, entry)
+                        self._call.slots.append(weakref.ref(slot))  # type: ignore[union-attr]
+                        return slot
+            self.leave()
+        return Kept(tensor, self._unit)
+
+    def leave(self) -> None:
+        """The call does something else: what was dropped is made now, while all that it is made from is as it was.
+
+        What is still there is held instead, so that backward meets a change by way of ``.data`` or NumPy as in plain
+        training.
+        """
+        if self.lost:
+            return
+        self.lost, self._next = True, None
+        with torch._C.DisableTorchFunction():
+            slots = self._call.settle()
+            met = (ref() for ref, _ in self._places.known.values())
+            present = {t.untyped_storage(): t for t in met if t is not None and is_plain(t)} if slots else {}
+            for slot in slots:
+                source = slot.source
+                if source.held is None:
+                    storage = slot.storage()
+                    tensor = present.get(storage) if storage is not None else None
+                    source.hold(self._call.maker.make(source) if tensor is None else tensor)
+
+
+class Ways:
+    """The ways through one unit that can be followed."""
+
+    def __init__(self) -> None:
+        self._scores: dict[Any, Score] = {}
+        self._own: list[tuple[Any, str]] | None = None
+        self._misses = 0
+
+    def outside(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """What a call is given: arguments, parameters and buffers. None where it is neither to be followed nor to be
+        learned from."""
+        if self._misses >= _MISSES or autocast_is_on() or torch._C._len_torch_function_stack():
+            return None
+        if torch._C._len_torch_dispatch_stack():
+            return None
+        if self._own is None:
+            inner = list(module.modules())
+            self._own = [(home, name) for m in inner for home in (m._parameters, m._buffers) for name in home]
+        own = [tensor for home, name in self._own if (tensor := home.get(name)) is not None]
+        return [*tensors, *own]
+
+    def key(self, outside: Sequence[torch.Tensor]) -> Any:
+        """Equal for calls that may go the same way; None for one that cannot be followed."""
+        try:
+            storages = [storage._cdata for storage in map(_storage_of, outside)]
+            alike = [storages.index(address) for address in storages]
+            forms = [[*map(form, outside)] for form in _FORMS]
+        except RuntimeError:  # sparse and the like
+            return None
+        return tuple(itertools.chain((torch.get_default_dtype(),), alike, *forms))
+
+    def score(self, key: Any) -> Score | None:
+        return self._scores.get(key)
+
+    def learn(self, key: Any, score: Score | None) -> None:
+        """A call was noted; what can be followed of it."""
+        if score is None or len(self._scores) >= _WAYS:
+            self._misses += 1
+        else:
+            self._scores[key] = score
+
+    def missed(self, key: Any) -> None:
+        """A call did something else than this score."""
+        self._misses += 1
+        self._scores.pop(key, None)
+        self._own = None

@@ -1,0 +1,299 @@
+"""What one call of a unit did, function by function, and what a later one can make again by doing the same.
+
+Beside a tape (``taping``), which notes ops below autograd, a call's functions of torch's are noted: with every number,
+flag and type among their arguments, and where each tensor comes from. ``following`` holds later calls against it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autockpt.policies.tape import Geometry, Op, Read, Source, geometry_of
+from autockpt.policies.taping import Tape
+
+PLAIN = (torch.Tensor, nn.Parameter)
+_EXACT = frozenset(
+    (
+        *(type(None), bool, int, float, str, type(Ellipsis)),
+        *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+)
+_READS = ("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "is_cpu", "is_meta", "is_leaf")
+# Reading these neither runs an op nor hands out memory. What comes of it is an argument of some function.
+METADATA = frozenset(
+    (
+        *(getattr(torch._C.TensorBase, name).__get__ for name in _READS),
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.is_contiguous),
+        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.__len__),
+    )
+)
+_NAMES = """
+    numpy data_ptr untyped_storage storage _typed_storage set_ share_memory_ resize_ __array__ __dlpack__
+    __cuda_array_interface__ __array_interface__ __set__ __reduce_ex__ __deepcopy__
+"""
+_HANDS_OUT = frozenset(_NAMES.split())
+autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
+
+
+class _Unfit(Exception):
+    """Arguments that cannot be compared."""
+
+
+class Place(int):
+    """Stands for a tensor: the how manieth that the call has met."""
+
+
+class _Parts(NamedTuple):
+    kind: type
+    parts: tuple[Any, ...]
+
+
+class Step:
+    """One call of a function of torch's. ``packs``: tensors saved before it; ``first``: the number of the first tensor
+    that it gives, of ``leaves``; ``holds``: which of them are held, with their form."""
+
+    __slots__ = ("args", "first", "func", "holds", "kwargs", "leaves", "packs")
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], packs: int, first: int) -> None:
+        self.func, self.args, self.kwargs, self.packs, self.first = func, args, kwargs, packs, first
+        self.leaves = 0
+        self.holds: dict[int, tuple[Geometry, torch.dtype]] = {}
+
+
+class Places:
+    """Numbers of the tensors that a call has met, in order: what it is given, then what functions return."""
+
+    def __init__(self, outside: Iterable[torch.Tensor]) -> None:
+        self.count = 0
+        self.known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        for tensor in outside:
+            self.add(tensor)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.known[id(tensor)] = (weakref.ref(tensor), self.count)
+        self.count += 1
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """Its number; -1 for one that was not met."""
+        found = self.known.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else -1
+
+    def pattern(self, value: Any) -> Any:
+        """What to hold a later argument against. Raises _Unfit."""
+        kind = type(value)
+        if kind in _EXACT:
+            return value
+        if kind in PLAIN and (number := self.of(value)) >= 0:
+            return Place(number)
+        if kind is slice:
+            return _Parts(kind, tuple(map(self.pattern, (value.start, value.stop, value.step))))
+        if kind in (tuple, list):
+            return _Parts(kind, tuple(map(self.pattern, value)))
+        raise _Unfit
+
+    def fits(self, value: Any, pattern: Any) -> bool:
+        """Whether an argument is what it was."""
+        kind = type(pattern)
+        if kind is Place:
+            return type(value) in PLAIN and self.of(value) == pattern
+        if kind is not _Parts:
+            if value is pattern:
+                return True
+            return type(value) is kind and value == pattern and (kind is not float or repr(value) == repr(pattern))
+        if type(value) is not pattern.kind:
+            return False
+        parts = (value.start, value.stop, value.step) if pattern.kind is slice else value
+        return len(parts) == len(pattern.parts) and all(map(self.fits, parts, pattern.parts))
+
+
+def leaves_of(out: Any) -> Sequence[torch.Tensor]:
+    """The tensors that a function returned."""
+    if type(out) in PLAIN:
+        return (out,)
+    return [part for part in out if type(part) in PLAIN] if isinstance(out, (tuple, list)) else ()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_complex() or tensor.is_inference() or tensor.is_neg())
+
+
+class Learning(TorchFunctionMode):
+    """Notes a call's functions beside a tape that notes its ops."""
+
+    def __init__(self, tape: Tape, outside: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tape, self._outside = tape, outside
+        if all(map(is_plain, outside)):
+            tape.learn()
+        self._places = Places(outside)
+        self._steps: list[Step] = []
+        # of each storage the tensor by which it was met first
+        self._first: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Geometry, torch.dtype]] = {}
+        self._owner: list[Step | None] = [None] * len(outside)
+        for number, tensor in enumerate(outside if not tape.astray else ()):
+            self._meet(tensor, number)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tape, kwargs = self._tape, kwargs or {}
+        if tape.astray or func in METADATA:
+            return func(*args, **kwargs)
+        if autocast_is_on() or getattr(func, "__name__", "") in _HANDS_OUT:
+            tape.astray = True
+            return func(*args, **kwargs)
+        try:
+            patterns = tuple(map(self._places.pattern, args)), {k: self._places.pattern(v) for k, v in kwargs.items()}
+        except _Unfit:
+            tape.astray = True
+            return func(*args, **kwargs)
+        step = Step(func, *patterns, tape.packed, self._places.count)
+        self._steps.append(step)
+        tape.step, tape.within = len(self._steps), True
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:
+            tape.astray = True
+            raise
+        finally:
+            tape.within = False
+        for tensor in (leaves := leaves_of(out)):
+            self._owner.append(step)
+            self._meet(tensor, self._places.count)
+            self._places.add(tensor)
+        step.leaves = len(leaves)
+        return out
+
+    def _meet(self, tensor: torch.Tensor, number: int) -> None:
+        if not is_plain(tensor):
+            return
+        storage = tensor.untyped_storage()
+        known = self._first.get(storage._cdata)
+        if known is None or known[0]() is not storage:
+            self._first[storage._cdata] = (weakref.ref(storage), number, geometry_of(tensor), tensor.dtype)
+
+    def score(self) -> Score | None:
+        """What later calls can follow; None where this one did what cannot be told from functions."""
+        tape = self._tape
+        if tape.astray:
+            return None
+        try:
+            return self._score(Score(self._steps, tape.path[0]))
+        except _Unfit:
+            return None
+
+    def _score(self, score: Score) -> Score:
+        known: dict[Source, int] = {}
+        for _, source, _, _ in self._tape.log:
+            if source is not None and source.held is None:  # what is held in any case need not be made
+                known.setdefault(source, len(known))
+        ops = self._leading_to(known)
+        held = {source: self._held(source, score) for source in known}
+        latest = dict(held)  # of what each is made from, which the call meets last
+        for op in ops:
+            outputs = [s for ref in op.outputs if (s := ref()) is not None and s in known and s.held is None]
+            latest |= dict.fromkeys(outputs, max((latest[read] for read in op.reads()), default=-1))
+            args = tuple(_numbered(arg, known) for arg in op.args)
+            kwargs = {name: _numbered(arg, known) for name, arg in op.kwargs.items()}
+            score.ops.append((op.number, op.func, args, kwargs, [known[s] for s in outputs]))
+        score.sources += [_Form(s.nbytes, s.dtype, s.form, s.index, held[s]) for s in known]
+        for at, source, geometry, dtype in self._tape.log:
+            if source is None or geometry is None or source.held is not None:
+                score.packs.append((at, None, dtype, -1))
+                continue
+            if latest[source] >= (self._steps[at - 1].first if at else len(self._outside)):
+                raise _Unfit  # a call that goes another way in that very function could not make it
+            score.packs.append((at, geometry, dtype, known[source]))
+        return score
+
+    @staticmethod
+    def _leading_to(known: dict[Source, int]) -> list[Op]:
+        """The ops that make sources, in order; what they are made from is added to ``known``. Raises _Unfit."""
+        ops: dict[int, Op] = {}
+        open_ends = [source for source in known if source.held is None]
+        while open_ends:
+            op = open_ends.pop().op
+            if op is None:
+                raise _Unfit
+            ops[op.number] = op
+            new = dict.fromkeys(read for read in op.reads() if read not in known)
+            known.update({read: len(known) + i for i, read in enumerate(new)})
+            open_ends += [read for read in new if read.held is None]
+        return [ops[number] for number in sorted(ops)]
+
+    def _held(self, source: Source, score: Score) -> int:
+        """The number of the tensor by which a later call has the bytes of a held source; -1 for one that is made."""
+        if source.held is None:
+            return -1
+        storage = source.held.untyped_storage()
+        first = self._first.get(storage._cdata)
+        if first is None or first[0]() is not storage:
+            raise _Unfit
+        _, number, geometry, dtype = first
+        owner = self._owner[number]
+        (score.holds if owner is None else owner.holds)[number] = geometry, dtype
+        return number
+
+
+class _Form(NamedTuple):
+    """A source without its memory. ``held``: the tensor by number that a call holds for it, -1 where an op makes it."""
+
+    nbytes: int
+    dtype: torch.dtype
+    form: Geometry
+    index: int
+    held: int
+
+
+class _At(NamedTuple):
+    """A tensor among the arguments of an op: a source by number."""
+
+    source: int
+    geometry: Geometry
+
+
+def _numbered(arg: Any, known: dict[Source, int]) -> Any:
+    if type(arg) is Read:
+        return _At(known[arg.source], arg.geometry)
+    return [_numbered(part, known) for part in arg] if type(arg) is list else arg
+
+
+def _sourced(arg: Any, sources: list[Source]) -> Any:
+    if type(arg) is _At:
+        return Read(sources[arg.source], arg.geometry)
+    return [_sourced(part, sources) for part in arg] if type(arg) is list else arg
+
+
+class Score:
+    """One way through a unit: its functions, what is done with each saved tensor, and how those dropped are made.
+
+    ``packs``: after how many functions a tensor is saved, its layout and type, and its source by number, -1 where it is
+    kept. ``holds``: what is held of the tensors that a call is given. ``noted``: ops. It holds no tensor itself.
+    """
+
+    def __init__(self, steps: list[Step], noted: int) -> None:
+        self.steps, self.noted = steps, noted
+        self.packs: list[tuple[int, Geometry | None, torch.dtype, int]] = []
+        self.holds: dict[int, tuple[Geometry, torch.dtype]] = {}
+        self.sources: list[_Form] = []
+        self.ops: list[tuple[int, Any, tuple[Any, ...], dict[str, Any], list[int]]] = []
+
+    def sources_of(self, held: dict[int, torch.Tensor], versions: dict[int, int]) -> list[Source]:
+        """The sources of one call, with the ops that make them, from what it holds."""
+        sources = [Source.formed(form.nbytes, form.dtype, form.form, form.index) for form in self.sources]
+        for source, form in zip(sources, self.sources, strict=True):
+            if form.held in held:
+                source.held, source.version = held[form.held], versions[form.held]
+        for number, func, args, kwargs, outputs in self.ops:
+            read = tuple([_sourced(arg, sources) for arg in args])
+            op = Op(number, func, read, {name: _sourced(arg, sources) for name, arg in kwargs.items()})
+            for index in outputs:
+                sources[index].op = op
+                op.outputs.append(weakref.ref(sources[index]))
+        return sources

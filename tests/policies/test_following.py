@@ -1,0 +1,157 @@
+"""Calls that follow what an earlier one did: as long as they do the same, and never further."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autockpt.policies import taping
+from autockpt.runtime import attach
+from autockpt.schema.choices import from_label
+
+STEPS = 6
+
+
+class Unit(nn.Module):
+    """Layers around what a test wants, which is told the number of the step."""
+
+    def __init__(self, then: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.then, self.last = nn.Linear(32, 32), then, nn.Linear(32, 32)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.then(F.silu(self.first(x)) * x, self.step)
+        return self.last(F.gelu(hidden) * hidden)
+
+
+def steps(then: Callable[[Tensor, int], Tensor], choice: str | None, sizes: tuple[int, ...] = (64,)) -> list[Tensor]:
+    """Gradients of every step."""
+    model = nn.Sequential(Unit(then))
+    found = []
+    kind = {} if choice is None else {"0": from_label(choice)}
+    with attach(model, kind, sentinels="off"):
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            model[0].step = step
+            model.zero_grad()
+            size = sizes[step % len(sizes)]
+            model(torch.randn(size, 32, requires_grad=True)).square().sum().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The ops that tapes note."""
+    ops: list[Any] = []
+    note = taping.Tape.note
+    monkeypatch.setattr(taping.Tape, "note", lambda tape, *args: ops.append(args[1]) or note(tape, *args))
+    return ops
+
+
+def test_ops_are_looked_at_in_the_first_call_only(noted: list[Any]) -> None:
+    model = nn.Sequential(Unit(ODD["the same each time"]))
+    x = torch.randn(8, 32)
+    with attach(model, {"0": from_label("remake")}):
+        model(x).sum().backward()
+        first = len(noted)
+        assert first
+        for _ in range(3):
+            model(x).sum().backward()
+        assert len(noted) == first
+
+
+def _write(h: Tensor, step: int) -> Tensor:
+    h = torch.tanh(h)
+    y = torch.exp(h * 0.1) * h
+    if step == 3:
+        h.data.mul_(0.5)
+    return y * h
+
+
+def _write_by_numpy(h: Tensor, step: int) -> Tensor:
+    y = torch.exp(h * 0.1) * h
+    if step == 3:
+        array = y.detach().numpy()
+        array *= 0.5
+    return y * y.sin()
+
+
+def _caught(h: Tensor, step: int) -> Tensor:
+    h = torch.sigmoid(h)
+    if step >= 3:
+        try:
+            torch.mm(h, torch.ones(7, 7))
+        except RuntimeError:
+            h = h * 2
+    return h.exp()
+
+
+def _without_gradient(h: Tensor, step: int) -> Tensor:
+    with torch.set_grad_enabled(step < 3):
+        y = torch.exp(h * 0.1) * torch.tanh(h)
+    return h.sigmoid() * (1 + y)
+
+
+ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "the same each time": lambda h, step: torch.tanh(h * 1.5 + 1.0).exp(),
+    "a number that changes": lambda h, step: torch.tanh(h * (1 + 0.1 * step) + 1.0).exp(),
+    "a number that changes late": lambda h, step: torch.tanh(h + (1.0 if step < 3 else -1.0)).exp() * h,
+    "the sign of zero": lambda h, step: torch.copysign(h, 0.0 if step < 3 else -0.0).exp() * h,
+    "an int in the place of a bool": lambda h, step: (h * (True if step < 3 else 1)).exp(),
+    "another branch": lambda h, step: torch.sigmoid(h).exp() if step < 3 else torch.tanh(h).exp(),
+    "another order": lambda h, step: (h.sin() if step < 3 else h.cos()) * (h.cos() if step < 3 else h.sin()),
+    "another tensor": lambda h, step: (a := h.sin(), b := h.cos(), (a if step < 3 else b).exp() * a)[-1],
+    "one more at the end": lambda h, step: h.exp() if step < 3 else h.exp().exp(),
+    "what a value decides": lambda h, step: h.exp() if h.detach().sum().item() > step - 3 else h.sin().exp(),
+    "as many rows as a value says": lambda h, step: torch.cat([h.exp() * h, h[h[:, 0] > 0].sin().exp()])[:64],
+    "a constant from outside": lambda h, step: h * torch.full((32,), 1.0 + step).exp(),
+    "dropout": lambda h, step: F.dropout(h, 0.3).exp() * F.dropout(h, 0.1 * step),
+    "a write to a tensor of its own": lambda h, step: (h * 2.0).mul_(1.5).exp(),
+    "a write that begins late": _write,
+    "a write by NumPy that begins late": _write_by_numpy,
+    "an error that is caught": _caught,
+    "gradients switched off late": _without_gradient,
+    "autocast that begins late": lambda h, step: (
+        torch.autocast("cpu", torch.bfloat16, step >= 3).__call__(lambda t: (t @ t.T).sigmoid() @ t)(h * 0.1).float()
+    ),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
+def test_gradients_are_those_of_plain_training_whatever_changes_between_calls(odd: str, choice: str) -> None:
+    if odd == "a write by NumPy that begins late":
+        pytest.importorskip("numpy")
+    sizes = (96, 64)
+    expected, found = steps(ODD[odd], None, sizes), steps(ODD[odd], choice, sizes)
+    assert len(expected) == len(found)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_call_that_follows_drops_what_the_first_did() -> None:
+    storages: list[Any] = []
+
+    def look(h: Tensor, step: int) -> Tensor:
+        made = torch.tanh(h).exp()
+        with torch._C.DisableTorchFunction():
+            storages.append(weakref.ref(made.untyped_storage()))
+        return made * h
+
+    model = nn.Sequential(Unit(look))
+    x = torch.randn(64, 32, requires_grad=True)
+    with attach(model, {"0": from_label("remake")}, sentinels="off"):
+        for _ in range(3):
+            model(x).sum().backward()
+        storages.clear()
+        out = model(x)
+        assert storages[0]() is None
+        out.sum().backward()
