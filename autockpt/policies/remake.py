@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.arguments import take_apart
-from autockpt.policies.attachment import Attachment, acts, call_inner
+from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native, refuse_transforms
@@ -70,17 +70,18 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     read was changed since, ConflictError where an op does not do again what it did.
     """
     if not acts(state):
-        return call_inner(module, state, args, kwargs)
+        return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     refuse_changed(module, state, args, kwargs)
     tensors: list[torch.Tensor] = []
     take_apart((args, kwargs), tensors, [])
-    watch = state.sentinel.watch(hold=HELD_BYTES) if state.sentinel is not None else None
+    watch = state.sentinel.watch(module, hold=HELD_BYTES) if state.sentinel is not None else None
     tape = Tape(state.unit, tensors, state.keep, watch)
     before = _sequence_nr()
     noting = running(tape) if state.everywhere else nullcontext()
     try:
-        with current(tape), saved_tensors_hooks(tape.pack, unpack), noting:
+        hooks = saved_tensors_hooks if watch is None else watch.hooks
+        with current(tape), hooks(tape.pack, unpack), noting:
             output = call_inner(module, state, args, kwargs)
     except RuntimeError as error:
         refuse_transforms(error, state.unit)
