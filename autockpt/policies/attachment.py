@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from autockpt.errors import ConflictError
+from autockpt.policies.user_checkpoint import Passes, inside_checkpoint
 
 if TYPE_CHECKING:
     from autockpt.policies.sentinels import UnitSentinel
@@ -51,11 +52,14 @@ def acts(state: Attachment) -> bool:
     """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
 
     Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what
-    is dropped, moved or made again would come back without its tangent, or outside of the transform.
+    is dropped, moved or made again would come back without its tangent, or outside of the transform. So they do inside
+    of a ``torch.utils.checkpoint`` of the user's.
     """
     if not state.active or not torch.is_grad_enabled():
         return False
-    return torch.compiler.is_compiling() or (forward_ad._current_level < 0 and _transform() is None)
+    if torch.compiler.is_compiling():
+        return True
+    return forward_ad._current_level < 0 and _transform() is None and inside_checkpoint() is None
 
 
 class AttachedForward(functools.partial):
@@ -107,6 +111,16 @@ def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwar
     if state.inner is None:
         return type(module).forward(module, *args, **kwargs)
     return state.inner(*args, **kwargs)
+
+
+def call_plainly(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same where the choice does not act."""
+    output = call_inner(module, state, args, kwargs)
+    if not torch.compiler.is_compiling() and state.active and torch.is_grad_enabled() and (run := inside_checkpoint()):
+        if (passes := state.__dict__.get("_cache_passes")) is None:
+            passes = state._cache_passes = Passes(state.unit)  # type: ignore[attr-defined]
+        passes.note(run, (args, kwargs), output)
+    return output
 
 
 def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> AttachedForward:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import acts, call_inner
+from autockpt.policies.attachment import acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.headcall import ChunkState, HeadCall
 from autockpt.policies.lazylogits import LazyLogits, lazy_logits
@@ -48,7 +48,7 @@ def run_chunked(module: nn.Module, state: ChunkState, /, *args: Any, **kwargs: A
     Raises ConflictError where the weights are not whole here (FSDP on the head itself, tensor parallelism, ZeRO-3).
     """
     if not acts(state):
-        return call_inner(module, state, args, kwargs)
+        return call_plainly(module, state, args, kwargs)
     if torch.compiler.is_compiling():
         _say_compiled(state)
         return call_inner(module, state, args, kwargs)

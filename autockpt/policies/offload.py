@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import Transports, Ways
-from autockpt.policies.attachment import Attachment, acts, call_inner
+from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native, refuse_transforms
@@ -119,7 +119,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
 def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``run_offloaded``, for choices that do more."""
     if not acts(state):
-        return call_inner(module, state, args, kwargs)
+        return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs))
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -130,10 +130,10 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
     outside = [t for t in tensors if t is not hidden] + buffers
     transport = state.pipeline.transport(device, state.tier)
     group = state.pipeline.open(state.unit, transport)
-    watch = state.sentinel.watch() if state.sentinel is not None else None
+    watch = state.sentinel.watch(module) if state.sentinel is not None else None
     try:
         packer = Packer(group, transport, device, outside, module.parameters(), watch)
-        with saved_tensors_hooks(packer.pack, unpack):
+        with (saved_tensors_hooks if watch is None else watch.hooks)(packer.pack, unpack):
             output = call_inner(module, state, args, kwargs)
     except RuntimeError as error:
         refuse_transforms(error, state.unit)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.policies.attachment import acts, call_inner
+from autockpt.policies.attachment import acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.conflicts import refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import without_cache
@@ -40,7 +40,7 @@ def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwarg
     ConflictError where it does not do again what it did, InPlaceError where something that it read was changed since.
     """
     if not acts(state):
-        return call_inner(module, state, args, kwargs)
+        return call_plainly(module, state, args, kwargs)
     if torch.compiler.is_compiling():
         # A compiler takes no recompute but torch's own into a graph. What it makes of it looks after random state and
         # in-place changes itself.

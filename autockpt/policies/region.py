@@ -20,9 +20,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError
 
-from autockpt.errors import ConflictError
 from autockpt.policies.arguments import take_apart
 from autockpt.policies.conflicts import refuse_transforms
 from autockpt.policies.replay import Replay
@@ -111,7 +109,9 @@ class Call:
         self._positions: list[int] = []
         self._slots: list[weakref.ref[Slot]] = []
         sentinel = replay.state.sentinel
-        self._watch = sentinel.watch() if sentinel is not None else None
+        self._watch = None
+        if sentinel is not None:
+            self._watch = sentinel.watch(replay.module, code=replay.state.memory.code)
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         self._bind(find)
@@ -134,8 +134,9 @@ class Call:
     def run(self) -> Any:
         """The first, ordinary forward. Raises ConflictError where it did what cannot be done twice."""
         replay = self._replay
+        hooks = saved_tensors_hooks if self._watch is None else self._watch.hooks
         try:
-            with saved_tensors_hooks(self._pack, unpack):
+            with hooks(self._pack, unpack):
                 output = replay(*(tensors := replay.tensors))
         except RuntimeError as error:
             refuse_transforms(error, self.unit)
@@ -214,21 +215,13 @@ class Call:
         self._drop_inputs(target)
 
     def _inputs(self) -> list[torch.Tensor]:
-        """The replay's tensors without their history. Raises ConflictError where a checkpoint around withholds them."""
+        """The replay's tensors without their history."""
         if live := self._replay.tensors:
             # The forward is not over: a gradient is taken inside of it. What is around may hand out only once what it
             # was given to keep, and that is for the backward to come.
             values = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in live}
             return [values[id(tensor)] for tensor in live]
-        try:
-            kept = [source.value() for source in self._sources]
-        except CheckpointError as error:
-            raise ConflictError(
-                f"the torch.utils.checkpoint around {self.unit} does not hand out its inputs (again): "
-                f"{str(error).splitlines()[0]}",
-                remedy=f"Take that checkpoint away, or use `save` on {self.unit}. A usual reason is a tensor that is "
-                "changed in place while backward needs it, of which PyTorch tells without the checkpoint.",
-            ) from error
+        kept = [source.value() for source in self._sources]
         return [kept[position] for position in self._positions]
 
     def _keep_outputs(self, output: Any, until: int) -> None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.arguments import take_apart
-from autockpt.policies.attachment import Attachment, acts, call_inner
+from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native, refuse_transforms
@@ -79,12 +79,12 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     read was changed since, ConflictError where an op does not do again what it did.
     """
     if not acts(state):
-        return call_inner(module, state, args, kwargs)
+        return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     refuse_changed(module, state, args, kwargs)
     tensors: list[torch.Tensor] = []
     take_apart((args, kwargs), tensors, [])
-    watch = state.sentinel.watch(hold=HELD_BYTES) if state.sentinel is not None else None
+    watch = state.sentinel.watch(module, hold=HELD_BYTES) if state.sentinel is not None else None
     before = _sequence_nr()
     try:
         output, path = _watched(module, state, args, kwargs, tensors, watch)
@@ -110,10 +110,11 @@ def _watched(
     where it left the earlier one."""
     ways = state.ways()
     outside = ways.outside(module, tensors) if state.everywhere else None
+    hooks = saved_tensors_hooks if watch is None else watch.hooks
     key = ways.key(outside) if outside is not None else None
     if outside is not None and (score := ways.score(key)) is not None:
         following = Following(state.unit, score, outside, watch)
-        with saved_tensors_hooks(following.pack, unpack), following:
+        with hooks(following.pack, unpack), following:
             output = call_inner(module, state, args, kwargs)
         if following.lost:
             ways.missed(key)
@@ -121,7 +122,7 @@ def _watched(
     tape = Tape(state.unit, tensors, state.keep, watch)
     learning = Learning(tape, outside) if outside is not None and key is not None else None
     noting = running(tape) if state.everywhere else nullcontext()
-    with current(tape), saved_tensors_hooks(tape.pack, unpack), noting, learning or nullcontext():
+    with current(tape), hooks(tape.pack, unpack), noting, learning or nullcontext():
         output = call_inner(module, state, args, kwargs)
     if learning is not None:
         ways.learn(key, learning.score())

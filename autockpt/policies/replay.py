@@ -19,6 +19,7 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.rerun_state import Memory, NumpyUse, Structure, Surroundings, UnitState
+from autockpt.policies.slots import as_it_is
 
 _current = threading.local()
 
@@ -136,7 +137,7 @@ class Replay:
         written = [node.obj for node in self.reached.doubts]
         kept = [tensor.detach().clone() for tensor in written]
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda nothing: nothing):
+        with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, as_it_is):
             again = self._again(tuple(inputs))
         first: list[torch.Tensor] = []
         second: list[torch.Tensor] = []

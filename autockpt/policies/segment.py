@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.policies.attachment import acts, call_inner
+from autockpt.policies.attachment import acts, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_late_writes, refuse_native
@@ -115,7 +115,7 @@ def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwar
     ConflictError where a unit does not do again what it did, InPlaceError where something that it read was changed.
     """
     if not acts(state):
-        return call_inner(module, state, args, kwargs)
+        return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)
     replay = Replay(module, state, args, kwargs)

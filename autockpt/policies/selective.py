@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from autockpt.errors import PlanError
-from autockpt.policies.attachment import acts, call_inner
+from autockpt.policies.attachment import acts, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_late_writes
@@ -44,7 +44,7 @@ def run_keep_attention(module: nn.Module, state: ReplayState, /, *args: Any, **k
 
 def _run(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not acts(state):
-        return call_inner(module, state, args, kwargs)
+        return call_plainly(module, state, args, kwargs)
     refuse_changed(module, state, args, kwargs)
     return run_twice(module, state, args, kwargs, KeepingReplay)
 

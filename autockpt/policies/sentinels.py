@@ -1,10 +1,10 @@
 """Sentinels: what forward drops is fingerprinted, and what backward is given in its place is compared with it.
 
 A unit's first calls are checked, afterwards one call in ``WINDOW`` of each, in turns: units that begin to do otherwise
-late are found, too. Fingerprints are taken when the unit's forward has ended, anew when the whole model's has, and once
-more just before backward makes or fetches a tensor, as long as the original lives: so they are of what backward would
-have read without the choice, changes by ``.data`` or NumPy included. What runs again must also leave the unit's
-parameters and buffers as they were.
+late are found, too. Of units whose code may write to tensors unseen every call is. Fingerprints are taken when the
+unit's forward has ended, anew when the whole model's has, and once more just before backward makes or fetches a tensor,
+as long as the original lives: so they are of what backward would have read without the choice, changes by ``.data`` or
+NumPy included. What runs again must also leave the unit's parameters and buffers as they were.
 
 All is compared on the device, and read once at the end of a backward in which something was checked; none of it sees
 the user's code, changes a random state, or holds on to more than 64 bits of a tensor.
@@ -22,8 +22,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.errors import RerunMismatch
+from autockpt.policies.assigned import Assignments
 from autockpt.policies.compared import (
     Compared,
     Place,
@@ -34,6 +36,7 @@ from autockpt.policies.compared import (
     read,
 )
 from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, stream_of, why_not
+from autockpt.policies.rerun_state import Code, code_of
 from autockpt.policies.saved import probe_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,7 +103,7 @@ class Sentinels:
         return self.units[-1]
 
     def in_mid_training(self) -> None:
-        """Go on as if every unit's first calls were over: for steps that are timed for what later ones take."""
+        """Go on as if every unit's first calls were over: for steps that are timed."""
         for index, unit in enumerate(self.units):
             unit.past_first(index)
 
@@ -111,8 +114,8 @@ class Sentinels:
         """
         if torch.compiler.is_dynamo_compiling():
             return
-        if (error := self._in_a_thread) is not None:
-            self._in_a_thread = None
+        error, self._in_a_thread = self._in_a_thread, None
+        if error is not None:
             raise error
         self.step += 1
         if torch._C._current_graph_task_id() == -1:
@@ -138,11 +141,10 @@ class Sentinels:
             self._judge([watch])
             return
         with self._lock:
-            known = self._pending.get(task)
-            if known is None:
-                known = self._pending[task] = {}
+            if task not in self._pending:
+                self._pending[task] = {}
                 torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
-            known[id(watch)] = watch
+            self._pending[task][id(watch)] = watch
 
     def _finish(self, task: int) -> None:
         with self._lock:
@@ -192,11 +194,13 @@ class UnitSentinel:
         self.last_proven: int | None = None
         self.unchecked: Counter[str] = Counter()
         self._due = self._gap = 1
+        self._code: Code | None = None
 
-    def watch(self, *, hold: int | None = None) -> Watch | None:
-        """A call begins: its watch where it is to be checked. ``hold``: as for Watch."""
+    def watch(self, module: nn.Module, *, code: Code | None = None, hold: int | None = None) -> Watch | None:
+        """A call begins: its watch where it is to be checked. ``code`` of the unit if known; ``hold`` as for Watch."""
         self.calls += 1
-        if self.calls < self._due:
+        self._code = code = code or self._code or code_of(self.name, module)
+        if self.calls < self._due and not code.writes_unseen:
             return None
         if self.sentinels.mode == "sample":
             # tried again soon where no backward follows, but not at every call: it may be an evaluation
@@ -204,7 +208,7 @@ class UnitSentinel:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
-        watch = Watch(self, hold)
+        watch = Watch(self, hold, Assignments(self.name) if code.assigns else None)
         self.sentinels.opened(watch)
         return watch
 
@@ -235,8 +239,8 @@ class Watch:
     fingerprinted when it is saved.
     """
 
-    def __init__(self, sentinel: UnitSentinel, hold: int | None) -> None:
-        self.sentinel = sentinel
+    def __init__(self, sentinel: UnitSentinel, hold: int | None, assignments: Assignments | None = None) -> None:
+        self.sentinel, self._assignments = sentinel, assignments
         self.step = sentinel.sentinels.step or sentinel.calls
         self.differences: list[str] = []
         self._room = hold
@@ -246,6 +250,10 @@ class Watch:
         self.known: dict[Place, torch.Tensor] = {}  # fingerprints of the unit's own state, as it is now
 
     # The first forward.
+
+    def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
+        """Hooks on saved tensors around the unit's forward."""
+        return (self._assignments.hooks if self._assignments is not None else saved_tensors_hooks)(pack, unpack)
 
     @_eagerly
     def packed(self, tensor: torch.Tensor) -> Entry:
@@ -433,8 +441,8 @@ class Entry:
     def _words(self) -> str:
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         reader = f"{node.name()} reads" if node is not None else "is read"
-        size, dtype = tuple(self._form.size), str(self._form.dtype).removeprefix("torch.")
-        return f"the {dtype} tensor {size} that {reader} (number {self._number + 1} of those that forward saved)"
+        what = f"{str(self._form.dtype).removeprefix('torch.')} tensor {tuple(self._form.size)}"
+        return f"the {what} that {reader} (number {self._number + 1} of those that forward saved)"
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """Ops whose results change as soon as a dispatch mode looks on, one that does nothing included: those of the CPU's and
-CUDA's backends. ``watched_backends`` asks the others."""
+CUDA's backends. ``watched_backends`` asks the others. And a mode that sees to it that some memory is not read."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
 
@@ -42,3 +44,30 @@ def _inside_autocast() -> bool:
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return depth > 1
+
+
+class Unread(TorchDispatchMode):
+    """Ops that run in it may not read some tensors: of others whatever was in these does not matter."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+        self._errors: dict[int, tuple[ConflictError, bool]] = {}
+
+    def add(self, tensor: torch.Tensor, error: ConflictError, *, views: bool) -> None:
+        """``error`` is what reading it raises. ``views`` of it may be taken."""
+        self._errors[tensor.untyped_storage()._cdata] = error, views
+
+    def __bool__(self) -> bool:
+        return bool(self._errors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in CHANGED_BY_WATCHING:
+            refuse_watching(func, args, self._unit)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                error, views = self._errors.get(leaf.untyped_storage()._cdata, (None, False))
+                if error is not None and not (views and func.is_view):
+                    raise error
+        return func(*args, **kwargs)

@@ -225,9 +225,10 @@ def test_what_begins_to_change_by_itself_is_right_or_refused_once(change):
             model(torch.randn(4, 8))
         if refused:
             with pytest.raises(ConflictError, match=r"0\.inner\..* is a tensor that this forward changed in place"):
-                model(torch.randn(4, 8))
+                model(torch.randn(4, 8).requires_grad_()).sum().backward()
             for tensor in (model[0].inner.state, model[0].inner.nested["sums"]["x"]):  # type: ignore[union-attr]
                 tensor.zero_()  # type: ignore[operator]
+        model.zero_grad()
         return run(model, together=True)
 
     def late() -> nn.Sequential:
@@ -251,7 +252,7 @@ def test_a_state_that_the_caller_changes_before_backward_is_an_error():
     model = make(state_handed_on)
     with attach(model, {"0": RECOMPUTE}):
         for _ in range(2):
-            model(torch.randn(4, 8)).sum().backward()
+            model(torch.randn(4, 8).requires_grad_()).sum().backward()
         before = model[0].inner.state
         loss = model(torch.randn(4, 8)).sum()
         before.zero_()

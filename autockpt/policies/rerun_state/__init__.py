@@ -1,8 +1,20 @@
 """What a unit's forward reads and changes beside its arguments, for running it again: restored, and put back after."""
 
 from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept
+from autockpt.policies.rerun_state.reach import Code, code_of
 from autockpt.policies.rerun_state.state import Memory, UnitState, Watch
 from autockpt.policies.rerun_state.structure import Structure
 from autockpt.policies.rerun_state.surroundings import NumpyUse, Surroundings
 
-__all__ = ["Conditions", "Memory", "NumpyUse", "Structure", "Surroundings", "UnitState", "Watch", "random_states_kept"]
+__all__ = [
+    "Code",
+    "Conditions",
+    "Memory",
+    "NumpyUse",
+    "Structure",
+    "Surroundings",
+    "UnitState",
+    "Watch",
+    "code_of",
+    "random_states_kept",
+]

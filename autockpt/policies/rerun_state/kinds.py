@@ -6,6 +6,7 @@ never run, and no iterator advances.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import itertools
@@ -28,6 +29,8 @@ from autockpt.policies.fingerprints import quietly
 
 COPIED_BYTES = 1 << 28
 """Tensors and arrays up to this size are copied where that is needed to put them back."""
+SMALL_BYTES = 1 << 16
+"""Parameters up to this size are, too: counters, scales."""
 ABSENT = object()
 _PLAIN = (bool, int, str, bytes)
 _SEQUENCES = tuple({type(iter(kind)) for kind in ([], (), "", b"", bytearray(), range(0), range(1 << 70))})
@@ -192,6 +195,30 @@ class State(Kind):
             raise NotPutBackError from error
 
 
+class Counts(Kind):
+    """``itertools.count``: its next number, which CPython keeps behind the object's header; as an object beside it
+    where the step is not 1."""
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        held, text = gc.get_referents(obj), repr(obj)[len("count(") : -1]  # the number as an object, and the step
+        return held[0] if len(held) > 1 else None if text.startswith("<") else int(text)
+
+    def unchanged(self, obj: Any, taken: Any) -> bool:
+        return _same(self.take(obj, close=False), taken)
+
+    def put(self, obj: Any, taken: Any) -> None:
+        now, as_object = self.take(obj, close=False), len(gc.get_referents(obj)) > 1
+        words = (ctypes.c_ssize_t * 2).from_address(id(obj) + object.__basicsize__)
+        if [*words] != [sys.maxsize, id(now)] if as_object else [*words] != [now, 0] or type(taken) is not int:
+            raise NotPutBackError  # not where CPython keeps them, as of 3.13
+        if as_object:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(taken))
+            words[1] = id(taken)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(now))
+        else:
+            words[0] = taken
+
+
 class TensorTaken(NamedTuple):
     """``alias`` holds the memory, ``bits`` what was in it, ``print`` a fingerprint of that; None where not taken."""
 
@@ -204,13 +231,14 @@ class TensorTaken(NamedTuple):
 
 
 class Tensors(Kind):
-    """Tensors. Parameters and what needs gradients are never copied, only known by their fingerprint."""
+    """Tensors. Large parameters and what needs gradients are never copied, only known by their fingerprint."""
 
     def take(self, obj: Any, *, close: bool) -> TensorTaken:
         version, place = obj._version, place_of(obj)
         if not close or not place:
             return TensorTaken(version, place, obj.requires_grad, None, None, None)
-        copied = not (obj.requires_grad or isinstance(obj, nn.Parameter)) and obj.nbytes <= COPIED_BYTES
+        weight = isinstance(obj, nn.Parameter)
+        copied = (weight or not obj.requires_grad) and obj.nbytes <= (SMALL_BYTES if weight else COPIED_BYTES)
         with quietly():  # an alias is no op of the step; a copy is
             alias = obj.detach()
         bits = alias.clone() if copied else None
@@ -290,8 +318,8 @@ def position(iterator: Any) -> Any:
     kind = type(iterator)
     frame = iterator.gi_frame if kind is types.GeneratorType else None  # first: it is itself something to refer to
     held = gc.get_referents(iterator)
-    if kind is itertools.count and all(type(value) is int for value in held):
-        return repr(iterator)
+    if kind is itertools.count:
+        return Counts().take(iterator, close=False)
     if kind in _SEQUENCES or (kind is itertools.cycle and held):
         rest = iterator.__reduce__()
         return rest[2:] if kind in _SEQUENCES else position(rest[1][0])
@@ -324,6 +352,7 @@ BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(ADVANCING, State(position, None)),
     **dict.fromkeys(_SEQUENCES, State(position, _rewind)),
     **dict.fromkeys(_FILES, State(_tell, None)),
+    itertools.count: Counts(),
     io.StringIO: State(lambda s: s.__getstate__(), lambda s, taken: s.__setstate__(taken)),
     io.BytesIO: State(lambda b: b.__getstate__(), lambda b, taken: b.__setstate__(taken)),
     bytearray: State(bytes, lambda b, taken: bytearray.__setitem__(b, slice(None), taken)),

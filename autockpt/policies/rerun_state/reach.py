@@ -7,6 +7,7 @@ configurations), and other units of a plan: of one that is reached directly only
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import re
@@ -57,6 +58,9 @@ MODULE = Fields(frozenset((*vars(nn.Module()), "forward")) - {*_STATE, *HOOKS})
 _CALLED = ("__call__", "__getattr__", "__setattr__", "__getitem__", "__enter__", "__exit__", "__iter__")
 _IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
 _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
+_METHOD = re.compile(r":\w+\.(\w+)$")
+_UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
+"""Names by which code comes to write to a tensor without its version counter showing it."""
 _WRAPPERS = (types.MethodType, functools.partial, staticmethod, classmethod, property, functools.cached_property)
 
 
@@ -90,6 +94,7 @@ class Walk:
         self.fixed: dict[int, Any] = {}
         self.nodes: list[Node] = []
         self._homes: set[tuple[Any, ...]] = set()
+        self._code: list[tuple[str, types.CodeType]] = []
         self._open: deque[tuple[str, Any, int, bool]] = deque()
 
     def run(self, roots: Iterable[tuple[str, Any]], found: Iterable[Node] = ()) -> list[Node]:
@@ -198,12 +203,13 @@ class Walk:
         home = function.__globals__
         if _in_library(home.get("__name__")):
             return
+        self._code.append((name, function.__code__))
         for cell in function.__closure__ or ():
             self._node(f"{name}:closure", cell, CELL, step, False)
         self._go(f"{name}:default", step, [("", function.__defaults__), ("", function.__kwdefaults__)], False)
         if function.__dict__:
             self._node(name, function.__dict__, FIELDS, step, False)
-        self._names(home, list(_named(function.__code__)), step)
+        self._names(home, [name for part in _parts(function.__code__) for name in part.co_names], step)
 
     def _names(self, home: dict[str, Any], names: list[str], step: int) -> None:
         """Globals that code names, each by itself, as other code names others; those of a module that it names, too."""
@@ -219,6 +225,40 @@ class Walk:
                 self._homes.add((id(home), key))
                 self.nodes.append(Node(f"the global {key}", home, Global(key), [value]))
                 self._open.append((f"the global {key}", value, step + 1, False))
+
+    def code(self) -> Code:
+        """What the code may do that a forward may come to: of methods those alone that such code names."""
+        named, found, left, before = {"forward"}, set[types.CodeType](), self._code, -1
+        while len(left) != before:
+            before, later = len(left), []
+            for name, code in left:
+                method = _METHOD.search(name)
+                if method is None or method[1] in named or method[1].startswith("__"):
+                    found.update(_parts(code))
+                    named.update(*(part.co_names for part in _parts(code)))
+                else:
+                    later.append((name, code))
+            left = later
+        assigns = any("data" in part.co_names and any(map(_assigns, dis.get_instructions(part))) for part in found)
+        return Code(not named.isdisjoint(_UNSEEN), assigns)
+
+
+class Code(NamedTuple):
+    """Whether code names what writes to tensors behind autograd's back, and whether it assigns to a ``.data``."""
+
+    writes_unseen: bool
+    assigns: bool
+
+
+def code_of(unit: str, module: nn.Module) -> Code:
+    """What the code of a unit's forward may do."""
+    walk = Walk(unit, {id(inner) for inner in module.modules()}, (), (), close=False)
+    walk.run([("", module)])
+    return walk.code()
+
+
+def _assigns(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "STORE_ATTR" and instruction.argval == "data"
 
 
 def _warn_of_more() -> None:
@@ -311,11 +351,12 @@ def _empty_cell(cell: types.CellType, _: str) -> None:
 CELL = Names(("",), _of_cell, _to_cell, _empty_cell)
 
 
-def _named(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of functions defined in it."""
+    yield code
     for inner in code.co_consts:
         if type(inner) is types.CodeType:
-            yield from _named(inner)
+            yield from _parts(inner)
 
 
 @functools.cache

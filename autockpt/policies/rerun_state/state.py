@@ -1,9 +1,9 @@
 """The state of a unit, looked at whole: what its forward changes is found as it was when it runs again, and is
 afterwards as it was before that.
 
-On a unit's first calls, and anew when its modules are others, all that can be reached is looked at closely. What has
-not changed by then is later only compared: which objects they are, and versions and memory of tensors. What changes is
-copied before each forward.
+On a unit's first calls, and anew when its modules are others, all that can be reached is looked at closely; of units
+whose code may write to tensors unseen, on every call. What has not changed by then is later only compared: which
+objects they are, and versions and memory of tensors. What changes is copied before each forward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import os
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType
 from typing import Any, Protocol
 
@@ -33,7 +33,8 @@ from autockpt.policies.rerun_state.kinds import (
     place_of,
     without_values,
 )
-from autockpt.policies.rerun_state.reach import HOOKS, Global, Node, Walk, said
+from autockpt.policies.rerun_state.reach import HOOKS, Code, Global, Node, Walk, said
+from autockpt.policies.watching import Unread
 
 _FIRST_CALLS = 2
 _ARGUMENT = "the argument"
@@ -63,15 +64,16 @@ class Memory:
         self.lively: set[str] = set()
         self.restless: Counter[str] = Counter()
         self.calls = {True: 0, False: 0}  # by the unit's `training`
+        self.code = Code(False, False)
         self._cache_quiet: Quiet | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache_quiet": None}
 
     def quiet(self, module: nn.Module) -> Quiet | None:
-        """What has not changed so far; None where the unit is to be looked at closely: on its first calls, and where
-        somebody has changed something, after which its forward may do what it did not."""
-        if self.calls[module.training] < _FIRST_CALLS:
+        """What has not changed so far; None where the unit is to be looked at closely: on its first calls, where its
+        code may write unseen, and where somebody has changed something, after which it may do what it did not."""
+        if self.calls[module.training] < _FIRST_CALLS or self.code.writes_unseen:
             self._cache_quiet = None
             return None
         if self._cache_quiet is None:
@@ -158,6 +160,7 @@ class UnitState:
             inside = {id(inner) for inner in module.modules()}
             walk = Walk(memory.unit, inside, (), memory.lively, close=True)
             walk.run(_roots(module))
+            memory.code = walk.code()
             self._still = walk.run(arguments)
         else:
             self._marks = quiet.marks()
@@ -168,6 +171,7 @@ class UnitState:
         self._changing: list[Node] = []
         self._versions: dict[int, int] = {}
         self.doubts: list[Node] = []  # tensors without a copy that the forward wrote to
+        self._lost: dict[int, ConflictError] = {}  # by tensor: it changed for the first time, so nobody had a copy
         self._over = False
         self.moved: dict[int, int] = {}
 
@@ -183,7 +187,10 @@ class UnitState:
         if len(memory.lively) > len(known):
             memory._cache_quiet = None
         for node in (*changed, *tensors):
-            _refuse(memory.unit, node, known=quiet is None or node.name in known)
+            if node.kind is TENSORS and node.taken.alias is None and quiet is not None and node.name not in known:
+                self._lost[id(node.obj)] = _began(memory.unit, node)
+            else:
+                _refuse(memory.unit, node)
         new = {id(node) for node in changed}
         detached: dict[int, torch.Tensor] = {}
         # what changes at times may now hold what it held: its second run must find it so and leave it so all the same
@@ -200,7 +207,7 @@ class UnitState:
         doubts, self.doubts = self.doubts, []
         for node in doubts:
             if not same:
-                _refuse(self._memory.unit, node, known=True)
+                _refuse(self._memory.unit, node)
 
     def _changed_tensors(self) -> list[Node]:
         quiet = self._quiet
@@ -216,15 +223,26 @@ class UnitState:
         # which parameters a module has is looked after by the replay, as FSDP exchanges them
         nodes = [*self._changing, *(node for node in nodes if not isinstance(node.kind, Parameters))]
         held = [node._replace(taken=node.kind.take(node.obj, close=True)) for node in nodes]
+        unread, forwards = Unread(self._memory.unit), list[Node]()
         try:
             for node in nodes:
                 try:
-                    node.kind.put(node.obj, node.taken)
-                except NotPutBackError as error:
-                    raise _changed_between(self._memory.unit, node) from error
-            yield
+                    if node.kind.goes_back:
+                        node.kind.put(node.obj, node.taken)
+                except NotPutBackError as cause:
+                    error = self._lost.get(id(node.obj)) or _changed_between(self._memory.unit, node)
+                    if node.kind is not TENSORS or not place_of(node.obj):
+                        raise error from cause
+                    unread.add(node.obj, error, views=place_of(node.obj) == node.taken.place)
+            only = [node for node in nodes if not node.kind.goes_back]
+            forwards = [node._replace(taken=node.kind.take(node.obj, close=True)) for node in only]
+            with unread if unread else nullcontext():
+                yield
         finally:
-            self._put_back(held)
+            # a run that ends early may not come that far
+            advanced = [node for node in forwards if not node.unchanged()] + self._put_back(held)
+            for node in advanced:
+                raise _advances(self._memory.unit, node)
 
     def _quiet_tensors(self) -> list[Node]:
         """Those that were changed since, as they were."""
@@ -235,43 +253,54 @@ class UnitState:
             if mark != now
         ]
 
-    def _put_back(self, held: list[Node]) -> None:
+    def _put_back(self, held: list[Node]) -> list[Node]:
+        """All as it was, but for those that are returned."""
+        stuck: list[Node] = []
         for node in reversed(held):
             if node.kind is TENSORS and (end := node.obj._version) != node.taken.version:
                 # other graphs go by it; slots that this run filled follow
                 _set_version((node.obj,), (node.taken.version,))
                 if node.taken.version == self._versions.get(id(node.obj)):
                     self.moved[end] = node.taken.version
-            node.kind.put(node.obj, node.taken)
+            try:
+                if node.kind.goes_back:
+                    node.kind.put(node.obj, node.taken)
+            except NotPutBackError:
+                stuck.append(node)
+        return stuck
 
 
 def _roots(module: nn.Module) -> list[tuple[str, Any]]:
     return [("", module), ("the environment", os.environ._data), ("the hooks of all modules", _EVERYWHERE)]  # type: ignore[attr-defined]
 
 
-def _refuse(unit: str, node: Node, *, known: bool) -> None:
-    """Raise ConflictError where what a forward has changed cannot be put back."""
-    name, kind = said(unit, node.name), type(node.obj).__name__
-    if not node.kind.goes_back:
-        raise ConflictError(
-            f"{unit} advances {name} ({kind}), which cannot be put back to run its forward again",
-            remedy=f"Use `save`, `offload` or `remake` on {unit}, or draw from it outside and hand in what was drawn.",
-        )
-    if node.kind is not TENSORS or (node.taken.alias is not None and node.taken.bits is not None):
-        return
+def _refuse(unit: str, node: Node) -> None:
+    """Raise ConflictError where what a forward has changed is a tensor that nobody has a copy of."""
     taken, now = node.taken, node.obj
-    if taken.alias is None and not known:
-        raise ConflictError(
-            f"{name} is a tensor that this forward changed in place and earlier ones did not, so this once it cannot "
-            "run again",
-            remedy="Run the step again: from now on what was in it is kept.",
-        )
+    if node.kind is not TENSORS or (taken.alias is not None and taken.bits is not None):
+        return
     if taken.alias is None or taken.version != now._version or taken.print != fingerprint(taken.alias):
         raise ConflictError(
-            f"{unit} changes one of its {'inputs' if node.name == _ARGUMENT else 'parameters'}, {name} (shape "
-            f"{tuple(now.shape)}), in place, so its forward cannot be run again",
+            f"{unit} changes one of its {'inputs' if node.name == _ARGUMENT else 'parameters'}, "
+            f"{said(unit, node.name)} (shape {tuple(now.shape)}), in place, so its forward cannot be run again",
             remedy=f"Use `save`, `offload` or `remake` on {unit}, or change it outside of the forward.",
         )
+
+
+def _began(unit: str, node: Node) -> ConflictError:
+    return ConflictError(
+        f"{said(unit, node.name)} is a tensor that this forward changed in place and earlier ones did not, so this "
+        "once it cannot run again",
+        remedy="Clear the gradients and run the step again: from now on what was in it is kept.",
+    )
+
+
+def _advances(unit: str, node: Node) -> ConflictError:
+    return ConflictError(
+        f"{unit} advances {said(unit, node.name)} ({type(node.obj).__name__}), which cannot be put back to run its "
+        "forward again",
+        remedy=f"Use `save`, `offload` or `remake` on {unit}, or draw from it outside and hand in what was drawn.",
+    )
 
 
 def _written_unseen(node: Node) -> bool:

@@ -1,0 +1,67 @@
+"""Assignments to the ``.data`` of a tensor that autograd has saved.
+
+Autograd holds the tensor itself where an op has saved what it was given, and backward then reads what was assigned.
+Hooks on saved tensors are handed another tensor over the memory of before, and nothing leads from it to the first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from autockpt.errors import ConflictError
+from autockpt.policies.rerun_state.kinds import place_of
+
+_assign: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Assignments(TorchFunctionMode):
+    """Refuses these within one forward of a unit, in which autograd saves tensors by way of ``hooks``."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+        self._given: list[torch.Tensor] = []
+        self._saved: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    @contextmanager
+    def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+        """Hooks on saved tensors, and this mode."""
+
+        def noting(tensor: torch.Tensor) -> Any:
+            self._note(tensor)
+            return pack(tensor)
+
+        with saved_tensors_hooks(noting, unpack), self:
+            yield
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        """``tensor`` lies over what autograd saves: the op's result, or what the op was given."""
+        for given in self._given:
+            if place_of(given) and _layout(given) == _layout(tensor):
+                self._saved[id(given)] = weakref.ref(given)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _assign and (known := self._saved.get(id(args[0]))) is not None and known() is args[0]:
+            raise ConflictError(
+                f"{self._unit} assigns to the .data of a tensor (shape {tuple(args[0].shape)}) that backward needs: "
+                "plain training would read the new values there, which are not those that forward computed with",
+                remedy=f"Make a new tensor of the new values instead, or use `save` on {self._unit}.",
+            )
+        before, self._given = self._given, [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._given = before
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return place_of(tensor), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype

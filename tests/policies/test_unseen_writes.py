@@ -1,0 +1,128 @@
+"""Units whose code may write to tensors behind autograd's back, from the first call on or from a later one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import AutockptError, ConflictError
+from autockpt.policies.rerun_state import code_of
+from autockpt.runtime import attach
+from autockpt.schema.choices import parse_choice
+from tests.policies.zoo import assert_equal
+
+KINDS = ("recompute", "selective", "remake", "offload", "segment", "recompute_offload")
+D = 64
+
+
+class Unit(nn.Module):
+    def __init__(self, write: Callable[[Any, Tensor], Tensor], late: int) -> None:
+        super().__init__()
+        self.a, self.b, self.write, self.late = nn.Linear(D, D), nn.Linear(D, D), write, late
+        self.calls, self.average = 0, [torch.zeros(())]
+
+    def reset(self) -> None:
+        self.a.weight.data.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.b(torch.tanh(self.a(self.write(self, x) if self.calls > self.late else x)))
+
+
+def assigned(unit: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x)
+    y = torch.exp(h * 0.1) * h
+    h.data = h.data * 0.5
+    return y * h
+
+
+def assigned_to_what_only_its_op_saved(unit: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x)
+    h.data = h.data * 0.5
+    return h
+
+
+def written_by_numpy(unit: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x)
+    y = torch.exp(h * 0.1) * h
+    h.detach().numpy()[...] *= 0.5
+    return y * h
+
+
+def an_average_by_data(unit: Any, x: Tensor) -> Tensor:
+    unit.average[0].data.add_(1)
+    return x * (1 + unit.average[0])
+
+
+def trained(write: Callable[[Any, Tensor], Tensor], late: int, kind: str | None, **sentinels: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), Unit(write, late), nn.Linear(D, D))
+    seen: dict[str, Tensor] = {}
+    with attach(model, {} if kind is None else {"1": parse_choice(kind)}, **sentinels):
+        for step in range(5):
+            model(torch.randn(32, D)).pow(2).mean().backward()
+            seen |= {f"{step} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return seen | {"average": model[1].average[0].clone()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("late", [0, 3], ids=["at once", "late"])
+@pytest.mark.parametrize("write", [written_by_numpy, an_average_by_data, assigned_to_what_only_its_op_saved])
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_or_refused_whenever_they_begin(kind: str, write: Callable[[Any, Tensor], Tensor], late: int) -> None:
+    wanted = trained(write, late, None)
+    try:
+        got = trained(write, late, kind)
+    except AutockptError:
+        assert write is written_by_numpy  # what a later op reads of it is not what an earlier one has saved
+    else:
+        assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize("late", [0, 3], ids=["at once", "late"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_assigning_to_the_data_of_what_autograd_has_saved_is_refused(kind: str, late: int) -> None:
+    with pytest.raises(ConflictError, match=r"1 assigns to the \.data of a tensor \(shape \(32, 64\)\)"):
+        trained(assigned, late, kind)
+
+
+def test_code_that_a_forward_does_not_come_to_does_not_count() -> None:
+    def nothing(unit: Any, x: Tensor) -> Tensor:
+        return x
+
+    assert code_of("1", Unit(nothing, 0)) == (False, False)  # ``reset`` names .data
+    assert code_of("1", Unit(an_average_by_data, 0)) == (True, False)
+    assert code_of("1", Unit(assigned, 0)) == (True, True)
+
+
+class Kept(nn.Module):
+    """The product is kept by ``selective``, so that the bias is not read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("kind", ["selective", "recompute"])
+def test_a_weight_written_before_backward_matters_where_it_is_read_again(kind: str) -> None:
+    def gradients(choices: dict[str, Any]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(D, D), Kept(), nn.Linear(D, D))
+        with attach(model, choices):
+            loss = model(torch.randn(32, D)).sum()
+            model[1].a.bias.data = model[1].a.bias.data + 1  # type: ignore[union-attr]
+            loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    choices = {"1": parse_choice(kind)}
+    if kind == "selective":
+        assert_equal(gradients(choices), gradients({}))
+    else:
+        with pytest.raises(ConflictError, match=r"1\.a\.bias was changed in place between forward and backward"):
+            gradients(choices)
