@@ -250,11 +250,10 @@ def main() -> int:
     rows = ["| package | line | change | noticed by |", "|---|---|---|---|"]
     counts: dict[str, list[int]] = {}
     for package in given.packages:
-        drawn = sample(package, given.sample, given.seed)
-        counts[package] = [0, len(drawn)]
-        for mutant in drawn:
+        counts[package] = [0, 0]
+        for mutant in sample(package, given.sample, given.seed):
             found, spent = noticed(mutant, tests_of(mutant.module))
-            counts[package][0] += bool(found)
+            counts[package] = [counts[package][0] + bool(found), counts[package][1] + 1]
             where = f"{mutant.module.relative_to(ROOT / 'autockpt' / package)}:{mutant.line}"
             name = found.replace(f"{ROOT}/", "").removeprefix("tests/").replace("|", "\\|")
             rows.append(f"| {package} | {where} | {mutant.what} | {name or '**nothing**'} |")

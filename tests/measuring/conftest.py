@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -16,17 +15,10 @@ from tests.measuring.small_workloads import FACTORY, make_workload
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quick_collections() -> Iterator[None]:
-    """Every measured cycle collects garbage first: keep it from looking through all loaded modules each time.
-
-    One thread, because the tests' tensors are tiny and threads that wait for one another on a busy machine are slow.
-    """
+def _one_thread() -> None:
+    """The tests' tensors are tiny, and threads that wait for one another on a busy machine are slow."""
     torch.set_num_threads(1)
     make_workload().cycle()  # the first optimizer step imports much
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

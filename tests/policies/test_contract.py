@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,24 +25,23 @@ pytestmark = pytest.mark.slow
 KINDS = sorted(choice_kinds("block"))
 NO_CACHE = {"use_cache": False}
 
+DTYPES = ("fp32", "bf16")
+FEW = [CASES[n] for n in ("gpt2", "t5", "cnn", "sequential")]
+LANGUAGE = [CASES[n] for n in ("llama", "gpt2", "t5")]
+
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=str)
 each_kind = pytest.mark.parametrize("kind", KINDS)
-each_dtype = pytest.mark.parametrize("dtype", ("fp32", "bf16"))
-few_cases = pytest.mark.parametrize("case", [CASES[n] for n in ("gpt2", "t5", "cnn", "sequential")], ids=str)
-language_models = pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "t5")], ids=str)
 
 
-@pytest.fixture(scope="module")
-def reference() -> Callable[[Case, str], dict[str, Tensor]]:
-    results: dict[tuple[str, str], dict[str, Tensor]] = {}
+def in_turn(cases: Sequence[Case], number: int = 2) -> pytest.MarkDecorator:
+    """Each kind with so many of the cases, and each case with kinds of all sorts: the rest would say the same."""
+    pairs = [(kind, cases[(i * number + j) % len(cases)]) for i, kind in enumerate(KINDS) for j in range(number)]
+    return pytest.mark.parametrize(("kind", "case"), pairs, ids=str)
 
-    def get(case: Case, dtype: str) -> dict[str, Tensor]:
-        key = (case.name, dtype)
-        if key not in results:
-            results[key] = plain(case, dtype)
-        return results[key]
 
-    return get
+@functools.cache
+def reference(case: Case, dtype: str) -> dict[str, Tensor]:
+    return plain(case, dtype)
 
 
 def planned(case: Case, kind: str) -> tuple[nn.Module, dict[str, Choice]]:
@@ -62,31 +62,24 @@ def test_table_and_union_agree():
     assert all(kind == policy.kind for kind, policy in POLICIES.items())
 
 
-@each_dtype
-@each_kind
-@each_case
-def test_two_steps_are_bit_equal(case, kind, dtype, reference):
-    model, choices = planned(case, kind)
-    with attach(model, choices) as session:
-        # the cache changes the order of sums; only a plan that attaches something switches it off by itself
-        extra = NO_CACHE if case.takes_cache and session.guard() is None else {}
-        assert_equal(train(model, case, dtype, **extra), reference(case, dtype))
-
-
-@each_dtype
-@each_kind
-@each_case
-def test_copies_beside_compute_are_waited_for(case, kind, dtype, reference):
+@pytest.mark.parametrize(
+    ("case", "kind", "dtype"),
+    [(case, kind, DTYPES[(i + j) % 2]) for i, case in enumerate(CASES.values()) for j, kind in enumerate(KINDS)],
+    ids=str,
+)
+def test_two_steps_are_bit_equal_and_copies_beside_compute_are_waited_for(case, kind, dtype):
+    """With copies that arrive as late as they may; with a device's own ways, see ``test_architectures``."""
     model, choices = planned(case, kind)
     transport = DeferredTransport()
-    with attach(model, choices, transport=transport):
-        extra = NO_CACHE if case.takes_cache else {}
+    with attach(model, choices, transport=transport) as session:
+        # the cache changes the order of sums; only a plan that attaches something switches it off by itself
+        extra = NO_CACHE if case.takes_cache and session.guard() is None else {}
         assert_equal(train(model, case, dtype, **extra), reference(case, dtype))
     assert transport.pieces_in_use() == 0
 
 
 @each_case
-def test_every_choice_beside_every_other(case, reference):
+def test_every_choice_beside_every_other(case):
     model = case.make()
     mixed = {name: parse_choice(KINDS[i % len(KINDS)]) for i, name in enumerate(case.units(model))}
     with attach(model, mixed, transport=DeferredTransport()):
@@ -168,16 +161,26 @@ def _evaluation_with_gradients(case: Case, model: nn.Module) -> dict[str, Tensor
     return gradients(model)
 
 
-SCENARIOS = [v for n, v in list(globals().items()) if n.startswith("_") and getattr(v, "__module__", "") == __name__]
+Scenario = Callable[[Case, nn.Module], dict[str, Tensor]]
+SCENARIOS: list[Scenario] = [
+    v for n, v in list(globals().items()) if n.startswith("_") and getattr(v, "__module__", "") == __name__
+]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__.strip("_"))
-@each_kind
-@few_cases
-def test_is_bit_equal_in(scenario, case, kind):
+@functools.cache
+def plain_scenario(scenario: Scenario, case: Case) -> dict[str, Tensor]:
     torch.manual_seed(5)
     model = case.make()
-    wanted = scenario(case, model) | dict(model.named_buffers())
+    return scenario(case, model) | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("scenario", "kind", "case"),
+    [(f, kind, FEW[(i + j) % len(FEW)]) for i, f in enumerate(SCENARIOS) for j, kind in enumerate(KINDS)],
+    ids=lambda value: value.__name__.strip("_") if callable(value) else str(value),
+)
+def test_is_bit_equal_in(scenario, case, kind):
+    wanted = plain_scenario(scenario, case)
     model, choices = planned(case, kind)
     transport = DeferredTransport()
     torch.manual_seed(5)
@@ -203,8 +206,7 @@ def test_double_backward(kind):
         assert_equal(penalty(model), wanted)
 
 
-@each_kind
-@each_case
+@in_turn(list(CASES.values()), 3)
 def test_keeps_less_in_training_and_in_evaluation(case, kind):
     model, choices = planned(case, kind)
     single = case.name == "sequential"
@@ -222,8 +224,7 @@ def test_keeps_less_in_training_and_in_evaluation(case, kind):
                 assert kept < (1.05 if single else 0.85) * free
 
 
-@each_kind
-@each_case
+@in_turn(list(CASES.values()))
 def test_does_nothing_without_gradients(case, kind):
     model, choices = planned(case, kind)
     model.eval()
@@ -235,8 +236,7 @@ def test_does_nothing_without_gradients(case, kind):
     assert transport.queues.sent == 0
 
 
-@each_kind
-@language_models
+@in_turn(LANGUAGE, 1)
 def test_generates_with_its_cache(case, kind):
     model, choices = planned(case, kind)
     model.eval()
@@ -250,9 +250,8 @@ def test_generates_with_its_cache(case, kind):
             assert model(**case.batch()).past_key_values is None
 
 
-@each_kind
-@each_case
-def test_leaves_the_model_as_it_was(case, kind, reference):
+@in_turn(list(CASES.values()))
+def test_leaves_the_model_as_it_was(case, kind):
     model, choices = planned(case, kind)
 
     def look() -> Any:
@@ -285,9 +284,8 @@ def test_leaves_the_model_as_it_was(case, kind, reference):
         assert_equal(train(model, case, **extra), reference(case, "fp32"))
 
 
-@each_kind
-@each_case
-def test_copies_and_pickles_run_their_own_weights(case, kind, reference):
+@in_turn(list(CASES.values()))
+def test_copies_and_pickles_run_their_own_weights(case, kind):
     model, choices = planned(case, kind)
     extra = NO_CACHE if case.takes_cache else {}
     with attach(model, choices) as session:
@@ -308,8 +306,7 @@ def test_copies_and_pickles_run_their_own_weights(case, kind, reference):
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-@each_kind
-@language_models
+@in_turn(LANGUAGE, 1)
 def test_saves_the_users_own_config(case, kind, tmp_path):
     model, choices = planned(case, kind)
     model.save_pretrained(tmp_path / "before")
@@ -363,8 +360,7 @@ def test_changed_output_is_an_error_or_right(kind):
             assert_equal(gradients(model), gradients(exact))
 
 
-@each_kind
-@few_cases
+@in_turn(FEW)
 def test_changed_weight_is_an_error(case, kind):
     model, choices = planned(case, kind)
     with attach(model, choices, transport=DeferredTransport()):
@@ -404,8 +400,7 @@ def test_shared_and_skipped_units(kind):
         assert_equal(run(model), wanted)
 
 
-@each_kind
-@each_case
+@in_turn(list(CASES.values()))
 def test_hooks_on_units_run_once(case, kind):
     model, choices = planned(case, kind)
     calls: list[str] = []
@@ -418,9 +413,8 @@ def test_hooks_on_units_run_once(case, kind):
     assert calls == ["before", "after", "backward"]
 
 
-@each_kind
-@each_dtype
-@language_models
+@pytest.mark.parametrize("dtype", DTYPES)
+@in_turn(LANGUAGE, 1)
 def test_lora_with_a_frozen_base(case, kind, dtype):
     peft = pytest.importorskip("peft")
 
@@ -433,8 +427,7 @@ def test_lora_with_a_frozen_base(case, kind, dtype):
         assert_equal(train(model, case, dtype, **NO_CACHE), wanted)
 
 
-@each_kind
-@few_cases
+@in_turn(FEW)
 def test_a_frozen_model_and_gradients_of_the_input_only(case, kind):
     def run(model: nn.Module) -> dict[str, Tensor]:
         torch.manual_seed(7)
