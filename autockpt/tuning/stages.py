@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from autockpt.errors import PlanError
+from autockpt.errors import PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import Profiled
 from autockpt.schema import (
@@ -26,11 +26,13 @@ from autockpt.schema import (
     Unit,
 )
 from autockpt.schema.known import ALL
+from autockpt.schema.request import question_hash
 from autockpt.tracing import Tracer
 from autockpt.tuning.dryrun import foresee
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Traced
 from autockpt.tuning.outcome import listed_units, make_plan, plain, said_of_head, scored_rows, simulated_rows
+from autockpt.tuning.proposers.sampler import show_trials
 from autockpt.tuning.proposers.solver import REFEREE_CALLS, SolverProposer
 from autockpt.tuning.question import Clock, Limits, Question
 from autockpt.tuning.targets.base import Target
@@ -229,7 +231,9 @@ def find_plan(
         run.write_graph(profiled.base)
         run.write_profile(profiled.profile)
     trials = Trials(run)
-    proposer = SolverProposer(question, profiled, target, trials, storage, calls=referee_calls)
+    title = _title(question, environment, run)
+    study = f"{title}: sampler"
+    proposer = SolverProposer(question, profiled, target, trials, storage, calls=referee_calls, study=study)
     found = Loop(proposer, target, trials, question.limits, clock).run()
     rows = scored_rows(proposer.known, found.trials, found.best, question.host_budget)
     plan = None
@@ -252,6 +256,8 @@ def find_plan(
             run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
             if ALL in proposer.known:
                 run.write_graph(profiled.predictor.graph(proposer.known[ALL]), "recompute")
+    if run is not None:
+        found.notes.extend(_shown(storage, title, found))
     outcome = outcome_of(
         question,
         found,
@@ -264,6 +270,21 @@ def find_plan(
         notes=found.notes,
     )
     return finish(run, question, found, outcome)
+
+
+def _title(question: Question, environment: Environment, run: RunDirectory | None) -> str:
+    """What a study of this question is called: in a storage of many searches no two of them are called the same."""
+    digest = f" ({question_hash(run.question)})" if run is not None else ""
+    return f"{question.name} on {environment.device.name} within {question.budget.text}{digest}"
+
+
+def _shown(storage: str, title: str, found: SearchResult) -> tuple[str, ...]:
+    """Write the study that people open; that this was not possible is a note, for the search has its answer."""
+    try:
+        show_trials(storage, title, found.trials, found.budget)
+    except RunDirectoryError as error:
+        return (f"the study for Optuna's tools was not written: {error.message}",)
+    return ()
 
 
 def foresee_plan(

@@ -8,8 +8,9 @@ import optuna
 import pytest
 
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import Measurement, Trial, load_space
-from autockpt.tuning.proposers.sampler import Study
+from autockpt.schema import RECOMPUTE, SAVE, Measurement, ResolvedBudget, Trial, load_space
+from autockpt.tuning.proposers.sampler import MIB, Study, show_trials
+from tests.report.samples import trial
 
 
 @pytest.mark.parametrize("storage", ["nonsense", "nosuchdriver://someone:secret@nowhere/db"])
@@ -76,3 +77,23 @@ def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> N
     opened()
     states = [t.state.name for t in optuna.load_study(study_name="search", storage=storage).trials]
     assert states == ["FAIL", "FAIL"]
+
+
+def test_people_see_every_trial_once_with_what_their_tools_plot(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    budget = ResolvedBudget(asked="60%", bytes=int(440 * MIB))
+    trials = [
+        trial(0, encoding="baseline", name="recompute all", choices=dict.fromkeys("abc", RECOMPUTE)),
+        trial(1, choices={"a": RECOMPUTE, "b": SAVE, "c": SAVE}, parameters={"margin": 0.02}),
+        trial(2, state="failed", measured=None, message="it raised"),
+    ]
+    for _ in range(2):  # a second time it takes the place of the first
+        show_trials(storage, "a question", trials, budget)
+    study = optuna.load_study(study_name="a question", storage=storage)
+    assert study.metric_names == ["step seconds", "peak MiB"] and study.user_attrs["budget"] == "60%"
+    everything, knobs, failed = study.trials
+    assert everything.params["recompute layers"] == 3 and knobs.params["recompute layers"] == 1
+    assert knobs.values == [0.448, pytest.approx(440.7, abs=0.01)] and knobs.user_attrs["margin"] == 0.02
+    assert knobs.constraints["over budget"] == pytest.approx(0.7 / 440, abs=1e-4) and not study.best_trials
+    assert knobs.user_attrs["a"] == "recompute" and knobs.user_attrs["b"] == "save"
+    assert failed.state.name == "FAIL" and failed.user_attrs["why"] == "it raised"

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import Choice, Trial, label
+from autockpt.schema import Choice, ResolvedBudget, Trial, label
 from autockpt.schema.files import FULL
+from autockpt.schema.names import fold
 from autockpt.schema.space import Encoding, Knob, Sampler
 from autockpt.tuning.trials import Parameters
 
@@ -107,6 +108,61 @@ class Study:
         """The trial could not be completed for a reason that says nothing about its parameters."""
         with self._in_words():
             self._study.tell(self._open.pop(number), state=TrialState.FAIL)
+
+
+MIB = 2**20
+
+
+def show_trials(storage: str, name: str, trials: Sequence[Trial], budget: ResolvedBudget) -> None:
+    """Write the study ``name`` for people and their tools, over an earlier one: every trial once, as it stands now.
+
+    Its values are step seconds and peak MiB; its parameters say how many layers do what, so that baselines have them,
+    too; its constraint is the budget. A trial without numbers is there as failed, with the reason. Raises
+    RunDirectoryError where the storage cannot be used.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    kinds = sorted({c.kind for trial in trials for c in trial.choices.values()} - {"save"})
+    try:
+        if name in optuna.get_all_study_names(storage):
+            optuna.delete_study(study_name=name, storage=storage)
+        study = optuna.create_study(study_name=name, storage=storage, directions=["minimize", "minimize"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # metric names are marked experimental
+            study.set_metric_names(["step seconds", "peak MiB"])
+        study.set_user_attr("budget", budget.asked)
+        study.set_user_attr("budget MiB", budget.bytes / MIB)
+        study.add_trials([_shown(trial, kinds, budget) for trial in trials])
+    except Exception as error:  # optuna passes on whatever the database driver raises
+        raise _unusable(storage, error) from error
+
+
+def _shown(trial: Trial, kinds: Sequence[str], budget: ResolvedBudget) -> optuna.trial.FrozenTrial:
+    """One trial for ``show_trials``."""
+    layers = len(trial.choices)
+    counts = {kind: sum(choice.kind == kind for choice in trial.choices.values()) for kind in kinds}
+    told: dict[str, Any] = {"trial": trial.number, "name": trial.name, "from": trial.encoding, "state": trial.state}
+    told |= {"plan": trial.plan_hash, **trial.parameters, **({"why": trial.message} if trial.message else {})}
+    if trial.predicted is not None:
+        told["predicted peak MiB"] = trial.predicted.peak_bytes / MIB
+        told |= {"predicted step seconds": trial.predicted.step_seconds} if trial.predicted.step_seconds else {}
+    if trial.measured is not None:
+        told["noise"] = trial.measured.noise
+    told |= {unit: str(choice) for unit, choice in fold(trial.choices).items()}
+    score = trial.score
+    over = None if score is None else score.peak_bytes / budget.bytes - 1
+    values = None
+    if score is not None and score.step_seconds is not None:
+        values = [score.step_seconds, score.peak_bytes / MIB]
+    return optuna.trial.create_trial(
+        state=TrialState.FAIL if values is None else TrialState.COMPLETE,
+        values=values,
+        params={f"{kind} layers": count for kind, count in counts.items()},
+        distributions={f"{kind} layers": IntDistribution(0, max(layers, 1)) for kind in kinds},
+        user_attrs=told | ({"over budget": over} if over is not None else {}),
+        constraints={"over budget": over} if over is not None else None,
+        # where optuna-dashboard looks for them
+        system_attrs={"constraints": [over]} if over is not None else None,
+    )
 
 
 def _unusable(storage: str, error: Exception) -> RunDirectoryError:

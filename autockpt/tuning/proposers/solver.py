@@ -52,7 +52,7 @@ MOST_MISSES = 3  # candidates tried for each that is wanted
 class SolverProposer:
     """Plans of the solver for one question; what is predicted of them comes from ghost runs and op times.
 
-    ``calls`` are the ghost runs that may be spent on refining one candidate.
+    ``calls`` are the ghost runs that may be spent on refining one candidate; ``study`` names the sampler's study.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class SolverProposer:
         storage: str,
         *,
         calls: int = REFEREE_CALLS,
+        study: str = "search",
     ) -> None:
         self.question, self.profiled, self.target, self.trials = question, profiled, target, trials
-        self.space, self.storage, self.calls = question.space, storage, calls
+        self.space, self.storage, self.calls, self.study_name = question.space, storage, calls, study
         self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
         self.rulings: dict[tuple[Choice, ...], Ruling] = {}
         self.device = profiled.predictor.device
@@ -98,7 +99,13 @@ class SolverProposer:
         seed = self.question.limits.seed + self.trials.resumed
         space = self.space
         self.study = Study(
-            space.encoding, space.sampler, space.knobs, self.menus, name="search", storage=self.storage, seed=seed
+            space.encoding,
+            space.sampler,
+            space.knobs,
+            self.menus,
+            name=self.study_name,
+            storage=self.storage,
+            seed=seed,
         )
 
     def baselines(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:
