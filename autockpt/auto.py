@@ -1,7 +1,11 @@
-"""``AUTOCKPT_PLAN=plan.yaml`` and ``import autockpt.auto``: a plan for a script that can gain only one line.
+"""``import autockpt.auto``, with ``AUTOCKPT_PLAN=plan.yaml`` or ``AUTOCKPT_BUDGET=24GB``: for a script of anybody.
 
-The first model that fits the plan and is called to be trained gets it, right before that call; the line may stand
-anywhere before training. What was attached, or at exit that nothing was and why, is said on stderr.
+With a plan, the first model that fits it and is called to be trained gets it, right before that call; the line may
+stand anywhere before training. What was attached, or at exit that nothing was and why, is said on stderr.
+
+With a budget, every Trainer of transformers (TRL's too) that is made afterwards gets ``AutockptCallback(budget=…)``,
+which searches as training starts. Other loops do not show their loss and optimizer before their first step: there
+nothing happens, which is said at exit with what to do instead.
 
 This is the one module with an effect on import. It exchanges ``torch.nn.Module.__call__`` until a model is found: hooks
 come too late, for a call has looked up the model's forward before it runs them.
@@ -14,9 +18,10 @@ import multiprocessing
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from autockpt.errors import AutockptError
+from autockpt.errors import AutockptError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from autockpt.schema.plan import Plan
 
 VARIABLE = "AUTOCKPT_PLAN"
+BUDGET = "AUTOCKPT_BUDGET"
 _SHOWN = 3
 
 
@@ -124,12 +130,19 @@ class Watch:
 
 
 def start() -> Watch | None:
-    """What the import does. Ends the process with exit code 2 where the plan cannot be read."""
-    path = os.environ.get(VARIABLE, "").strip()
-    if not path:
-        _say(f"{VARIABLE} is not set, so `import autockpt.auto` does nothing. Set it to a plan file.")
-        return None
+    """What the import does. Ends the process with exit code 2 where plan or budget cannot be read."""
+    path, budget = (os.environ.get(name, "").strip() for name in (VARIABLE, BUDGET))
     try:
+        if path and budget:
+            raise UsageError(
+                f"{VARIABLE} and {BUDGET} are both set", remedy="Set one: a plan, or a budget to find one."
+            )
+        if budget:
+            _search_in_trainers(budget)
+            return None
+        if not path:
+            _say(f"neither {VARIABLE} nor {BUDGET} is set, so `import autockpt.auto` does nothing.")
+            return None
         from autockpt.schema.plan import Plan
 
         watch = Watch(Plan.load(path), path)
@@ -138,6 +151,55 @@ def start() -> Watch | None:
     watch.install()
     atexit.register(watch.report)
     return watch
+
+
+def _search_in_trainers(budget: str) -> None:
+    """Every Trainer that is made from now on gets a callback which searches; at exit it is said where none was made."""
+    from transformers import trainer
+
+    from autockpt.integrations.transformers import AutockptCallback, calling_trainer
+
+    used: list[bool] = []
+
+    class Searching(AutockptCallback):
+        """Ends the process with one screen where no plan can be had; leaves a callback of the script's own alone."""
+
+        def __init__(self) -> None:
+            super().__init__(budget=budget)
+            self._stands_back = False
+
+        def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+            callbacks = calling_trainer().callback_handler.callbacks
+            self._stands_back = any(isinstance(c, AutockptCallback) and c is not self for c in callbacks)
+            self._unless_it_stands_back(super().on_init_end, args, kwargs)
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            used.append(True)
+            self._unless_it_stands_back(super().on_train_begin, args, kwargs)
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self._unless_it_stands_back(super().on_step_begin, args, kwargs)
+
+        def _find(self, *args: Any) -> Plan:
+            return self._unless_it_stands_back(super()._find, args, {})
+
+        def _unless_it_stands_back(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            try:
+                return None if self._stands_back else call(*args, **kwargs)
+            except AutockptError as error:
+                _fail(error)
+
+    Searching()  # a malformed budget is said now
+    trainer.DEFAULT_CALLBACKS.append(Searching)  # type: ignore[arg-type]
+    atexit.register(_say_unused, used)
+
+
+def _say_unused(used: list[bool]) -> None:
+    if not used and multiprocessing.parent_process() is None:
+        _say(
+            f"{BUDGET} changed nothing, because no Trainer of transformers trained in this process. Lightning takes "
+            "AutockptLightningCallback(budget=…); a loop of your own calls autockpt.search and autockpt.apply."
+        )
 
 
 def _fail(error: AutockptError) -> NoReturn:

@@ -43,8 +43,12 @@ def script(tmp_path: Path):
     def run(
         code: str, plan: str | None = PLAN, start: str = START, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        inherited = {k: v for k, v in os.environ.items() if k not in ("AUTOCKPT_PLAN", "RANK")}
-        settings = inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        inherited = {k: v for k, v in os.environ.items() if k not in ("AUTOCKPT_PLAN", "AUTOCKPT_BUDGET", "RANK")}
+        settings = inherited | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
         if plan is not None:
             (tmp_path / "plan.yaml").write_text(plan)
             settings["AUTOCKPT_PLAN"] = "plan.yaml"
@@ -145,7 +149,7 @@ def test_nothing_attached_is_said_at_exit(script, code: str, why: str) -> None:
 def test_without_the_variable_nothing_happens(script) -> None:
     line = "import autockpt.auto, sys; print('torch' in sys.modules)"
     done = script(line, plan=None, start="")
-    assert "AUTOCKPT_PLAN is not set" in done.stderr and done.stdout == "False\n"
+    assert "neither AUTOCKPT_PLAN nor AUTOCKPT_BUDGET is set" in done.stderr and done.stdout == "False\n"
     assert not script(line, plan=None, start="", RANK="1").stderr  # one of several processes speaks
 
 
@@ -160,3 +164,43 @@ def test_what_is_wrong_is_one_screen_and_ends_the_script(script, code: str, plan
     done = script(f"{code}\nprint('went on')", plan=plan)
     assert done.returncode == 2 and not done.stdout
     assert "autockpt: error: " in done.stderr and said in done.stderr and "attached to nothing" not in done.stderr
+
+
+TRAINER = """\
+import autockpt.auto
+import transformers
+from tests.integrations.test_transformers import LLAMA, trainer
+from pathlib import Path
+"""
+
+
+@pytest.mark.parametrize(
+    ("budget", "code", "status", "said"),
+    [
+        ("60%act", "", 0, "the plan was found in"),
+        ("1KB", "", 3, "autockpt: error: nothing fits"),
+        ("60%act", ", gradient_checkpointing=True", 2, "has activation_checkpointing=True"),
+    ],
+    ids=["found", "nothing fits", "conflict"],
+)
+def test_a_budget_reaches_the_trainer(script, budget: str, code: str, status: int, said: str) -> None:
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    line = f"model = LLAMA.make(); trainer(Path('out'), model, [], max_steps=1{code}).train(); print('trained')"
+    done = script(line, plan=None, start=TRAINER, AUTOCKPT_BUDGET=budget)
+    assert done.returncode == status, done.stderr
+    assert said in done.stdout + done.stderr
+    assert ("trained" in done.stdout) == (status == 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "status", "said"),
+    [
+        ({"AUTOCKPT_BUDGET": "24GB"}, 0, "AUTOCKPT_BUDGET changed nothing, because no Trainer"),
+        ({"AUTOCKPT_BUDGET": "much"}, 2, "'much'"),
+        ({"AUTOCKPT_BUDGET": "24GB", "AUTOCKPT_PLAN": "plan.yaml"}, 2, "are both set"),
+    ],
+    ids=["no trainer", "malformed", "both"],
+)
+def test_a_budget_that_cannot_be_used_is_said(script, environment: dict[str, str], status: int, said: str) -> None:
+    done = script("step(Net())", plan=None, **environment)
+    assert done.returncode == status and said in done.stderr

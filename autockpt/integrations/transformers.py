@@ -70,7 +70,7 @@ class AutockptCallback(TrainerCallback):
         if isinstance(self.plan, Plan):
             self._apply(self.plan, kwargs["model"], state)
         else:
-            trainer = _calling_trainer()
+            trainer = calling_trainer()
             _refuse_unsearchable(trainer)
             self._await_batches(trainer, self.plan)
 
@@ -102,14 +102,16 @@ class AutockptCallback(TrainerCallback):
             batches, items = drawn
             if batches:
                 del trainer.get_batch_samples
-                found = found_once(lambda: _search(trainer, plan, batches, items))
-                self._apply(found, trainer.model, trainer.state)
+                self._apply(self._find(trainer, plan, batches, items), trainer.model, trainer.state)
             return drawn
 
         trainer.get_batch_samples = get_batch_samples
 
+    def _find(self, trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
+        return found_once(lambda: _search(trainer, plan, batches, items))
 
-def _calling_trainer() -> Any:
+
+def calling_trainer() -> Any:
     """The Trainer whose event this is. Callbacks are not given it, and its loss is what has to be measured."""
     frame = inspect.currentframe()
     while frame is not None:
