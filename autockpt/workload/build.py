@@ -17,9 +17,10 @@ from autockpt.workload.core import Workload
 from autockpt.workload.factory import call_factory, is_factory
 from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.live import from_live, move
-from autockpt.workload.lora import add_lora
+from autockpt.workload.lora import adapt
 from autockpt.workload.prepare import prepare
 from autockpt.workload.pretrained import make_model
+from autockpt.workload.quantised import quantization_facts
 from autockpt.workload.settings import describe, short_dtype
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,8 +81,8 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Workload:
     notes = [head.note, *size.notes, *prepare(source, head.task, size.padded, spec.weights)]
     dtype = _DTYPES[_dtype_name(spec, source)]
     model = make_model(spec, source, head, dtype, device)
-    if spec.lora is not None:
-        model = add_lora(model, spec.lora)
+    model, adapted = adapt(model, spec)
+    notes += adapted
     maker = BatchMaker(
         source.config, rows=size.rows, length=size.length, padded=size.padded, packed=spec.packed, seed=spec.seed
     )
@@ -96,6 +97,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Workload:
         "pad_to": None if spec.packed else size.padded,
         "weights": "trained" if spec.weights else "random",
         "lora": spec.lora,
+        "quantization": quantization_facts(model),
     }
     return workload
 
@@ -155,15 +157,15 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Workload:
     if isinstance(made, Workload):
         made.settings = describe(made) | made.settings | {"model": spec.model}
         return replace(made, spec=spec)
-    if spec.lora is not None:
-        if made.get("optimizer") is not None:
-            raise UsageError(
-                f"--lora changes the model, but {spec.model} made an optimizer for the old one",
-                remedy="Attach adapters in the function itself, or leave the optimizer to --optimizer.",
-            )
-        made["model"] = add_lora(made["model"], spec.lora)
+    if spec.lora is not None and made.get("optimizer") is not None:
+        raise UsageError(
+            f"--lora changes the model, but {spec.model} made an optimizer for the old one",
+            remedy="Attach adapters in the function itself, or leave the optimizer to --optimizer.",
+        )
+    made["model"], notes = adapt(made["model"], spec)
     workload = _assemble(spec, made, device)
-    workload.settings |= {"model": spec.model, "lora": spec.lora}
+    workload.notes += tuple(notes)
+    workload.settings |= {"model": spec.model, "lora": spec.lora, "quantization": quantization_facts(made["model"])}
     return workload
 
 
