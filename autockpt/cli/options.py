@@ -62,6 +62,23 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
         float, "--max-grad-norm", metavar="NORM", help="Clip gradients to this norm. Default: no clipping."
     ),
     "lora": _option(int, "--lora", min=1, metavar="RANK", help="Train LoRA adapters of this rank only."),
+    "lora_targets": _option(
+        str,
+        "--lora-targets",
+        metavar="NAMES",
+        help="Layers to adapt: all-linear, or q_proj,v_proj. Default: PEFT's.",
+    ),
+    "lora_dora": _option(bool, "--lora-dora/--no-lora-dora", help="Weight-decomposed adapters (DoRA)."),
+    "lora_modules_to_save": _option(
+        str, "--lora-modules-to-save", metavar="NAMES", help="Modules trained whole beside the adapters: lm_head,…"
+    ),
+    "load_in_4bit": _option(
+        bool, "--load-in-4bit/--no-load-in-4bit", help="Base weights in NF4, quantised twice (bitsandbytes)."
+    ),
+    "load_in_8bit": _option(bool, "--load-in-8bit/--no-load-in-8bit", help="Base weights in int8 (bitsandbytes)."),
+    "quantization": _option(
+        str, "--quantization", metavar="FILE", help="transformers' quantization_config, as YAML or JSON."
+    ),
     "weights": _option(bool, "--weights/--no-weights", help="Load trained weights. Default: random ones."),
     "master_weights": _option(
         bool, "--master-weights/--no-master-weights", help="fp32 copies of 16-bit weights. Simulated hardware only."
@@ -115,6 +132,8 @@ def workload_spec(
 
     start = base.model_dump() if base is not None else {"model": default} if default else {}
     values = start | dict(given) | ({} if seed is None else {"seed": seed})
+    if isinstance(file := values.get("quantization"), str):
+        values["quantization"] = _settings_file(Path(file), "--quantization")
     if "model" not in values:
         raise UsageError("no model was named", remedy="Add --model, for example --model llama-8b.")
     try:
@@ -126,6 +145,17 @@ def workload_spec(
             f"--{field.replace('_', '-')} {values.get(field)}: {first['msg'].lower()}",
             remedy="See the option's help for what it takes.",
         ) from None
+
+
+def _settings_file(path: Path, option: str) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; what stands under ``quantization_config``, if there is such a key."""
+    from autockpt.schema.yaml import read
+
+    loaded = read(path).data
+    inner = loaded.get("quantization_config", loaded) if isinstance(loaded, dict) else None
+    if not isinstance(inner, dict) or not inner:
+        raise UsageError(f"{option} {path} holds no settings", remedy="Write one `name: value` per line.")
+    return inner
 
 
 def named_hardware(name: str | None) -> Hardware | None:

@@ -11,7 +11,10 @@ PANELS = {
     "Model and batch": ("model", "batch_size", "seq_len", "pad_to", "packed", "weights", "trust_remote_code", "seed"),
     "Training step": (
         "dtype", "autocast", "attn", "optimizer", "scaler", "accumulate", "global_batch", "tokens_per_update",
-        "max_grad_norm", "lora", "compile",
+        "max_grad_norm", "compile",
+    ),
+    "Adapters and quantised weights": (
+        "lora", "lora_targets", "lora_dora", "lora_modules_to_save", "load_in_4bit", "load_in_8bit", "quantization",
     ),
     "Device and budget": ("budget", "budgets", "headroom", "host_budget", "device", "hardware"),
     "Simulated hardware only": ("master_weights", "keep_gradients", "ddp", "shard"),

@@ -73,6 +73,7 @@ class _Reader:
         self._types()
         self._optimizer()
         self._lora()
+        self._quantised()
         self._recompute()
         self._switch(flags.PACKED, "packed", "sequences without padding")
         self._sharding()
@@ -257,8 +258,34 @@ class _Reader:
         value = self.values.get(rank_flag or "", "16")
         rank = int(value) if _NUMBER.fullmatch(value) and int(value) else 16
         self._take(rank_flag or on or "lora", "lora", rank, "" if rank_flag else "no rank was given: 16 is assumed")
-        if on is not None and self.values[on].lower() == "qlora":
-            self.notes.append(flags.NOT_MODELLED["load_in_4bit"])
+        self._adapters()
+
+    def _adapters(self) -> None:
+        """Which layers have adapters, and of what kind."""
+        targets = self._present(flags.LORA_TARGETS)
+        if targets is not None:
+            said = self.values[targets]
+            self._take(targets, "lora_targets", "all-linear" if said.lower() in ("all", "all-linear") else said)
+        elif (flag := self._present(flags.LORA_EVERYWHERE)) is not None and self._on(flag):
+            self._take(flag, "lora_targets", "all-linear")
+        if (flag := self._present(flags.LORA_WHOLE)) is not None and self._on(flag):
+            self._take(flag, "lora_modules_to_save", self.values[flag])
+        self._switch(flags.DORA, "lora_dora", "")
+
+    def _quantised(self) -> None:
+        """Base weights in 4 or 8 bits, which train adapters alone."""
+        self.used.update({*flags.LOADED_IN, *flags.QUANTISED_HOW} & set(self.values))
+        for flag, option in flags.LOADED_IN.items():
+            bits = self.values.get(flag, "")
+            wanted = option if option and self._on(flag) else {"4": "load_in_4bit", "8": "load_in_8bit"}.get(bits, "")
+            if wanted:
+                self._take(flag, wanted, True, "NF4, quantised twice" if wanted == "load_in_4bit" else "")
+        qlora = next((f for f in flags.LORA_ON if self.values.get(f, "").lower() == "qlora"), None)
+        if qlora is not None:
+            self._take(qlora, "load_in_4bit", True, "NF4, quantised twice")
+        quantised = {"load_in_4bit", "load_in_8bit"} & set(self.options)
+        if quantised and "lora" not in self.options and "lora" not in self.given:
+            self._take(quantised.pop(), "lora", 16, "quantised weights train adapters alone: rank 16 is assumed")
 
     def _recompute(self) -> None:
         for flag in flags.RECOMPUTE:

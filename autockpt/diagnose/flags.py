@@ -37,6 +37,13 @@ ATTENTION = ("attn_implementation", "attention_implementation")
 RECOMPUTE = ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpoint.mode", "grad_checkpointing")
 LORA_ON = ("use_peft", "use_lora", "lora", "adapter", "peft_type")
 LORA_RANK = ("lora_r", "lora_rank", "lora_rank_r", "peft_r")
+LORA_TARGETS = ("lora_target_modules", "lora_target", "lora_targets")
+LORA_EVERYWHERE = ("lora_target_linear",)
+DORA = ("use_dora", "lora_dora", "peft_use_dora")
+LORA_WHOLE = ("lora_modules_to_save", "modules_to_save")
+LOADED_IN = {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit", "quantization_bit": ""}
+# how 4-bit weights are quantised in detail: NF4 and twice is what is counted
+QUANTISED_HOW = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "double_quantization", "bnb_4bit_compute_dtype")
 PACKED = ("packing", "sample_packing", "padding_free")
 WORLD = ("nproc_per_node", "num_processes", "num_gpus", "gpus", "devices", "world_size")
 NODES = ("nnodes", "num_machines", "num_nodes")
@@ -70,8 +77,6 @@ DTYPES = {
 }
 # what a flag says about memory that is not modelled: the figure is then too high, or too low
 NOT_MODELLED = {
-    "load_in_4bit": "weights in 4 bits are not modelled: they are counted whole",
-    "load_in_8bit": "weights in 8 bits are not modelled: they are counted whole",
     "use_liger_kernel": "Liger's kernels are not modelled: logits are counted whole",
     "use_liger": "Liger's kernels are not modelled: logits are counted whole",
     "torch_compile": "compiled kernels are not modelled: the step is counted as eager",
@@ -101,7 +106,17 @@ HARMLESS = (  # noqa: SIM905
     "full_determinism average_tokens label_smoothing neptune special_tokens"
 ).split()
 EXACTLY = {"stage", "steps", "lr", "seed", "module", "include", "token", "tf32"}  # of those, not as a beginning
-SWITCHES = {"bf16", "fp16", *RECOMPUTE[:2], *LORA_ON[:3], *PACKED, "load_in_4bit", "load_in_8bit", "torch_compile"}
+SWITCHES = {
+    "bf16",
+    "fp16",
+    *RECOMPUTE[:2],
+    *LORA_ON[:3],
+    *PACKED,
+    *DORA,
+    "load_in_4bit",
+    "load_in_8bit",
+    "torch_compile",
+}
 
 
 def is_harmless(name: str) -> bool:

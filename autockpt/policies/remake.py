@@ -155,7 +155,7 @@ def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:
     seen = set(open_ends)
     while open_ends:
         node = open_ends.pop()
-        if isinstance(node, _PYTHON_NODE) and not (made_by := type(node)._forward_cls).__module__.startswith("torch."):  # type: ignore[attr-defined]
+        if isinstance(node, _PYTHON_NODE) and not _reads_only(made_by := type(node)._forward_cls):  # type: ignore[attr-defined]
             raise ConflictError(
                 f"{unit} runs {made_by.__name__}, a custom autograd function, so what it saves cannot be made again op "
                 "by op",
@@ -165,6 +165,16 @@ def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:
             if following is not None and following not in seen and following._sequence_nr() >= since:
                 seen.add(following)
                 open_ends.append(following)
+
+
+def _reads_only(function: type) -> bool:
+    """Whether a custom autograd function is known to write to no memory but its result's.
+
+    bitsandbytes' product with 4 bits is: its one operator is on the tape, and it saves the packed weight alone.
+    """
+    return function.__module__.startswith("torch.") or (
+        function.__module__ == "bitsandbytes.autograd._functions" and function.__name__ == "MatMul4Bit"
+    )
 
 
 class RemakePolicy:

@@ -239,8 +239,14 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _exchanged(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    """Whether other values stand in a parameter's place. FSDP and accelerate exchange objects for the same values."""
+    """Whether other values stand in a parameter's place. FSDP and accelerate exchange objects for the same values.
+
+    So does PEFT's DoRA on the CPU: each forward puts another object over the same packed, frozen weight.
+    """
     if before is now or before is None or now is None or before.is_meta or now.is_meta:
+        return False
+    packed = type(now).__name__ in ("Params4bit", "Int8Params") and not now.requires_grad
+    if packed and type(before) is type(now) and before.data_ptr() == now.data_ptr() and before.shape == now.shape:
         return False
     return not (hasattr(before, "to_local") or hasattr(now, "to_local"))
 

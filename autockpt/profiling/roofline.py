@@ -69,7 +69,7 @@ def seconds_of_work(hardware: Hardware, work: Work) -> float:
     """
     if work.kind == "none":
         return 0.0
-    moving = work.bytes / _bandwidth(hardware, work.bytes)
+    moving = (work.bytes - work.unpacked) / _bandwidth(hardware, work.bytes)
     if work.kind == "elements":
         rate = hardware.element_rates.get(work.name)
         own = work.elements / rate if rate else work.flops / hardware.vector_flops
@@ -81,6 +81,8 @@ def seconds_of_work(hardware: Hardware, work: Work) -> float:
         share = efficiency.of_matrix(_matrix_dtype(hardware, work)) * small
     computing = work.flops / (_matrix_rate(hardware, work) * share)
     fixed = hardware.kernel_seconds + efficiency.matrix_seconds
+    if work.unpacked:
+        fixed += hardware.kernel_seconds + work.unpacked / _bandwidth(hardware, work.unpacked)
     return fixed + max(computing, moving)
 
 

@@ -18,6 +18,7 @@ from autockpt.tracing.signature import ATTENTION, Call, TensorSpec, dtype_of, pa
 WorkKind = Literal["none", "matrix", "attention", "elements"]
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "linear", "_grouped_mm", "addbmm"})
+_PRODUCTS |= {"int8_mixed_scaled_mm"}  # bitsandbytes', at the rate of its 16-bit result, half that of int8
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "_convolution", "convolution_overrideable"})
 # The table is an argument, but only rows of it are read.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
@@ -50,7 +51,8 @@ class Work:
     """FLOPs (multiply and add are two), bytes read and written, elements of the largest tensor.
 
     ``name`` is the op without namespace and overload (``tanh``), ``dtype`` that of the arithmetic as torch names it
-    (``bfloat16``), ``smallest`` the smallest dimension of a product.
+    (``bfloat16``), ``smallest`` the smallest dimension of a product. ``unpacked``: those of the bytes that are moved
+    before the product begins, to dequantise its weight.
     """
 
     kind: WorkKind
@@ -60,6 +62,7 @@ class Work:
     bytes: float = 0.0
     elements: int = 0
     smallest: int = 0
+    unpacked: float = 0.0
 
 
 def work_of_op(op: Op, signature: str) -> Work:
@@ -71,6 +74,8 @@ def work_of_op(op: Op, signature: str) -> Work:
         return Work("none", name)
     if name.startswith(ATTENTION):
         return _attention(op, name, call, inputs)
+    if name == "gemm_4bit":
+        return _four_bits(op, call, inputs)
     dtype = next((torch_name(t.dtype) for t in inputs if _floating(t.dtype)), "float32")
     moved, elements = _moved(op, name, inputs), _elements(op, inputs)
     if op.flops and (name in _PRODUCTS or name in _CONVOLUTIONS):
@@ -158,6 +163,17 @@ def _smallest(inputs: list[TensorSpec]) -> int:
     """The least of m, n and k: all dimensions of the two last matrices but those of the batch."""
     matrices = [t.shape[-2:] for t in inputs if len(t.shape) >= 2][-2:]
     return min((size for shape in matrices for size in shape), default=1)
+
+
+def _four_bits(op: Op, call: Call, inputs: list[TensorSpec]) -> Work:
+    """bitsandbytes' product: packed weight and tables become a whole one in memory, which is then multiplied."""
+    x, shape = inputs[0], [int(size) for size in call.args[2]]
+    dtype = torch_name(x.dtype)
+    whole = prod(shape) * element_bytes(dtype)
+    unpacked = whole + sum(_size(t) for t in inputs[1:])
+    moved = unpacked + _size(x) + whole + _written(op)
+    smallest = min(prod(x.shape[:-1]), *shape)
+    return Work("matrix", "gemm_4bit", dtype, float(op.flops), moved, _elements(op, [x]), smallest, unpacked)
 
 
 def _smallest_of_convolution(inputs: list[TensorSpec]) -> int:

@@ -65,7 +65,17 @@ def _heading(said: Explanation) -> Text:
     text = Text()
     text.append(said.model, style="bold")
     text.append(f" on {said.device}, {said.plan} ({said.status})")
-    shown = ("dtype", "autocast", "batch_size", "seq_len", "accumulate", "optimizer", "attention", "lora")
+    shown = (
+        "dtype",
+        "autocast",
+        "batch_size",
+        "seq_len",
+        "accumulate",
+        "optimizer",
+        "attention",
+        "lora",
+        "quantization",
+    )
     if facts := words.facts({k: said.settings.get(k) for k in shown}):
         text.append(f"\n{facts}", style="dim")
     text.append("\nPeak ")

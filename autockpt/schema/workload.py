@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -35,6 +35,12 @@ class WorkloadSpec(Data):
     accumulate: int = Field(default=1, gt=0, description="micro-batches per optimizer step")
     max_grad_norm: float | None = Field(default=None, gt=0)
     lora: int | None = Field(default=None, gt=0, description="LoRA rank; None: all parameters train")
+    lora_targets: str | None = Field(default=None, description="all-linear, or names with commas; None: PEFT's own")
+    lora_dora: bool = Field(default=False, description="weight-decomposed adapters (DoRA)")
+    lora_modules_to_save: str | None = Field(default=None, description="names with commas: trained whole as well")
+    load_in_4bit: bool = Field(default=False, description="base weights in NF4 with double quantisation (bitsandbytes)")
+    load_in_8bit: bool = Field(default=False, description="base weights in int8 (bitsandbytes)")
+    quantization: dict[str, Any] | None = Field(default=None, description="transformers' quantization_config")
     weights: bool = Field(default=False, description="load trained weights instead of random ones")
     trust_remote_code: bool = False
     seed: int = 0

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autockpt.tracing.cuda_autocast import cuda_autocast
+from autockpt.tracing.quantised_kernels import cuda_int8_products
 
 Attention = Literal["cudnn", "flash", "efficient", "math"]
 Capability = tuple[int, int]
@@ -237,7 +238,7 @@ def cuda_kernels(capability: Capability) -> Iterator[None]:
     for module in plain_norms:
         module.rms_norm = rms_norm
     try:
-        with cuda_autocast():
+        with cuda_autocast(), cuda_int8_products():
             yield
     finally:
         F.scaled_dot_product_attention, F.dropout = plain_attention, plain_dropout

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autockpt.tracing.operators import Operator
+from autockpt.tracing.quantised_kernels import CUDA_RULES
 
 _FLOAT, _LONG = 4, 8
 _ROWS_PER_THREAD = 10
@@ -89,4 +90,5 @@ _RULES: dict[str, Callable[[_Argument], int]] = {
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "embedding_dense_backward": _embedding_backward,
+    **CUDA_RULES,
 }

@@ -174,6 +174,20 @@ def _ctc_loss_backward(argument: Argument) -> Layout:
     return dense(size, contiguous_stride(size), argument("log_probs").dtype)
 
 
+def _int8_quantised(argument: Argument) -> tuple[Layout, Layout, Layout | None]:
+    """bitsandbytes' rows in 8 bits, their scales, and columns of outliers where these are looked for: none."""
+    x = argument("A")
+    rows = x.numel() // x.size(-1)
+    outliers = dense((0,), (1,), torch.int64) if argument("threshold") else None
+    return dense(x.size(), contiguous_stride(x.size()), torch.int8), dense((rows,), (1,), torch.float32), outliers
+
+
+def _int8_product(argument: Argument) -> tuple[Layout, Layout]:
+    x, codes, weight = argument("A"), argument("CA"), argument("CB")
+    size = (*codes.shape[:-1], weight.size(0))
+    return dense(size, contiguous_stride(size), x.dtype), dense((0,), (1,), x.dtype)
+
+
 DEPENDS_ON_VALUES = frozenset({"_ctc_loss"})
 """Operators whose layouts must be found anew for every call."""
 
@@ -194,4 +208,6 @@ _REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {
     "_ctc_loss_backward": _ctc_loss_backward,
     "_grouped_mm": _grouped_mm,
     "native_group_norm_backward": _group_norm_backward,
+    "int8_vectorwise_quant": _int8_quantised,
+    "int8_mixed_scaled_mm": _int8_product,
 }

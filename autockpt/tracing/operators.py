@@ -120,8 +120,8 @@ def _flop_formula(func: torch._ops.OpOverload) -> Any:
     packet = func.overloadpacket
     if packet in flop_registry:
         return flop_registry[packet]
-    if packet.__name__ == "_grouped_mm":
-        return _grouped_mm_flops
+    if packet.__name__ in _FORMULAS:
+        return _FORMULAS[packet.__name__]
     return _attention_formula(packet.__name__, flop_registry)
 
 
@@ -138,6 +138,22 @@ def _attention_formula(name: str, registry: dict[Any, Any]) -> Any:
 def _grouped_mm_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     batches = a.size(0) if a.dim() == b.dim() == 3 else 1
     return 2 * batches * a.size(-2) * a.size(-1) * b.size(-1)
+
+
+def _four_bit_flops(x: Tensor, packed: Tensor, shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * int(shape[0])
+
+
+def _eight_bit_flops(x: Tensor, codes: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * codes.numel() * weight.size(0)
+
+
+_FORMULAS = {
+    "_grouped_mm": _grouped_mm_flops,
+    "gemm_4bit": _four_bit_flops,
+    "int8_mixed_scaled_mm": _eight_bit_flops,
+}
+"""Of products that torch has no formula for: its own, and bitsandbytes'."""
 
 
 def count_flops(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -29,10 +29,11 @@ from autockpt.tracing.child import ALIVE, DONE, FAILED, READY, serve
 from autockpt.tracing.cuda_kernels import Capability
 from autockpt.tracing.note import Note
 from autockpt.tracing.run import Run
+from autockpt.workload.configs import quiet
 
 _SECONDS_TO_WAKE = 60.0
 _REMEDY = "Record a real step instead."
-_LIBRARIES = frozenset({"transformers", "peft"})  # they take seconds to import
+_LIBRARIES = frozenset({"transformers", "peft", "bitsandbytes"})  # they take seconds to import
 _imported_by_children: dict[str, None] = {}
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -194,9 +195,12 @@ def _error(name: str, message: str, remedy: str) -> AutockptError:
 def _import_for_children() -> None:
     """What the children before had to import of large libraries is imported here, so that further ones find it."""
     names = [name for name in _imported_by_children if name not in sys.modules]
-    for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    if not names:
+        return
+    with quiet():
+        for name in names:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
 
 
 def _wait(pid: int, seconds: float) -> int | None:

@@ -16,6 +16,7 @@ from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
 from autockpt.tracing.keys import call_key, keyword_key
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
 from autockpt.tracing.operators import Operator, Operators, flat_tensors
+from autockpt.tracing.quantised_kernels import notes_on_quantised
 from autockpt.tracing.saved import SavedTensors
 from autockpt.tracing.scratch import GIVEN_UP, Trials, is_measured
 from autockpt.tracing.shapes import Outcome
@@ -190,6 +191,9 @@ class Recorder(TorchDispatchMode):
         self._trials.run(self.threads)
         if self._trials.given_up and any(op.call in self._trials.given_up for op in self.ops):
             self.notes.setdefault(GIVEN_UP)
+        if self.on_cuda:
+            names = {op.call.operator.name for op in self.ops}
+            self.notes.update(dict.fromkeys(notes_on_quantised(names)))
 
     # What devices.ghost.GhostTransport needs.
 

@@ -83,7 +83,7 @@ def is_measured(operator: Operator, tensors: list[Tensor]) -> bool:
         return False
     if operator.base in _CONVOLUTIONS:
         return True
-    packs = operator.multiplies or operator.base in _ATTENTIONS
+    packs = operator.multiplies or operator.base in _ATTENTIONS or operator.base == "gemm_4bit"
     return packs and bool(tensors) and tensors[0].dtype in _SIXTEEN_BIT
 
 

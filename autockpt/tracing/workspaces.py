@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autockpt.tracing.operators import Operator
+from autockpt.tracing.quantised_kernels import cpu_quantised
 
 _BLOCK = 16  # channels
 _UNBLOCKED_INPUT = 3  # channels up to which the input of a convolution is taken as it is
@@ -218,6 +219,7 @@ _RULES: dict[str, Callable[[_Argument, int], int]] = {
     "roll": _roll,
     "scatter_add": _scatter_add,
     "scatter_add_": _scatter_add,
+    "gemm_4bit": cpu_quantised,
 }
 
 

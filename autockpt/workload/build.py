@@ -15,9 +15,10 @@ from autockpt.workload.batches import BatchMaker, has_sequences
 from autockpt.workload.configs import Source, find_config, quiet
 from autockpt.workload.factory import call_factory, is_factory
 from autockpt.workload.heads import Head, head_of, remote_head
-from autockpt.workload.lora import add_lora
+from autockpt.workload.lora import adapt
 from autockpt.workload.prepare import prepare
 from autockpt.workload.pretrained import make_model
+from autockpt.workload.quantised import quantization_facts
 from autockpt.workload.step import Step, short_dtype
 from autockpt.workload.storages import move
 
@@ -79,8 +80,8 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     notes = [head.note, *size.notes, *prepare(source, head.task, size.padded, spec.weights)]
     dtype = _DTYPES[_dtype_name(spec, source)]
     model = make_model(spec, source, head, dtype, device)
-    if spec.lora is not None:
-        model = add_lora(model, spec.lora)
+    model, adapted = adapt(model, spec)
+    notes += adapted
     maker = BatchMaker(
         source.config, rows=size.rows, length=size.length, padded=size.padded, packed=spec.packed, seed=spec.seed
     )
@@ -95,6 +96,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
         "pad_to": None if spec.packed else size.padded,
         "weights": "trained" if spec.weights else "random",
         "lora": spec.lora,
+        "quantization": quantization_facts(model),
     }
     return workload
 
@@ -154,15 +156,15 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     if isinstance(made, Step):
         made.settings |= {"model": spec.model}
         return replace(made, spec=spec)
-    if spec.lora is not None:
-        if made.get("optimizer") is not None:
-            raise UsageError(
-                f"--lora changes the model, but {spec.model} made an optimizer for the old one",
-                remedy="Attach adapters in the function itself, or leave the optimizer to --optimizer.",
-            )
-        made["model"] = add_lora(made["model"], spec.lora)
+    if spec.lora is not None and made.get("optimizer") is not None:
+        raise UsageError(
+            f"--lora changes the model, but {spec.model} made an optimizer for the old one",
+            remedy="Attach adapters in the function itself, or leave the optimizer to --optimizer.",
+        )
+    made["model"], notes = adapt(made["model"], spec)
     workload = _assemble(spec, made, device)
-    workload.settings |= {"model": spec.model, "lora": spec.lora}
+    workload.notes += tuple(notes)
+    workload.settings |= {"model": spec.model, "lora": spec.lora, "quantization": quantization_facts(made["model"])}
     return workload
 
 

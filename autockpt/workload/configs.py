@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -179,15 +180,19 @@ def hub_reachable() -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers' advice about unusual configurations kept off the terminal; errors still come."""
+    """transformers' and bitsandbytes' advice about unusual configurations kept off the terminal; errors still come."""
     from transformers.utils import logging
 
+    kernels = getLogger("bitsandbytes")  # says which faster kernels could be installed, PEFT's import of it included
+    level = kernels.level
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    kernels.setLevel(ERROR)
     try:
         yield
     finally:
+        kernels.setLevel(level)
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()

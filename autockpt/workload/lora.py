@@ -7,35 +7,112 @@ import warnings
 from torch import nn
 
 from autockpt.errors import UsageError, WorkloadError
+from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.failures import summary
 from autockpt.workload.units import discover_units, module_of
 
+ALL_LINEAR = "all-linear"
 
-def add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """The model with adapters of this rank on PEFT's own choice of layers, or on every linear layer in its blocks.
 
+def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
+    """The model with the adapters that a spec asks for, and what was assumed; the model itself where it asks for none.
+
+    Raises UsageError where PEFT or a rank is missing, or for quantised weights without adapters, which nothing can
+    train; WorkloadError where there is nothing to adapt.
+    """
+    if spec.lora is None:
+        for option in ("lora_targets", "lora_dora", "lora_modules_to_save"):
+            if getattr(spec, option):
+                raise UsageError(f"--{option.replace('_', '-')} needs --lora", remedy="Add --lora RANK.")
+        if spec.load_in_4bit or spec.load_in_8bit or spec.quantization:
+            raise UsageError("quantised weights cannot be trained", remedy="Add adapters: --lora 16.")
+        return model, []
+    return add_lora(
+        model,
+        spec.lora,
+        targets=spec.lora_targets,
+        dora=spec.lora_dora,
+        whole=_names(spec.lora_modules_to_save),
+    )
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int,
+    *,
+    targets: str | None = None,
+    dora: bool = False,
+    whole: list[str] | None = None,
+) -> tuple[nn.Module, list[str]]:
+    """The model with adapters of this rank, and what was assumed, for people.
+
+    ``targets``: ``all-linear``, or names of layers with commas; by default PEFT's own choice for the model's type, or
+    every linear layer in its blocks. ``whole``: names of modules that are trained as they are beside the adapters.
     Raises UsageError where PEFT is missing, WorkloadError where there is nothing to adapt.
     """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise UsageError("--lora needs the package peft", remedy="Install it: pip install peft") from None
-    targets = _peft_targets(model) or _linear_names(model)
-    if not targets:
+    chosen, why = _targets(model, targets)
+    if not chosen:
         raise WorkloadError(
             "LoRA has nothing to adapt: the model's blocks hold no linear layers",
             remedy="Leave --lora out, or attach adapters yourself in a factory.",
         )
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=chosen, use_dora=dora, modules_to_save=whole or None
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # between PEFT and transformers, nothing a user can act on
-            return get_peft_model(model, config)  # type: ignore[arg-type]
+            adapted = get_peft_model(model, config)  # type: ignore[arg-type]
     except ValueError as error:
         raise WorkloadError(
             f"peft cannot adapt this model: {summary(error)}",
-            remedy="Attach adapters yourself in a factory.",
+            remedy="Correct --lora-targets or --lora-modules-to-save, or attach adapters yourself in a factory.",
         ) from None
+    return adapted, [_assumed(adapted, rank, why, dora, whole), *_experts(adapted)]
+
+
+def _targets(model: nn.Module, wanted: str | None) -> tuple[str | list[str] | None, str]:
+    """What PEFT is told, and where it comes from."""
+    if wanted == ALL_LINEAR:
+        return ALL_LINEAR, ""
+    if wanted is not None:
+        return _names(wanted), ""
+    if (own := _peft_targets(model)) is not None:
+        return own, ", PEFT's choice for this type of model"
+    return _linear_names(model), ", every linear layer in the blocks"
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _assumed(model: nn.Module, rank: int, why: str, dora: bool, whole: list[str] | None) -> str:
+    """Where the adapters are and what they are made of, read off the adapted model."""
+    names: dict[str, None] = {}
+    types: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        place, found, _ = name.partition(".lora_A.")
+        if found:
+            names[place.rpartition(".")[2]] = None
+            types[str(parameter.dtype).removeprefix("torch.")] = None
+    kind = "DoRA" if dora else "LoRA"
+    kept = f"; {', '.join(whole)} trained whole" if whole else ""
+    made_of = f"scaled by 2, no dropout, adapters in {', '.join(types)}"
+    return f"{kind} of rank {rank} on {', '.join(names)}{why}: {made_of}{kept}"
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """What adapters on experts cost that are one parameter a layer."""
+    if not any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
+        return []
+    return [
+        "Adapters on experts are PEFT's target_parameters: every forward multiplies both factors out to the size of "
+        "all experts of a layer, and adds them to a copy of these. --lora-targets with attention's layers avoids it."
+    ]
 
 
 def _peft_targets(model: nn.Module) -> list[str] | None:

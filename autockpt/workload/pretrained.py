@@ -14,6 +14,7 @@ from autockpt.workload.configs import Source, hub_reachable
 from autockpt.workload.failures import is_out_of_memory, summary
 from autockpt.workload.fastinit import fast_init
 from autockpt.workload.heads import Head
+from autockpt.workload.quantised import build_quantised, quantization_of
 
 
 def make_model(spec: WorkloadSpec, source: Source, head: Head, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -23,13 +24,14 @@ def make_model(spec: WorkloadSpec, source: Source, head: Head, dtype: torch.dtyp
     else transformers refuses; running out of memory is passed on.
     """
     options: dict[str, Any] = {"dtype": dtype}
+    quantization = quantization_of(spec, _compute_dtype(spec, dtype))
     if spec.attn is not None:
         options["attn_implementation"] = spec.attn
     try:
         model = (
-            _trained(spec, source, head, options, device)
+            _trained(spec, source, head, options, quantization, device)
             if spec.weights
-            else _random(spec, source, head, options, device)
+            else _random(spec, source, head, options, quantization, device)
         )
     except WorkloadError:
         raise
@@ -40,9 +42,23 @@ def make_model(spec: WorkloadSpec, source: Source, head: Head, dtype: torch.dtyp
     return model.train()
 
 
-def _random(spec: WorkloadSpec, source: Source, head: Head, options: dict[str, Any], device: torch.device) -> nn.Module:
+def _compute_dtype(spec: WorkloadSpec, dtype: torch.dtype) -> torch.dtype:
+    """The type of products with quantised weights: autocast's, else that of the other weights."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.autocast or "", dtype)
+
+
+def _random(
+    spec: WorkloadSpec, source: Source, head: Head, options: dict[str, Any], quantization: Any, device: torch.device
+) -> nn.Module:
     import transformers
 
+    if quantization is not None:
+        if head.remote:
+            raise WorkloadError(
+                f"{source.where} is built by code of its own, which is not quantised without its weights",
+                remedy="Add --weights, or make the model in a function of your own.",
+            )
+        return build_quantised(getattr(transformers, head.cls), source.config, options, quantization, device)
     with torch.device(device), fast_init():
         if head.remote:
             auto = getattr(transformers, head.auto)
@@ -51,7 +67,7 @@ def _random(spec: WorkloadSpec, source: Source, head: Head, options: dict[str, A
 
 
 def _trained(
-    spec: WorkloadSpec, source: Source, head: Head, options: dict[str, Any], device: torch.device
+    spec: WorkloadSpec, source: Source, head: Head, options: dict[str, Any], quantization: Any, device: torch.device
 ) -> nn.Module:
     import transformers
 
@@ -63,8 +79,10 @@ def _trained(
     cls = getattr(transformers, head.auto if head.remote else head.cls)
     remote = {"trust_remote_code": spec.trust_remote_code} if head.remote else {}
     local = Path(source.pretrained).is_dir() or not hub_reachable()
+    if quantization is not None:
+        options = options | {"quantization_config": quantization, "device_map": {"": device}}
     model = cls.from_pretrained(source.pretrained, config=source.config, local_files_only=local, **options, **remote)
-    return model.to(device)
+    return model if quantization is not None else model.to(device)
 
 
 def _explain(error: Exception, spec: WorkloadSpec, source: Source) -> WorkloadError:

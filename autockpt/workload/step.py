@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
@@ -245,7 +246,7 @@ def _facts(step: Step) -> dict[str, Any]:
     rows, length = _batch_size(step.batch)
     return {
         "model": type(inner_model(model)).__name__,
-        "params": sum(p.numel() for p in parameters),
+        "params": sum(_numbers(p) for p in parameters),
         "trainable_params": sum(p.numel() for p in parameters if p.requires_grad),
         "dtype": _weights_dtype(parameters),
         "autocast": None if (autocast := _dtype(step.autocast)) is None else short_dtype(autocast),
@@ -266,10 +267,16 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def _numbers(parameter: nn.Parameter) -> int:
+    """Elements of a weight; bitsandbytes packs two of 4 bits into a byte, and keeps the shape beside them."""
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    return parameter.numel() if shape is None else math.prod(shape)
+
+
 def _weights_dtype(parameters: Iterable[nn.Parameter]) -> str | None:
-    """The type that most of the numbers in the weights have."""
+    """The type that most of the numbers in the weights have, of those that are not quantised."""
     counts: dict[torch.dtype, int] = {}
-    for p in parameters:
+    for p in (p for p in parameters if p.is_floating_point()):
         counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
     return short_dtype(max(counts, key=lambda d: counts[d])) if counts else None
 

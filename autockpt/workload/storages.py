@@ -49,7 +49,7 @@ def _members(item: Any, depth: int) -> Iterator[tuple[Any, int]]:
     elif isinstance(item, nn.Module):
         for module in item.modules():
             for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) or type(value).__name__ == "MatmulLtState":
                     yield value, depth
     elif isinstance(item, torch.optim.Optimizer):
         yield item.state, depth

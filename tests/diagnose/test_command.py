@@ -124,10 +124,34 @@ def test_torchtitan() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "said"),
-    [("--load_in_4bit", "4 bits"), ("--optim lion_32bit", "not modelled"), ("--batch_size much", "no number")],
+    [
+        ("--cpu_offload", "on the host are not modelled"),
+        ("--optim lion_32bit", "not modelled"),
+        ("--batch_size much", "no number"),
+    ],
 )
 def test_what_is_not_modelled_is_said(flag: str, said: str) -> None:
     assert any(said in note for note in read_command(f"python t.py {flag}").notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        (
+            "trl sft --load_in_4bit --use_peft --lora_r 8 --lora_target_modules all-linear --max_length 512",
+            {"load_in_4bit": True, "lora": 8, "lora_targets": "all-linear", "seq_len": 512},
+        ),
+        ("python t.py --load_in_8bit --use_dora --use_lora", {"load_in_8bit": True, "lora": 16, "lora_dora": True}),
+        ("llamafactory-cli train --quantization_bit 4", {"load_in_4bit": True, "lora": 16}),
+        ("python t.py --adapter qlora --lora_target_linear", {"load_in_4bit": True, "lora_targets": "all-linear"}),
+        ("python t.py --load_in_4bit false", {}),
+    ],
+)
+def test_quantised_and_adapted_models_are_counted_as_what_they_are(line: str, options: dict[str, Any]) -> None:
+    said = read_command(line)
+    assert said.options.items() >= options.items()
+    assert ("load_in_4bit" in said.options) == ("load_in_4bit" in options)
+    assert not said.not_understood and not any("counted whole" in note for note in said.notes)
 
 
 @pytest.mark.parametrize("line", ["python 'train.py", "", "   "])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,12 @@ def card(**changes: Any) -> Hardware:
 
 def product(n: int, dtype: str = "bfloat16") -> Work:
     return Work("matrix", "mm", dtype, 2.0 * n**3, 6.0 * n * n, n * n, n)
+
+
+def test_a_weight_is_dequantised_before_it_is_multiplied() -> None:
+    plain = product(4096)
+    packed = replace(plain, bytes=plain.bytes + 4e7, unpacked=4e7)
+    assert seconds_of_work(card(), packed) - seconds_of_work(card(), plain) == pytest.approx(4e7 / 8e11)
 
 
 def test_a_matrix_product_by_hand() -> None:

@@ -35,6 +35,18 @@ def test_a_matrix_product() -> None:
     assert found.flops == 524288 and found.bytes == 2 * (64 * 32 + 32 * 128 + 64 * 128)
 
 
+def test_a_product_with_four_bits_makes_the_weight_whole_first() -> None:
+    found = work(
+        "bitsandbytes.gemm_4bit.default(bf16[4,16,64], u8[4096,1], [128,64], f32[128], 64, 'nf4')",
+        tensor("bfloat16", 4, 16, 128),
+        flops=2 * 64 * 64 * 128,
+    )
+    whole = 2 * 128 * 64
+    assert (found.kind, found.dtype, found.smallest) == ("matrix", "bfloat16", 64)
+    assert found.unpacked == 4096 + 4 * 128 + whole
+    assert found.bytes == found.unpacked + whole + 2 * 64 * (64 + 128)
+
+
 def test_the_bias_of_addmm_is_no_matrix() -> None:
     found = work("aten.addmm.default(f32[1], f32[64,32], f32[32,128])", tensor("float32", 64, 128), flops=1)
     assert found.smallest == 32

@@ -43,8 +43,37 @@ def test_otherwise_all_linear_layers_in_blocks() -> None:
             super().__init__()
             self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(4, 10)
 
-    model = add_lora(Model(), 2)
+    model, notes = add_lora(Model(), 2)
     assert adapted(model) == {"up", "down"}
+    assert "every linear layer in the blocks" in notes[0]
+
+
+def test_targets_dora_and_modules_to_save_are_those_asked_for_and_said() -> None:
+    spec = WorkloadSpec(
+        model="llama-tiny", lora=2, lora_targets="q_proj,up_proj", lora_dora=True, lora_modules_to_save="lm_head"
+    )
+    workload = build(spec)
+    trained = {name for name, p in workload.model.named_parameters() if p.requires_grad}
+    assert adapted(workload.model) == {"q_proj", "up_proj"}
+    assert any("lora_magnitude_vector" in name for name in trained)
+    assert any("lm_head.modules_to_save" in name for name in trained)
+    assert any("DoRA of rank 2 on q_proj, up_proj" in n and "lm_head trained whole" in n for n in workload.notes)
+
+
+def test_all_linear() -> None:
+    model = build(WorkloadSpec(model="llama-tiny", lora=2, lora_targets="all-linear")).model
+    assert adapted(model) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("option", [{"lora_targets": "q_proj"}, {"lora_dora": True}, {"lora_modules_to_save": "a"}])
+def test_options_of_adapters_need_a_rank(option: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="needs --lora"):
+        build(WorkloadSpec(model="llama-tiny", **option))
+
+
+def test_unknown_targets_are_refused() -> None:
+    with pytest.raises(WorkloadError, match="peft cannot adapt"):
+        build(WorkloadSpec(model="llama-tiny", lora=2, lora_targets="nothing_of_this_name"))
 
 
 def test_nothing_to_adapt() -> None:

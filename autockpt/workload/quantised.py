@@ -1,0 +1,188 @@
+"""Quantised base weights: transformers' own bitsandbytes configuration on models that no weights are loaded for.
+
+What is built is what ``from_pretrained(…, quantization_config=…)`` builds: bitsandbytes' ``Linear4bit`` (NF4 or FP4) or
+``Linear8bitLt`` in place of linear layers, frozen, with packed weights and tables of block maxima; the output head,
+embeddings and norms keep their type. Weights are random: one layer of each shape is really quantised, others of that
+shape get copies of its bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autockpt.errors import UsageError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.failures import summary
+from autockpt.workload.fastinit import fast_init
+
+_INSTALL = "Install it: pip install bitsandbytes accelerate"
+PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' types of weights
+
+
+def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
+    """transformers' ``BitsAndBytesConfig`` for a spec, None where its weights are plain.
+
+    ``load_in_4bit`` is QLoRA's: NF4, double quantisation, products in ``compute``. Raises UsageError for two wishes at
+    once, a method other than bitsandbytes, a configuration that transformers refuses, and missing packages.
+    """
+    given = [name for name in ("load_in_4bit", "load_in_8bit", "quantization") if getattr(spec, name)]
+    if not given:
+        return None
+    if len(given) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in given[:2])
+        raise UsageError(f"{first} and {second} exclude one another", remedy="Leave one of them out.")
+    if spec.load_in_4bit:
+        wanted: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        wanted |= {"bnb_4bit_compute_dtype": compute}
+    elif spec.load_in_8bit:
+        wanted = {"load_in_8bit": True}
+    else:
+        wanted = _of_bitsandbytes(spec.quantization or {})
+    _check_packages()
+    from transformers import BitsAndBytesConfig
+
+    try:
+        config = BitsAndBytesConfig(**wanted)
+        config.quantization_method()
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--quantization holds no configuration that transformers takes: {summary(error)}",
+            remedy="Write the arguments of BitsAndBytesConfig, or a model's quantization_config.",
+        ) from None
+    if config.llm_int8_has_fp16_weight:
+        raise UsageError(
+            "llm_int8_has_fp16_weight keeps the weights whole, which is not planned for",
+            remedy="Leave it out: weights are then 8 bits.",
+        )
+    if not (config.load_in_4bit or config.load_in_8bit):
+        raise UsageError(
+            "--quantization asks for neither 4 nor 8 bits", remedy="Add load_in_4bit: true or load_in_8bit: true."
+        )
+    return config
+
+
+def _of_bitsandbytes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments in a model's ``quantization_config``. Raises UsageError for other methods than bitsandbytes."""
+    method = str(given.get("quant_method", "bitsandbytes")).rsplit(".", 1)[-1].lower()
+    if method not in ("bitsandbytes", "bits_and_bytes"):
+        raise UsageError(
+            f"--quantization {method} cannot be planned for: only bitsandbytes' 4 and 8 bits can",
+            remedy="Use a bitsandbytes configuration, or measure the live model with autockpt.search(model, batch).",
+        )
+    return {k: v for k, v in given.items() if k != "quant_method" and not k.startswith("_")}
+
+
+def _check_packages() -> None:
+    """Raise UsageError where a package is missing."""
+    for name in ("accelerate", "bitsandbytes"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise UsageError(f"quantised weights need the package {name}", remedy=_INSTALL) from None
+
+
+def quantization_facts(model: nn.Module) -> str | None:
+    """``nf4 twice`` (its block maxima quantised, too), ``fp4``, ``int8``; None for a model without such weights."""
+    kinds: dict[str, None] = {}
+    for weight in (p for p in model.parameters() if type(p).__name__ in PACKED):
+        settings: Any = weight
+        eight = type(weight).__name__ == "Int8Params"
+        kinds["int8" if eight else f"{settings.quant_type}{' twice' if settings.compress_statistics else ''}"] = None
+    return ", ".join(kinds) or None
+
+
+def build_quantised(
+    cls: Any, config: Any, options: Mapping[str, Any], quantization: Any, device: torch.device
+) -> nn.Module:
+    """A transformers model with quantised random weights on ``device``; whole weights are never all there."""
+    from transformers.initialization import meta_device_safe_creation_ops, no_init_weights, no_tie_weights
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    with _disable_current_modes(), torch.device("meta"):  # shapes alone: nothing that a ghost run could see
+        with no_init_weights(), no_tie_weights(), meta_device_safe_creation_ops():
+            model = cls._from_config(config, **options)
+        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+        quantizer.preprocess_model(model, device_map={"": str(device)})
+    with fast_init():
+        _materialise(model, options["dtype"], device)
+        model.init_weights()
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+    return model
+
+
+def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give what is on the meta device memory; quantised layers get packed weights, the rest is initialised later."""
+    packed = _Packed(dtype, device)
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        if _is_quantised(module):
+            module.weight = packed.weight_of(module)
+            vars(module)["_is_hf_initialized"] = True
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                tensor = torch.zeros_like if _is_quantised(module) else torch.empty_like
+                made[id(parameter)] = nn.Parameter(tensor(parameter, device=device), parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return type(getattr(module, "weight", None)).__name__ in PACKED
+
+
+class _Packed:
+    """Quantised random weights: really quantised once per shape and settings, then copied."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._made: dict[Any, Any] = {}
+
+    def weight_of(self, layer: Any) -> Any:
+        """A weight on the device for a layer whose weight is on the meta device."""
+        template = layer.weight
+        key = (type(template), tuple(template.shape))
+        if key not in self._made:
+            drawn = torch.empty(template.shape, dtype=self._dtype, device=self._device).normal_(0.0, 0.02)
+            settings = {name: value for name, value in vars(template).items() if name not in ("module", "SCB", "CB")}
+            # 8 bits are quantised on their way from the CPU, 4 bits on arrival wherever they come from
+            source = drawn.to("cpu") if key[0].__name__ == "Int8Params" else drawn
+            self._made[key] = key[0](source, requires_grad=False, **settings).to(self._device)
+            fresh = self._made[key]
+        else:
+            fresh = _copy(self._made[key])
+        if hasattr(fresh, "quant_state"):
+            fresh.module, layer.quant_state = layer, fresh.quant_state
+        return fresh
+
+
+def _copy(weight: Any) -> Any:
+    """Another weight with the same bytes, its tables included."""
+    settings = dict(vars(weight))
+    data = weight.data.clone()
+    if hasattr(weight, "quant_state"):
+        settings["quant_state"] = _copied_state(weight.quant_state)
+        settings.pop("module", None)
+    else:
+        settings |= {"CB": data, "SCB": weight.SCB.clone()}
+    return type(weight)(data, requires_grad=False, **settings)
+
+
+def _copied_state(state: Any) -> Any:
+    twin = copy.copy(state)
+    twin.absmax, twin.code = state.absmax.clone(), state.code.clone()
+    if state.nested:
+        twin.offset, twin.state2 = state.offset.clone(), copy.copy(state.state2)
+        twin.state2.absmax, twin.state2.code = state.state2.absmax.clone(), state.state2.code.clone()
+    return twin
