@@ -154,8 +154,8 @@ def test_the_ilp_takes_what_its_estimators_stumble_over(model: str, shape: dict[
     made = StepRunner(build(spec, torch.device("cpu")), get_device("cpu"))
     try:
         settings = [setting for _, setting in settings_of("torch SAC ILP", made)]
-        answers = [worker.prepare(made, {"peer": "torch SAC ILP", "setting": setting}) for setting in settings]
-        assert "measured" in [answer["state"] for answer in answers], answers
+        answers = (worker.prepare(made, {"peer": "torch SAC ILP", "setting": setting}) for setting in settings)
+        assert any(answer["state"] == "measured" for answer in answers)
     finally:
         made.close()
 

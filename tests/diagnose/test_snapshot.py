@@ -117,6 +117,7 @@ def test_other_pickles_are_no_snapshots(data: Any, said: str) -> None:
         summarise_snapshot(data)
 
 
+@pytest.mark.slow
 def test_a_block_that_is_shared_without_end_is_counted_out() -> None:
     shared = {"total_size": 1, "blocks": [block(0x1, 1, ENGINE)] * 3_000}
     with pytest.raises(UsageError, match="more than"):

@@ -10,8 +10,6 @@ from autockpt.errors import WorkloadError
 from autockpt.explain.limits import MOST_RUNS, grain, largest
 from autockpt.schema.explanation import Largest
 
-pytestmark = pytest.mark.slow
-
 PLANS = ("save everything", "leanest")
 
 

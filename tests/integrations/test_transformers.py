@@ -18,6 +18,8 @@ from autockpt.policies import attached_to, recomputing
 from autockpt.schema.plan import Plan
 from tests.policies.zoo import CASES, assert_equal
 
+pytestmark = pytest.mark.slow
+
 LLAMA = CASES["llama"]
 CHOICES = {"model.layers.0": "recompute", "model.layers.1": "save", "model.layers.2": "offload"}
 ROWS = [{"input_ids": r, "labels": r} for r in LLAMA.batch()["input_ids"]]

@@ -59,8 +59,10 @@ def pid_of(measurer: WorkerMeasurer) -> int:
     return measurer.call("autockpt.probe:pid", {})["pid"]
 
 
-def test_measures_in_another_process_and_survives_what_goes_wrong_there(start, tmp_path):
+def test_measures_in_another_process_and_survives_what_goes_wrong_there(start, tmp_path, monkeypatch):
     """One worker for many questions, because each start imports torch anew."""
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "12345")
     log = tmp_path / "worker.log"
     measurer = start(log_path=log)
     as_protocol: Measurer = measurer
@@ -68,6 +70,9 @@ def test_measures_in_another_process_and_survives_what_goes_wrong_there(start, t
     assert measurer.environment.device.kind == "cpu"
     assert measurer.environment.device.threads == 1
     assert measurer.environment.versions["torch"]
+    # memory is kept between steps unless the user says otherwise, and what was set goes with every number
+    settings = measurer.environment.versions["allocator settings"]
+    assert "MALLOC_MMAP_THRESHOLD_=12345" in settings and "MALLOC_TRIM_THRESHOLD_=" in settings
     assert measurer.settings
     assert isinstance(measurer.notes, tuple)
 
@@ -133,15 +138,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker
     monkeypatch.setattr("autockpt.measuring.client._MODULE", "stand_in_worker")
     with WorkerMeasurer(WorkloadSpec(model="llama-tiny"), "cpu") as measurer:
         yield measurer
-
-
-def test_memory_is_kept_between_steps_unless_the_user_says_otherwise(start, monkeypatch):
-    """And what was set is part of the environment that goes with every number."""
-    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "12345")
-    settings = start().environment.versions["allocator settings"]
-    assert "MALLOC_MMAP_THRESHOLD_=12345" in settings
-    assert "MALLOC_TRIM_THRESHOLD_=" in settings
 
 
 def test_resting_ends_the_worker_until_the_next_request(stand_in):

@@ -346,6 +346,7 @@ def test_peak_holds_one_chunk_of_logits():
     assert peaks["chunked"] < peaks["plain"] - 3 * (rows - 32) * vocabulary * 4 + 4 * 32 * vocabulary * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bf16"}, {"autocast": "bf16"}, {"lora": 4}], ids=str)
 def test_ghost_run_is_exact(settings, tmp_path):
     small_llama(vocab_size=8192)().config.save_pretrained(tmp_path)

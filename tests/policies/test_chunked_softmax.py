@@ -413,6 +413,7 @@ def test_nothing_waits_for_the_garbage_collector():
             gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"dtype": "bf16"}, {"autocast": "bf16"}, {"lora": 4}], ids=str)
 def test_ghost_run_is_exact(more, tmp_path):
     config = small_llama(vocab_size=8192)().config

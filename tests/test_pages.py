@@ -1,0 +1,214 @@
+"""The commands on the pages are parsed by what they call, each of them; those of the README run, made small."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from autockpt.cli.app import build
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("results/**/*.md")),
+]
+PROGRAMS = ("autockpt", "python", "pytest", "sh")
+INSTALLS = re.compile(r"^(python3? -m (venv|pip)|pip|names=|for|done|git|\. )")
+SMALL = {"--model": "llama-tiny", "--batch-size": "2", "--seq-len": "32", "--budget": "60%act", "--trials": "1"}
+
+
+def blocks_of(page: str) -> list[list[str]]:
+    """Lines of fenced and of indented blocks, and each span of code as a block of its own."""
+    fenced = [found.splitlines() for found in re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)]
+    page = re.sub(r"^```\w*\n.*?^```", "", page, flags=re.M | re.S)
+    indented = [found.splitlines() for found in re.findall(r"(?:^    \S.*\n?)+(?:^     +.*\n?)*", page, re.M)]
+    return [*fenced, *indented, *([found] for found in re.findall(r"`([^`\n]+)`", page))]
+
+
+def commands_of(page: Path) -> list[str]:
+    """What a shell would be given, without what installs, what another commit runs, variables and redirections."""
+    found: list[str] = []
+    for block in blocks_of(page.read_text()):
+        text = re.sub(r"\\\n\s*", "", "\n".join(line.strip() for line in block))
+        if re.search(r"^git checkout [0-9a-f]{7}", text, re.M):
+            continue
+        for line in re.split(r"\n|&&|; do ", text):
+            command = re.sub(r"\s+#.*| > \S+$|; done$", "", line.strip())
+            command = re.sub(r"^([A-Z_]+=\S+\s+|taskset -c \d+\s+)+", "", command)
+            if command.split(" ")[0] in PROGRAMS and " " in command and not INSTALLS.match(command):
+                found.append(command)
+    return found
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
+
+
+def words_of(command: str) -> list[str]:
+    """Its arguments; a `…` stands for what is the reader's own, brackets for what may be left out."""
+    command = re.sub(r"\[(--\S+) (\w+)\S*\]", r"\1 \2", command)
+    return [word.replace("…", "llama-tiny") for word in shlex.split(re.sub(r"\[[^\]]*\]", "", command))]
+
+
+def parses(verb: str, arguments: list[str]) -> None:
+    """The verb's own parser takes the arguments; on pages some that are needed may be left out."""
+    command: Any = typer.main.get_command(build())
+    assert verb in command.commands, verb
+    try:
+        command.commands[verb].make_context(verb, list(arguments))
+    except Exception as error:
+        if type(error).__name__ != "MissingParameter":  # of click, or of the copy of it that typer has
+            raise
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("autockpt ")])
+def test_the_tools_own_parser_takes_it(command: str) -> None:
+    verb, *arguments = words_of(command)[1:]
+    if verb not in ("--help", "llama-tiny"):
+        parses(verb, arguments)
+
+
+class Parsed(Exception):
+    """A program has read its arguments."""
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python ")])
+def test_a_program_of_the_checkout_is_there_and_takes_its_arguments(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = words_of(command)
+    assert words[1] == "-m", command
+    if not words[2].startswith("tests."):
+        return
+    found = importlib.util.find_spec(words[2])
+    assert found is not None
+    if found.submodule_search_locations is not None:
+        found = importlib.util.find_spec(f"{words[2]}.__main__")
+    assert found is not None and found.origin is not None
+    if "argparse" not in Path(found.origin).read_text():
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        parse(self, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    monkeypatch.setattr(sys, "argv", words[2:])
+    with pytest.raises(Parsed):
+        runpy.run_module(words[2], run_name="__main__")
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("pytest")])
+def test_what_pytest_is_asked_for_is_there(command: str) -> None:
+    words = words_of(command)[1:]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    marks = {mark.split(":")[0] for mark in settings["markers"]}
+    for option, value in zip(words, [*words[1:], ""], strict=True):
+        assert option != "-m" or value in marks
+        assert not option.startswith("tests/") or (ROOT / option.split("::")[0]).exists()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sh ")])
+def test_what_a_script_calls_is_parsed(command: str, tmp_path: Path) -> None:
+    stand_in = tmp_path / "autockpt"
+    stand_in.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done >> calls; echo >> calls\n')
+    stand_in.chmod(0o755)
+    script = ROOT / words_of(command)[1]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["sh", str(script)], cwd=tmp_path, env=environment, check=True)
+    calls = [call.splitlines() for call in (tmp_path / "calls").read_text().strip().split("\n\n")]
+    assert calls
+    for verb, *arguments in calls:
+        parses(verb, arguments)
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    lines = re.findall(r"```bash\n(.*)\n```", (ROOT / "README.md").read_text())
+    steps = [step.strip() for step in lines[1].split("&&")]
+    assert steps[0] == "python3 -m venv .venv"
+    for step in steps[2:]:
+        assert step in script
+
+
+# --- and run
+
+
+Autockpt = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def autockpt(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run a command line in this process, in one folder for all; its output."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("pages"))
+
+        def run(*arguments: str) -> str:
+            patch.setattr(sys, "argv", ["autockpt", *arguments])
+            done = CliRunner().invoke(build(), list(arguments), prog_name="autockpt")
+            assert done.exit_code == 0, (arguments, done.stderr, done.exception)
+            return done.stdout
+
+        yield run
+
+
+def small(command: str) -> list[str]:
+    """The same command for a tiny model and one trial."""
+    words = words_of(command)[1:]
+    for option, value in SMALL.items():
+        if option in words:
+            words[words.index(option) + 1] = value
+    if words[0] == "search" and "--hardware" not in words and "--device" not in words:
+        words += ["--device", "cpu"]
+    return words
+
+
+@pytest.fixture(scope="module")
+def plan(autockpt: Autockpt) -> dict[str, Any]:
+    """What the README's first search finds, its plan as ``plan.yaml``."""
+    first = small(next(c for c in commands_of(ROOT / "README.md") if c.startswith("autockpt search")))
+    return json.loads(autockpt(*first, "--plan-out", "plan.yaml", "--json"))
+
+
+def test_the_first_job_has_a_feasible_and_binding_budget(autockpt: Autockpt) -> None:
+    command = next(c for c in commands_of(ROOT / "README.md") if "llama-small" in c)
+    answer = json.loads(autockpt(*words_of(command)[1:], "--device", "cpu", "--dry-run", "--json", "--out", "first"))
+    ours = answer["rows"][-1]["predicted"]["peak_bytes"]
+    assert answer["binding"]
+    assert answer["smallest_peak"] <= ours <= answer["budget"]["bytes"]
+
+
+def test_a_measured_search_its_history_and_what_becomes_of_the_plan(autockpt: Autockpt, plan: dict[str, Any]) -> None:
+    assert plan["plan"]["measured"]["peak_bytes"] <= plan["budget"]["bytes"]
+    assert autockpt("history", plan["run_directory"])
+    assert "activation_checkpointing" in autockpt("export", "plan.yaml", "--to", "transformers")
+    assert "equal" in autockpt("verify", "plan.yaml", "--model", "llama-tiny", "--device", "cpu")
+
+
+def test_a_simulated_search(autockpt: Autockpt) -> None:
+    command = next(c for c in commands_of(ROOT / "README.md") if "--hardware" in c)
+    answer = json.loads(autockpt(*small(command), "--json"))
+    assert answer["plan"]["predicted"]["peak_bytes"] <= answer["budget"]["bytes"]
+
+
+def test_a_trace(autockpt: Autockpt) -> None:
+    command = next(c for c in commands_of(ROOT / "docs" / "simulation.md") if c.startswith("autockpt trace"))
+    assert json.loads(autockpt(*small(command), "--json"))["summary"]["peak"]["bytes"]
