@@ -51,6 +51,8 @@ def compared(ours: Measurement | Prediction, other: Measurement | Prediction, na
         return f"its step time against {name} is not known"
     less = 1 - ours.step_seconds / other.step_seconds
     noise = math.hypot(*(s.noise if isinstance(s, Measurement) else 0.0 for s in (ours, other)))
+    if abs(less) < 0.0005:
+        return f"as fast as {name}"
     said = f"{_percent(less)} {'faster' if less > 0 else 'slower'} than {name}"
     if abs(less) <= noise:
         return f"{said}, which is within the noise of ±{_percent(noise)}"
@@ -115,8 +117,11 @@ def _more_budget(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
             if point is None or not point.seconds or not best.seconds or point.seconds >= best.seconds * 0.995:
                 continue
             more, gain = threshold.bytes - budget.bytes, 1 - point.seconds / best.seconds
+            basis, missed = point.basis, plans.missed_seconds or 0.0
+            if basis == "predicted" and gain * best.seconds < missed:
+                basis = f"predicted, but predictions missed by up to {words.seconds(missed)} here"
             return (
                 f"{format_binary(more)} more budget ({format_binary(threshold.bytes)}) would make a step "
-                f"{words.share(gain)} faster ({point.basis}); other budgets are in the table below."
+                f"{words.share(gain)} faster ({basis}); other budgets are in the table below."
             )
     return "No larger budget is known to make a step faster."
