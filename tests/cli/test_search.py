@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Listener, SearchOutcome, SearchRequest
+from tests.page.samples import make_run
 from tests.report.samples import outcome, trial
 
 
@@ -188,3 +190,16 @@ def test_compile_takes_layers_or_model(autockpt, asked: list[SearchRequest]) -> 
     assert asked[0].compile == "layers"
     refused = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--compile", "all")
     assert refused.code == 2 and "--compile model" in refused.err
+
+
+def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace, tmp_path: Path) -> None:
+    import_module("autockpt.page")  # before the search is replaced, which it uses parts of
+    run = make_run(tmp_path / "results")
+    replace("autockpt.tuning", run_search=lambda request, listener: outcome(run_directory=run.path))
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
+    page = run.path / "report.html"
+    assert result.code == 0 and page.exists() and f"The whole run on one page: {page}" in result.err
+    page.unlink()
+    (run.path / "profile.json").write_text("{}")
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
+    assert result.code == 0 and not page.exists() and "could not be written" in result.err and "ours" in result.out
