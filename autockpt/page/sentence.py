@@ -90,6 +90,32 @@ def next_steps(
     return tuple(steps)
 
 
+def why(plans: Plans) -> str:
+    """Why this plan and no other: how many were tried, whether it is the fastest of them, what a leaner one costs."""
+    best = plans.points.get(plans.best or "")
+    if best is None or not best.seconds or best.peak is None:
+        return ""
+    tried = [p for p in plans.points.values() if p.basis not in ("", "predicted")]
+    fitting = [p for p in tried if p.fits and p.seconds]
+    faster = [p.name for p in fitting if p.seconds and p.seconds < best.seconds]
+    said = f"Why this plan: of {words.counted(len(tried), 'plan')} with numbers {len(fitting)} fit"
+    if faster:
+        said += (
+            f"; the finals chose it over {', '.join(faster)}, whose times are too near to tell apart by one reading."
+        )
+    else:
+        said += ", and none of these is faster."
+    leaner = [plans.points[t.predicted or t.tried or ""] for t in plans.thresholds if t.bytes < best.peak]
+    nearest = max((p for p in leaner if p.peak and p.seconds), key=lambda p: p.peak or 0, default=None)
+    if nearest is not None and nearest.peak and nearest.seconds and nearest.seconds > best.seconds:
+        more = nearest.seconds / best.seconds - 1
+        said += (
+            f" The next leaner one, {format_binary(best.peak - nearest.peak)} less, would cost {words.share(more)} more"
+        )
+        said += f" time ({nearest.basis})."
+    return said
+
+
 def _undecided(plans: Plans, best: Point) -> list[str]:
     """Names of other plans that fit and whose interval meets that of the best."""
     if best.low is None or best.high is None:

@@ -65,6 +65,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "http:" not in text and "https:" not in text and "@import" not in text and "url(" not in text
     assert "Fits 1.86 KiB (60%act) with 50 B to spare, 11 % faster than recomputing everything" in page.said
     assert "14 % slower than saving everything, which does not fit (measured by real steps)." in page.said
+    assert "of 3 plans with numbers 2 fit, and none of these is faster. The next leaner one, 150 B less" in page.said
     assert 'autockpt.apply(model, "' in page.said and "autockpt search --model" in page.said
 
 
