@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autockpt.errors import AutockptError
+    from autockpt.history.openrun import Run, open_run
     from autockpt.integrations.transformers import AutockptCallback
     from autockpt.runtime import apply
     from autockpt.schema.plan import Plan
@@ -28,14 +29,28 @@ _HOME = {
     "AutockptCallback": "autockpt.integrations.transformers",
     "AutockptError": "autockpt.errors",
     "Plan": "autockpt.schema.plan",
+    "Run": "autockpt.history.openrun",
     "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
+    "open_run": "autockpt.history.openrun",
     "search": "autockpt.tuning",
     "trace": "autockpt.tracing",
     "verify": "autockpt.verification",
 }
 
-__all__ = ["AutockptCallback", "AutockptError", "Plan", "Step", "__version__", "apply", "search", "trace", "verify"]
+__all__ = [
+    "AutockptCallback",
+    "AutockptError",
+    "Plan",
+    "Run",
+    "Step",
+    "__version__",
+    "apply",
+    "open_run",
+    "search",
+    "trace",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from autockpt.history.rundir import RunDirectory
     from autockpt.schema import Trial
 
-COLUMNS = (
-    *("number", "name", "encoding", "state", "feasible", "peak_bytes", "step_seconds", "noise", "steps", "host_bytes"),
-    *("predicted_peak_bytes", "predicted_step_seconds", "plan_hash", "elapsed_seconds", "message", "choices"),
-)
-
 
 @guarded
 def history(
@@ -115,25 +110,18 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: boo
 
 def _csv(trials: Sequence[Trial]) -> str:
     """The trials as a table for other programs; choices as they are written in plans, one line of JSON."""
+    from autockpt.history.openrun import row
     from autockpt.schema import dump_choice
     from autockpt.schema.names import fold
 
+    rows = [
+        row(t) | {"choices": json.dumps({name: dump_choice(choice) for name, choice in fold(t.choices).items()})}
+        for t in trials
+    ]
     text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(COLUMNS)
-    for t in trials:
-        score, predicted, measured = t.score, t.predicted, t.measured
-        choices = {name: dump_choice(choice) for name, choice in fold(t.choices).items()}
-        rows.writerow(
-            (
-                *(t.number, t.name, t.encoding, t.state, t.feasible),
-                *((score.peak_bytes, score.step_seconds) if score is not None else ("", "")),
-                *((measured.noise, measured.steps) if measured is not None else ("", "")),
-                score.host_bytes if score is not None else "",
-                *((predicted.peak_bytes, predicted.step_seconds) if predicted is not None else ("", "")),
-                *(t.plan_hash, t.elapsed_seconds, t.message, json.dumps(choices)),
-            )
-        )
+    table = csv.DictWriter(text, rows[0] if rows else ("number",), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
     return text.getvalue().rstrip("\n")
 
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trials import distinct, pareto_front
@@ -13,7 +14,7 @@ from autockpt.profiling import build_problem
 from autockpt.report.words import USELESS_NOISE
 from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
 from autockpt.solvers import exact
-from autockpt.tuning.refit import fit, priced
+from autockpt.tuning.refit import Fit, fit, priced
 
 THRESHOLDS = 24  # plans that are asked of the solver, at most
 PATIENCE = 3.0  # seconds that they may take together
@@ -73,8 +74,8 @@ class Threshold:
 class Plans:
     """All plans of a run by key. ``front`` are keys of the Pareto front, leanest first.
 
-    ``missed_bytes`` is how far the solver's model was from ghost runs of the plans that were tried, at most; None where
-    there was nothing to compare.
+    ``missed_bytes`` and ``missed_seconds`` are how far the solver's model was, at most, from ghost runs and from step
+    times of the plans that were tried; None where there is no model.
     """
 
     points: dict[str, Point]
@@ -82,6 +83,7 @@ class Plans:
     thresholds: tuple[Threshold, ...]
     best: str | None
     missed_bytes: int | None = None
+    missed_seconds: float | None = None
 
 
 def plans_of(
@@ -107,6 +109,7 @@ def plans_of(
         thresholds=_thresholds(points, answer),
         best=answer,
         missed_bytes=model.missed if model is not None else None,
+        missed_seconds=model.prices.error_seconds if model is not None else None,
     )
 
 
@@ -201,10 +204,14 @@ class _Model:
         missed = max((abs(error - offset) for error in errors.values()), default=0)
         return cls(profile, base, head, trials, offset, missed, host_budget)
 
+    @cached_property
+    def prices(self) -> Fit:
+        """What choices cost by the trials that have step times."""
+        return fit(self._problem(0), [t for t in self.trials if t.score is not None])
+
     def walk(self) -> list[Point]:
         """The fastest plans by the model from saving everything downwards, each at the bytes that it needs."""
-        plain = self._problem(0)
-        prices = fit(plain, [t for t in self.trials if t.score is not None])
+        plain, prices = self._problem(0), self.prices
         found: list[Point] = []
         began = time.monotonic()
         most = self.profile.save_all_peak_bytes

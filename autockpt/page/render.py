@@ -16,6 +16,7 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.page import draw
 from autockpt.page.contents import Contents, as_json, contents_of
 from autockpt.page.plans import PHASES, Point
+from autockpt.page.sentence import why
 from autockpt.report import words
 from autockpt.report.answer import answer_rows, loading_lines
 from autockpt.schema import format_binary
@@ -60,6 +61,7 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "answers": answer_rows(contents.rows, budget) if contents.budget is not None else [],
         "load": loading_lines(f"{contents.run}/plan.yaml"),
         "tried": tried,
+        "why": why(contents.plans),
         "best_few": fitting[:BEST_FEW],
         "without": [p for p in tried if not p.fits],
         "buys": _buys(contents),

@@ -51,6 +51,8 @@ def compared(ours: Measurement | Prediction, other: Measurement | Prediction, na
         return f"its step time against {name} is not known"
     less = 1 - ours.step_seconds / other.step_seconds
     noise = math.hypot(*(s.noise if isinstance(s, Measurement) else 0.0 for s in (ours, other)))
+    if abs(less) < 0.0005:
+        return f"as fast as {name}"
     said = f"{_percent(less)} {'faster' if less > 0 else 'slower'} than {name}"
     if abs(less) <= noise:
         return f"{said}, which is within the noise of ±{_percent(noise)}"
@@ -88,6 +90,32 @@ def next_steps(
     return tuple(steps)
 
 
+def why(plans: Plans) -> str:
+    """Why this plan and no other: how many were tried, whether it is the fastest of them, what a leaner one costs."""
+    best = plans.points.get(plans.best or "")
+    if best is None or not best.seconds or best.peak is None:
+        return ""
+    tried = [p for p in plans.points.values() if p.basis not in ("", "predicted")]
+    fitting = [p for p in tried if p.fits and p.seconds]
+    faster = [p.name for p in fitting if p.seconds and p.seconds < best.seconds]
+    said = f"Why this plan: of {words.counted(len(tried), 'plan')} with numbers {len(fitting)} fit"
+    if faster:
+        said += (
+            f"; the finals chose it over {', '.join(faster)}, whose times are too near to tell apart by one reading."
+        )
+    else:
+        said += ", and none of these is faster."
+    leaner = [plans.points[t.predicted or t.tried or ""] for t in plans.thresholds if t.bytes < best.peak]
+    nearest = max((p for p in leaner if p.peak and p.seconds), key=lambda p: p.peak or 0, default=None)
+    if nearest is not None and nearest.peak and nearest.seconds and nearest.seconds > best.seconds:
+        more = nearest.seconds / best.seconds - 1
+        said += (
+            f" The next leaner one, {format_binary(best.peak - nearest.peak)} less, would cost {words.share(more)} more"
+        )
+        said += f" time ({nearest.basis})."
+    return said
+
+
 def _undecided(plans: Plans, best: Point) -> list[str]:
     """Names of other plans that fit and whose interval meets that of the best."""
     if best.low is None or best.high is None:
@@ -115,8 +143,11 @@ def _more_budget(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
             if point is None or not point.seconds or not best.seconds or point.seconds >= best.seconds * 0.995:
                 continue
             more, gain = threshold.bytes - budget.bytes, 1 - point.seconds / best.seconds
+            basis, missed = point.basis, plans.missed_seconds or 0.0
+            if basis == "predicted" and gain * best.seconds < missed:
+                basis = f"predicted, but predictions missed by up to {words.seconds(missed)} here"
             return (
                 f"{format_binary(more)} more budget ({format_binary(threshold.bytes)}) would make a step "
-                f"{words.share(gain)} faster ({point.basis}); other budgets are in the table below."
+                f"{words.share(gain)} faster ({basis}); other budgets are in the table below."
             )
     return "No larger budget is known to make a step faster."

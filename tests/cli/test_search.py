@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Listener, Measurement, SearchOutcome, SearchRequest
 from autockpt.schema.batches import BatchAnswer, BatchSetting
+from tests.page.samples import make_run
 from tests.report.samples import outcome, trial
 
 
@@ -231,3 +233,16 @@ def test_a_global_batch_is_answered_with_the_settings_that_go_with_the_plan(auto
 def test_tokens_that_are_no_whole_sequences_are_refused(autockpt, arguments: tuple[str, ...], word: str) -> None:
     result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", *arguments)
     assert result.code == 2 and word in result.err.replace("\n", " ")
+
+
+def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace, tmp_path: Path) -> None:
+    import_module("autockpt.page")  # before the search is replaced, which it uses parts of
+    run = make_run(tmp_path / "results")
+    replace("autockpt.tuning", run_search=lambda request, listener: outcome(run_directory=run.path))
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
+    page = run.path / "report.html"
+    assert result.code == 0 and page.exists() and f"The whole run on one page: {page}" in result.err
+    page.unlink()
+    (run.path / "profile.json").write_text("{}")
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
+    assert result.code == 0 and not page.exists() and "could not be written" in result.err and "ours" in result.out

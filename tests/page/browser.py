@@ -61,11 +61,17 @@ class Browser:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        scheme = {"name": "prefers-color-scheme", "value": theme}
+        self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
         self.events.clear()
         self.call("Page.navigate", url=path.as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
+
+    def as_printed(self) -> None:
+        """Show what is open as it would be printed by somebody who uses the dark theme."""
+        dark = {"name": "prefers-color-scheme", "value": "dark"}
+        self.call("Emulation.setEmulatedMedia", media="print", features=[dark])
 
     def js(self, expression: str) -> Any:
         """The value of an expression in the page. Fails where it raises."""

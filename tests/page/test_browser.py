@@ -95,6 +95,14 @@ def test_the_moment_moves_and_tells_who_reads(browser: Browser, page: Path) -> N
     assert browser.complaints() == []
 
 
+def test_it_is_printed_in_ink_on_paper_whatever_the_theme(browser: Browser, page: Path) -> None:
+    browser.open(page, 1280, "dark")
+    browser.as_printed()
+    assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert browser.js(CONTRAST) == []
+    assert browser.js("getComputedStyle(document.querySelector('.mark.phase0')).fill") == "rgb(27, 31, 36)"
+
+
 def _drag_to_the_right(browser: Browser, drawing: str, handle: str) -> None:
     browser.js(f"document.getElementById('{drawing}').scrollIntoView({{block: 'center', behavior: 'instant'}})")
     place = "(() => {{ const b = document.querySelector('{}').getBoundingClientRect(); return [{}]; }})()"
