@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from autockpt.devices import Device, get_device, process_environment
-from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError, python_door
+from autockpt.errors import DeviceOutOfMemory, RunDirectoryError, UsageError, python_door
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
@@ -39,7 +39,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
-from autockpt.tuning.infeasible import WhatIf, explained, nominal, way_out
+from autockpt.tuning.infeasible import WhatIf, naming_alternatives, nominal, out_of_memory
 from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.paired_timing import Pairing
@@ -82,7 +82,8 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
         variables = {**process_environment(request.device), **os.environ}
         here = environment_of(device, variables) if worker is None else worker.environment
-        stack.enter_context(_naming_ways_out(request, found, device, here, clock))
+        what_if = partial(_what_if, request, found, device, here)
+        stack.enter_context(naming_alternatives(found, here.device.overhead_bytes, clock, request, what_if))
         question = question_of(request, found, request.budget)
         if worker is None:
             outcome = _dry_run(question, found, clock, device, here)
@@ -158,8 +159,7 @@ def search(
             found = traced(tracer, chosen, allow_inexact)
         environment = measurer.environment
         if not allow_inexact:
-            way = "allow_inexact=True"
-            stack.enter_context(_naming_the_way_out(found, environment.device.overhead_bytes, way))
+            stack.enter_context(naming_alternatives(found, environment.device.overhead_bytes, clock))
         said = (*step.notes, *found.uniform["save"][1].notes, *found.notes)
         question = Question(
             name=type(step.model).__name__,
@@ -219,30 +219,11 @@ def _directory_of_live(question: Question, measurer: Measurer, tracer: Tracer, o
     return RunDirectory.enter(out, identity, model=question.name, device=environment.device.kind, budget=budget)
 
 
-@contextmanager
-def _naming_ways_out(
-    request: SearchRequest, found: Traced, device: Device, environment: Environment, clock: Clock
-) -> Iterator[None]:
-    """A budget that nothing fits is said with changes of the job that would fit."""
-    try:
-        yield
-    except InfeasibleError as error:
-        if request.budget.kind not in ("bytes", "auto"):
-            overhead = environment.device.overhead_bytes
-            raise error if request.allow_inexact else way_out(error, found.tracer, found.uniform, overhead) from None
-        room = environment.device.capacity_bytes - device.used_by_others()
-        budget = min(request.budget.resolve(0, 0, room), room)
-        bench = WhatIf(budget, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
-        raise explained(error, request, found.tracer.settings, found.uniform, bench, clock) from None
-
-
-@contextmanager
-def _naming_the_way_out(found: Traced, overhead: int, way: str) -> Iterator[None]:
-    """A budget that nothing fits is said to be within reach of the ``way`` to inexact choices where that is so."""
-    try:
-        yield
-    except InfeasibleError as error:
-        raise way_out(error, found.tracer, found.uniform, overhead, way) from None
+def _what_if(request: SearchRequest, found: Traced, device: Device, environment: Environment) -> WhatIf:
+    """Variants of the job on this device."""
+    room = environment.device.capacity_bytes - device.used_by_others()
+    budget_bytes = min(request.budget.resolve(0, 0, room), room)
+    return WhatIf(budget_bytes, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
 
 
 def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> Profiled:
@@ -261,11 +242,7 @@ def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Cloc
                 head=found.heads,
             )
     except DeviceOutOfMemory as error:
-        raise InfeasibleError(
-            f"the leanest plan does not run on this device: {error.message}",
-            remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
-            smallest_peak=leanest(found.uniform)[1].peak_bytes,
-        ) from None
+        raise out_of_memory(error, leanest(found.uniform)[1].peak_bytes) from None
     return build_profile(
         found.tracer, times, found.uniform, used_by_others=others, host_budget=question.host_budget, head=found.heads
     )
