@@ -25,8 +25,7 @@ from autockpt.tracing.ghostify import ghost_copy, ghost_in_place, imitate_device
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
-from autockpt.tracing.real import RealRecorder
-from autockpt.tracing.recorder import Recorder
+from autockpt.tracing.recorder import RealRecorder, Recorder
 from autockpt.tracing.transport import NotingTransport
 from autockpt.tracing.units import refine, unit_of
 from autockpt.workload import Step, build, discover_head, discover_units, explain
