@@ -11,7 +11,7 @@ from pathlib import Path
 from autockpt.devices import get_device, process_environment
 from autockpt.explain.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
-from autockpt.profiling import Profiled, Uniform, build_profile, promised_bytes, tracer_for
+from autockpt.profiling import CostModel, UniformRuns, build_profile, simulated_memory, tracer_for
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -67,9 +67,9 @@ class Subject:
 
     question: Question
     tracer: Tracer
-    uniform: Uniform
+    uniform: UniformRuns
     times: Times
-    profiled: Profiled
+    profiled: CostModel
     choices: Mapping[str, Choice] | None
     notes: tuple[str, ...] = ()
 
@@ -109,7 +109,7 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
         uniform, head = found.uniform, found.heads
         times, others = _times(question, uniform, list(head.graphs.values()) if head is not None else [])
         listener.stage("weighing choices")
-        needs = promised_bytes(question.hardware, question.limit) if question.hardware is not None else None
+        needs = simulated_memory(question.hardware, question.limit) if question.hardware is not None else None
         own = _own_sets(choices or {})
         profiled = build_profile(tracer, times.times, uniform, used_by_others=others, extra=own, needs=needs, head=head)
         yield Subject(
@@ -123,7 +123,7 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
         )
 
 
-def _times(question: Question, uniform: Uniform, heads: Sequence[Graph]) -> tuple[Times, int]:
+def _times(question: Question, uniform: UniformRuns, heads: Sequence[Graph]) -> tuple[Times, int]:
     """Op times, and the bytes of the device that others hold."""
     if question.hardware is not None:
         return of_hardware(question.hardware, uniform, heads), 0

@@ -21,7 +21,7 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import RawGraph, Source, summarize
 from autockpt.tracing.cuda_kernels import AMPERE, Capability
 from autockpt.tracing.ghost import GhostMode
-from autockpt.tracing.ghostify import ghost_copy, ghost_in_place, imitate_device, untouched
+from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, imitate_device, untouched
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autockpt.profiling import Profiled
+from autockpt.profiling import CostModel
 from autockpt.schema import (
     Budget,
     Choice,
@@ -31,7 +31,7 @@ class Foreseen:
     binding: bool
 
 
-def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
+def foresee(profiled: CostModel, budget: Budget, space: SearchSpace) -> Foreseen:
     """Predict the known plans, resolve the budget by simulated peaks, and solve.
 
     Raises InfeasibleError, with the smallest reachable peak, where no plan fits by its ghost run.

@@ -16,12 +16,12 @@ import torch
 
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, InfeasibleError
 from autockpt.profiling import (
-    Needs,
+    CostModel,
+    MemoryModel,
     Predictor,
-    Profiled,
-    Uniform,
+    UniformRuns,
     nominal_op_times,
-    promised_bytes,
+    simulated_memory,
     tracer_for,
     uniform_graphs,
 )
@@ -91,12 +91,12 @@ class WhatIf:
         return Tracer.from_spec(spec, device=self.device, fallback=False)
 
     @property
-    def needs(self) -> Needs | None:
+    def needs(self) -> MemoryModel | None:
         """What a ghost run takes of the device, where that is more than its tensors and the context."""
-        return None if self.hardware is None else promised_bytes(self.hardware, self.budget_bytes)
+        return None if self.hardware is None else simulated_memory(self.hardware, self.budget_bytes)
 
 
-def nothing_fits(profiled: Profiled, budget: ResolvedBudget, smallest_peak: int) -> InfeasibleError:
+def nothing_fits(profiled: CostModel, budget: ResolvedBudget, smallest_peak: int) -> InfeasibleError:
     """The error for a budget that nothing fits, with what the leanest plan's bytes go to."""
     host = profiled.host_budget
     within = f" with at most {format_bytes(host)} of host memory" if host is not None else ""
@@ -145,15 +145,15 @@ def naming_alternatives(
                     kinds = [kind for kind in ("recompute", "save") if kind in uniform]
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
                 chunked = request.allow_inexact
-                ways = ways_out(request.workload, found.tracer.settings, uniform, what_if(), chunked=chunked)
-            raise with_ways_out(error, ways) from None
+                ways = alternatives(request.workload, found.tracer.settings, uniform, what_if(), chunked=chunked)
+            raise with_alternatives(error, ways) from None
         if request is not None and (request.allow_inexact or request.hardware is not None):
             raise
         raise in_chunks(error, found, overhead_bytes) from None
 
 
-def ways_out(
-    spec: WorkloadSpec, settings: Mapping[str, Any], base: Uniform, bench: WhatIf, *, chunked: bool = False
+def alternatives(
+    spec: WorkloadSpec, settings: Mapping[str, Any], base: UniformRuns, bench: WhatIf, *, chunked: bool = False
 ) -> tuple[WayOut, ...]:
     """The cheapest ways to make a job fit, at most three: on one device first, fewest simulated seconds per token.
 
@@ -203,7 +203,7 @@ def nominal(environment: Environment) -> Times:
     return lambda graphs: nominal_op_times(environment, *graphs)
 
 
-def with_ways_out(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:
+def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:
     """The same error; its remedy ends with the alternatives."""
     if not ways:
         return error
@@ -420,11 +420,11 @@ class _Variant:
         return True
 
 
-def _fitting(bench: WhatIf, uniform: Uniform) -> dict[str, Prediction]:
+def _fitting(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
     return {kind: p for kind, p in _predictions(bench, uniform).items() if p.peak_bytes <= bench.budget_bytes}
 
 
-def _predictions(bench: WhatIf, uniform: Uniform) -> dict[str, Prediction]:
+def _predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
     graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
     times = bench.times(list(graphs.values()))
     predictor = Predictor(lambda choices: graphs[plan_hash(choices)], times, needs=bench.needs)

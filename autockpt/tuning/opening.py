@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autockpt.errors import UsageError
-from autockpt.profiling import Heads, Traces, Uniform, head_graphs, uniform_graphs
+from autockpt.profiling import Heads, Traces, UniformRuns, head_graphs, uniform_graphs
 from autockpt.schema import SAVE, Choice, Graph, SearchSpace, Unit, parse_choice
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.tracing import Tracer
@@ -24,7 +24,7 @@ class Traced:
     """
 
     tracer: Tracer
-    uniform: Uniform
+    uniform: UniformRuns
     heads: Heads | None
     space: SearchSpace
     notes: tuple[str, ...] = ()

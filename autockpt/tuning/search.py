@@ -13,7 +13,7 @@ from autockpt.errors import DeviceOutOfMemory, RunDirectoryError, UsageError, py
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
-    Profiled,
+    CostModel,
     build_profile,
     cached_op_times,
     leanest,
@@ -44,7 +44,7 @@ from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock, Limits, Question
-from autockpt.tuning.stages import answered, enter_run, find_plan, foresee_plan, kept, question_of
+from autockpt.tuning.stages import answered, enter_run, find_plan, foresee_plan, question_of, save_plan_copy
 from autockpt.tuning.targets.compiled import compiled_search
 from autockpt.tuning.targets.measured import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import simulate_search, simulated_environment
@@ -62,7 +62,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     clock = Clock(listener or Silence())
     _refuse_unwritable(request)
     if (known := answered(request, _environment(request))) is not None:
-        return kept(request, known)
+        return save_plan_copy(request, known)
     if request.compile is not None:
         refuse_simulated(request.workload)
         return compiled_search(request, request.compile, clock)
@@ -92,9 +92,9 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
                 environment = worker.environment
             run, known = enter_run(stack, request, question, environment, tracer.units)
             if known is not None:
-                return kept(request, known)
+                return save_plan_copy(request, known)
             outcome = _searched(question, found, worker, run, request.storage or run.storage, clock)
-        return kept(request, outcome)
+        return save_plan_copy(request, outcome)
 
 
 def _environment(request: SearchRequest) -> Environment | None:
@@ -226,7 +226,7 @@ def _what_if(request: SearchRequest, found: Traced, device: Device, environment:
     return WhatIf(budget_bytes, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
 
 
-def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> Profiled:
+def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> CostModel:
     """Op times, menus and predictions of the workload on the measurer's device."""
     device = measurer.environment.device
     others = used_by_others(measurer)

@@ -37,7 +37,7 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     )
     bench: Any = SimpleNamespace(budget_bytes=5, hardware=None)
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
-    ways = infeasible.ways_out(SPEC, SETTINGS, base, bench)
+    ways = infeasible.alternatives(SPEC, SETTINGS, base, bench)
     assert ways and all(option in ways[0].options for option in needed)
     single = ["--batch-size 2 --accumulate 2", "--batch-size 1 --accumulate 4", "--allow-inexact", "--lora 16"]
     assert asked[:4] == single

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 
 from autockpt.errors import InfeasibleError
-from autockpt.profiling import LEAN_CALLS, Profiled
+from autockpt.profiling import LEAN_CALLS, CostModel
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -58,7 +58,7 @@ class SolverProposer:
     def __init__(
         self,
         question: Question,
-        profiled: Profiled,
+        profiled: CostModel,
         target: Target,
         trials: Trials,
         storage: str,
@@ -269,7 +269,7 @@ class SolverProposer:
         return seconds if candidate.fits and seconds is not None else math.inf
 
 
-def smallest_peaks(profiled: Profiled, budget: Budget, known: Plans, calls: int = LEAN_CALLS) -> tuple[int, int]:
+def smallest_peaks(profiled: CostModel, budget: Budget, known: Plans, calls: int = LEAN_CALLS) -> tuple[int, int]:
     """The least reachable peak in bytes, and that of plans with a plain head.
 
     A share of the activation range is of plans as everybody knows them; the second is only looked for where it counts.

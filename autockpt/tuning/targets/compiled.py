@@ -31,7 +31,7 @@ from autockpt.tuning.outcome import make_plan, scored_rows
 from autockpt.tuning.proposers.base import Plans
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import enter_run, finish, kept, outcome_of, question_of
+from autockpt.tuning.stages import enter_run, finish, outcome_of, question_of, save_plan_copy
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.measured import RealSteps, confirmation
@@ -70,10 +70,10 @@ def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> 
             environment = measurer.environment
         run, known = enter_run(stack, request, question, environment, tracer.units)
         if known is not None:
-            return kept(request, known)
+            return save_plan_copy(request, known)
         run.write_environment(environment)
         run.write_graph(found.uniform["save"][1])
-        return kept(request, _searched(request, mode, question, found, measurer, run, clock))
+        return save_plan_copy(request, _searched(request, mode, question, found, measurer, run, clock))
 
 
 def _refuse(request: SearchRequest, device_kind: str) -> None:

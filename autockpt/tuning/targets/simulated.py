@@ -10,10 +10,10 @@ from functools import partial
 from autockpt.errors import AutockptError
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import (
-    Profiled,
+    CostModel,
     build_profile,
-    promised_bytes,
     said_of,
+    simulated_memory,
     torch_device,
     tracer_for,
 )
@@ -37,7 +37,7 @@ from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.infeasible import WhatIf, naming_alternatives
 from autockpt.tuning.opening import Traced, blocks_of, traced
 from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, kept, question_of
+from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, question_of, save_plan_copy
 from autockpt.tuning.targets.base import MOST_REPEATS, Foresee
 from autockpt.tuning.targets.shallow_twin import DEEP, calls_per_candidate, open_twin, transplanted
 from autockpt.tuning.trials import Candidate, Score, Trials
@@ -93,13 +93,15 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
             profiled = _profiled(found, hardware, budget, request.host_budget)
         environment = profiled.profile.op_times.environment
         if request.dry_run:
-            return kept(request, foresee_plan(question, tracer, profiled, clock, seconds=True))
+            return save_plan_copy(request, foresee_plan(question, tracer, profiled, clock, seconds=True))
         run, known = enter_run(stack, request, question, environment, tracer.units, device=hardware.name)
         if known is not None:
-            return kept(request, known)
+            return save_plan_copy(request, known)
         storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
         target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
-        return kept(request, find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls))
+        return save_plan_copy(
+            request, find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls)
+        )
 
 
 def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware) -> Traced:
@@ -128,8 +130,8 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
     return space.restricted((*rest, *space.head)), (note,)
 
 
-def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: int | None) -> Profiled:
-    needs = promised_bytes(hardware, budget.budget_bytes)
+def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: int | None) -> CostModel:
+    needs = simulated_memory(hardware, budget.budget_bytes)
     graphs = [graph for _, graph in found.uniform.values()]
     times = modelled(hardware, graphs if found.base is None else [*graphs, found.base])
     if found.heads is not None:  # what regions cost that run again is read off layers
