@@ -119,7 +119,10 @@ _IN_PYTHON = {
     "plan-out": "plan.save()",
     "fresh": "another out=",
     "storage": "out=",
-} | {name: f"{name}=" for name in ("budget", "optimizer", "autocast", "trials", "timeout", "space", "seed", "out")}
+} | {
+    name: f"{name}="
+    for name in ("budget", "headroom", "optimizer", "autocast", "trials", "timeout", "space", "seed", "out")
+}
 _OPTION = re.compile(r"--([a-z][a-z-]*[a-z])( (?=\d|sgd|adam))?")
 
 

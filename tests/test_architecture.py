@@ -108,6 +108,59 @@ def test_imports_point_downwards() -> None:
     assert not found, "\n".join(found)
 
 
+def module_of(path: Path) -> str:
+    """``autockpt.tuning.loop``; a package for its ``__init__.py``."""
+    return ".".join(("autockpt", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def arrows() -> dict[str, set[str]]:
+    """What each module imports of ours, at its top or in a function; not what only type checkers read."""
+    paths = {module_of(path): path for path in modules()}
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        typing = {
+            node.lineno
+            for block in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for node in block.body
+        }
+        names = [name for name, line in imported(path) if line not in typing]
+        parts = {name if name in paths else name.rpartition(".")[0] for name in names}
+        found[module] = (parts & set(paths)) - {module}
+    return found
+
+
+def circle(found: dict[str, set[str]]) -> list[str]:
+    """Modules of one circle of imports; empty where there is none."""
+    rest = {module: set(others) for module, others in found.items()}
+    while rest:
+        leaves = [module for module, others in rest.items() if not others & set(rest)]
+        if not leaves:
+            return sorted(rest)  # and what imports them
+        for module in leaves:
+            del rest[module]
+    return []
+
+
+def test_no_circle_of_imports() -> None:
+    assert not circle(arrows()), "these import one another, or what does (in functions, too)"
+
+
+def test_a_circle_through_a_function_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    package = tmp_path / "schema"
+    package.mkdir()
+    (package / "one.py").write_text("from autockpt.schema.two import b\n")
+    (package / "two.py").write_text("def f():\n    from autockpt.schema import one\n")
+    (package / "three.py").write_text(
+        "from autockpt.schema import one\nif TYPE_CHECKING:\n    from autockpt.schema.four import d\n"
+    )
+    (package / "four.py").write_text("import autockpt.schema.three\n")
+    assert {"autockpt.schema.one", "autockpt.schema.two"} <= set(circle(arrows()))
+    (package / "two.py").write_text("b = 1\n")
+    assert not circle(arrows())
+
+
 def test_the_walk_sees_lazy_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)

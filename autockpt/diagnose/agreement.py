@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from autockpt.diagnose.places import STAGES
 from autockpt.diagnose.purposes import OPTIMIZER, WEIGHTS
 from autockpt.explain.holdings import LOGITS, Ledger
-from autockpt.profiling import promised_bytes
+from autockpt.profiling import simulated_memory
 from autockpt.schema import Graph, format_binary
 from autockpt.schema.diagnosis import Agreement, DeviceFailure, Room, SnapshotReading, Stage, Tensor
 from autockpt.schema.explanation import Holding
@@ -37,7 +37,7 @@ def compare(
     peak = max(line, default=graph.resident_bytes + room.overhead)
     over = next((i for i, size in enumerate(line) if size > room.budget), None)
     at = over if over is not None else max(range(len(line)), key=line.__getitem__, default=0)
-    promised = promised_bytes(hardware, room.budget)(graph)
+    promised = simulated_memory(hardware, room.budget)(graph)
     overflows = over is not None or promised > room.budget
     evidence = failure if failure is not None else snapshot
     tried = evidence.tried if evidence is not None else None

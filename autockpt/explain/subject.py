@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from autockpt.devices import get_device, process_environment
 from autockpt.explain.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
-from autockpt.profiling import Profiled, Uniform, build_profile, head_graphs, promised_bytes, tracer_for, uniform_graphs
+from autockpt.profiling import CostModel, UniformRuns, build_profile, simulated_memory, tracer_for
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -27,7 +26,8 @@ from autockpt.schema import (
 )
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
-from autockpt.tuning.opening import blocks_of, head_choices
+from autockpt.tuning.opening import traced
+from autockpt.tuning.question import workload_key
 
 SPACE = "knobs"
 
@@ -67,9 +67,9 @@ class Subject:
 
     question: Question
     tracer: Tracer
-    uniform: Uniform
+    uniform: UniformRuns
     times: Times
-    profiled: Profiled
+    profiled: CostModel
     choices: Mapping[str, Choice] | None
     notes: tuple[str, ...] = ()
 
@@ -103,16 +103,14 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
     """
     listener.stage("tracing")
     with question.tracer(question.spec) as tracer:
-        blocks = blocks_of(tracer)
         choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
-        space = load_space(SPACE)
-        uniform = uniform_graphs(tracer, blocks, space.choices)
-        own, of_head = _own_sets(choices or {}), None if tracer.head is None else (choices or {}).get(tracer.head.name)
-        heads = (*head_choices(space, False), *([of_head] if of_head is not None else []))
-        head = head_graphs(tracer, tracer.head, dict.fromkeys(choice for choice in heads if choice != SAVE))
+        of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
+        found = traced(tracer, load_space(SPACE), of_head=of_head)
+        uniform, head = found.uniform, found.heads
         times, others = _times(question, uniform, list(head.graphs.values()) if head is not None else [])
         listener.stage("weighing choices")
-        needs = promised_bytes(question.hardware, question.limit) if question.hardware is not None else None
+        needs = simulated_memory(question.hardware, question.limit) if question.hardware is not None else None
+        own = _own_sets(choices or {})
         profiled = build_profile(tracer, times.times, uniform, used_by_others=others, extra=own, needs=needs, head=head)
         yield Subject(
             question=question,
@@ -121,30 +119,22 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
             times=times,
             profiled=profiled,
             choices=choices,
-            notes=(*tracer.notes, *uniform["save"][1].notes, *_refused(uniform)),
+            notes=(*tracer.notes, *uniform["save"][1].notes, *found.notes),
         )
 
 
-def _times(question: Question, uniform: Uniform, heads: Sequence[Graph]) -> tuple[Times, int]:
+def _times(question: Question, uniform: UniformRuns, heads: Sequence[Graph]) -> tuple[Times, int]:
     """Op times, and the bytes of the device that others hold."""
     if question.hardware is not None:
         return of_hardware(question.hardware, uniform, heads), 0
     device = get_device(question.device)
     environment = environment_of(device, {**process_environment(question.device), **os.environ})
-    times = of_device(environment, uniform, heads, workload_key(question.spec), question.plan_path)
+    times = of_device(
+        environment, uniform, heads, workload_key(question.spec, question.spec.model, {}), question.plan_path
+    )
     return times, device.used_by_others()
-
-
-def workload_key(spec: WorkloadSpec) -> str:
-    """What a search files op times under."""
-    return json.dumps([spec.model_dump(mode="json"), spec.model], default=str)
 
 
 def _own_sets(choices: Mapping[str, Choice]) -> tuple[Choice, ...]:
     """Choices of a plan that no menu has by itself."""
     return tuple(dict.fromkeys(c for c in choices.values() if isinstance(c, Selective | Remake)))
-
-
-def _refused(uniform: Uniform) -> tuple[str, ...]:
-    refused = [kind for kind in load_space(SPACE).choices if kind not in uniform]
-    return (f"not for this model: {', '.join(refused)}",) if refused else ()

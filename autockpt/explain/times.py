@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import Uniform, cached_op_times, nominal_op_times
+from autockpt.profiling import UniformRuns, cached_op_times, nominal_op_times
 from autockpt.profiling.roofline import roofline_times
 from autockpt.schema import Environment, Graph, OpTimes
 from autockpt.schema.explanation import Basis
@@ -28,7 +28,7 @@ class Times:
 
 
 def of_device(
-    environment: Environment, uniform: Uniform, heads: Sequence[Graph], workload_key: str, plan: Path | None = None
+    environment: Environment, uniform: UniformRuns, heads: Sequence[Graph], workload_key: str, plan: Path | None = None
 ) -> Times:
     """Op times of the device at hand, from the plan's run directory or the cache; else rates of common hardware."""
     graphs = [*(graph for _, graph in uniform.values()), *heads]
@@ -45,7 +45,7 @@ def of_device(
     )
 
 
-def of_hardware(hardware: Hardware, uniform: Uniform, heads: Sequence[Graph]) -> Times:
+def of_hardware(hardware: Hardware, uniform: UniformRuns, heads: Sequence[Graph]) -> Times:
     """Op times of a device that is described, not at hand."""
     times = roofline_times(hardware, [graph for _, graph in uniform.values()])
     times = times.completed(roofline_times(hardware, heads))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autockpt.profiling import Profiled
+from autockpt.profiling import CostModel
 from autockpt.schema import Assignment, Budget, Choice, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans
@@ -22,7 +22,7 @@ WORTH = 1e-4  # share of the step time below which two plans are as fast as one 
 class Answers:
     """Plans for any budget, by the solver and ghost runs; what one question taught helps the next."""
 
-    def __init__(self, profiled: Profiled, kinds: tuple[str, ...]) -> None:
+    def __init__(self, profiled: CostModel, kinds: tuple[str, ...]) -> None:
         self.profiled = profiled
         self.overhead = profiled.predictor.device.overhead_bytes
         self._remembered: dict[tuple[Choice, ...], Ruling] = {}

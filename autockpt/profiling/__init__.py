@@ -1,17 +1,17 @@
 """What each choice costs on each kind of unit: op times, menus, the planning problem, predictions."""
 
 from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak
-from autockpt.profiling.foresight import Promise, promised_bytes, said_of, torch_device, tracer_for
+from autockpt.profiling.foresight import SimulatedMemory, said_of, simulated_memory, torch_device, tracer_for
 from autockpt.profiling.menus import build_menus
 from autockpt.profiling.nominal import nominal_op_times
-from autockpt.profiling.predictor import Needs, Predictor
+from autockpt.profiling.predictor import MemoryModel, Predictor
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.profiling.profile import (
     LEAN_CALLS,
+    CostModel,
     Heads,
-    Profiled,
     Traces,
-    Uniform,
+    UniformRuns,
     build_profile,
     cached_op_times,
     head_graphs,
@@ -27,13 +27,13 @@ from autockpt.profiling.roofline import roofline_times
 
 __all__ = [
     "LEAN_CALLS",
+    "CostModel",
     "Heads",
-    "Needs",
+    "MemoryModel",
     "Predictor",
-    "Profiled",
-    "Promise",
+    "SimulatedMemory",
     "Traces",
-    "Uniform",
+    "UniformRuns",
     "as_seen_by",
     "build_menus",
     "build_problem",
@@ -46,10 +46,10 @@ __all__ = [
     "measure_op_times",
     "nominal_op_times",
     "point_bytes",
-    "promised_bytes",
     "refused_choices",
     "roofline_times",
     "said_of",
+    "simulated_memory",
     "torch_device",
     "tracer_for",
     "uniform_graphs",

@@ -41,13 +41,13 @@ def tracer_for(hardware: Hardware, spec: WorkloadSpec, *, fallback: bool = True)
     )
 
 
-def promised_bytes(hardware: Hardware, budget: int | None = None) -> Promise:
+def simulated_memory(hardware: Hardware, budget: int | None = None) -> SimulatedMemory:
     """What graphs of ``tracer_for`` need of the device within ``budget`` bytes (default: all there are)."""
-    return Promise(hardware, None if budget is None else min(budget, hardware.memory_bytes))
+    return SimulatedMemory(hardware, None if budget is None else min(budget, hardware.memory_bytes))
 
 
 @dataclass(frozen=True)
-class Promise:
+class SimulatedMemory:
     """Bytes that a step is promised to take of a device, context included: reserved ones, and a margin for safety.
 
     An allocator that is kept to ``most`` bytes (None: to what the device has) gives cached segments back before it
@@ -71,9 +71,9 @@ class Promise:
             return promised
         return min(promised, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
 
-    def within(self, budget: int) -> Promise:
+    def within(self, budget: int) -> SimulatedMemory:
         """The same for an allocator that is kept to ``budget`` bytes."""
-        return promised_bytes(self.hardware, budget)
+        return simulated_memory(self.hardware, budget)
 
     @property
     def _share(self) -> float:
@@ -81,7 +81,7 @@ class Promise:
 
 
 def said_of(hardware: Hardware) -> str:
-    """What is in a ``Promise``, for people."""
+    """What is in a ``SimulatedMemory``, for people."""
     if not hardware.caches:
         return "bytes are those that tensors hold"
     return (

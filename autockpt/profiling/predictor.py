@@ -13,7 +13,7 @@ from autockpt.simulator import Simulation, simulate
 Trace = Callable[[Mapping[str, Choice]], Graph]
 
 
-class Needs(Protocol):
+class MemoryModel(Protocol):
     """What ghost runs need of a device, in bytes, its own overhead included."""
 
     def __call__(self, graph: Graph) -> int:
@@ -24,7 +24,7 @@ class Needs(Protocol):
         """The part of what ``__call__`` promised that other plans cannot use."""
         ...
 
-    def within(self, budget: int) -> Needs:
+    def within(self, budget: int) -> MemoryModel:
         """The same where the device's allocator is kept to ``budget`` bytes."""
         ...
 
@@ -56,7 +56,7 @@ class Predictor:
     """
 
     def __init__(
-        self, trace: Trace, op_times: OpTimes, host_budget: int | None = None, needs: Needs | None = None
+        self, trace: Trace, op_times: OpTimes, host_budget: int | None = None, needs: MemoryModel | None = None
     ) -> None:
         self._trace, self.needs = trace, needs
         self.op_times = op_times

@@ -14,7 +14,7 @@ from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
 from autockpt.profiling.menus import build_menus, head_menu, representatives
-from autockpt.profiling.predictor import Needs, Predictor, simulation_of
+from autockpt.profiling.predictor import MemoryModel, Predictor, simulation_of
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.schema import (
     RECOMPUTE,
@@ -44,7 +44,7 @@ ANCHOR_SECONDS = 12.0  # for the uniform plans in turns, at least one round of t
 LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
 
 
-Uniform = Mapping[str, tuple[dict[str, Choice], Graph]]  # uniform plans and their ghost runs by choice kind
+UniformRuns = Mapping[str, tuple[dict[str, Choice], Graph]]  # uniform plans and their ghost runs by choice kind
 
 
 class Heads(NamedTuple):
@@ -72,7 +72,7 @@ class Runs(Protocol):
 
 
 @dataclass(frozen=True)
-class Profiled:
+class CostModel:
     """A profiled workload: ``base`` is the ghost run with everything on save; sizes in bytes.
 
     ``head`` is the output head where there is anything to choose for it, with a kind, and so a menu, of its own.
@@ -165,7 +165,7 @@ class Profiled:
 
 def measure_op_times(
     runs: Runs,
-    uniform: Uniform,
+    uniform: UniformRuns,
     workload: str,
     *,
     room: int,
@@ -218,7 +218,7 @@ def measure_op_times(
     return times
 
 
-def wants_disk(uniform: Uniform, device: DeviceInfo, host_budget: int | None) -> bool:
+def wants_disk(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> bool:
     """Whether plans with the disk tier are worth a look: where the host cannot take what offloading everything sends.
 
     Not where the one tier there is a file already, as on the CPU.
@@ -228,7 +228,7 @@ def wants_disk(uniform: Uniform, device: DeviceInfo, host_budget: int | None) ->
     )
 
 
-def within_host(uniform: Uniform, device: DeviceInfo, host_budget: int | None) -> Uniform:
+def within_host(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> UniformRuns:
     """The uniform plans that may run under a host budget."""
     return {kind: pair for kind, pair in uniform.items() if not _over_host(pair[1], device, host_budget)}
 
@@ -255,7 +255,7 @@ def used_by_others(runs: Runs) -> int:
     return int(runs.call("autockpt.profiling.op_times:memory_of_others", {})["bytes"])
 
 
-def leanest(graphs: Uniform) -> tuple[dict[str, Choice], Graph]:
+def leanest(graphs: UniformRuns) -> tuple[dict[str, Choice], Graph]:
     """The uniform plan with the smallest peak; recompute where it is among them, since it runs every op there is."""
     if "recompute" in graphs:
         return graphs["recompute"]
@@ -264,7 +264,7 @@ def leanest(graphs: Uniform) -> tuple[dict[str, Choice], Graph]:
 
 def uniform_graphs(
     traces: Traces, blocks: Sequence[Unit], kinds: Sequence[str], besides: Mapping[str, Choice] | None = None
-) -> Uniform:
+) -> UniformRuns:
     """Ghost runs of every unit on the same choice, by choice kind. Kinds that this model refuses are left out.
 
     ``besides`` are choices for other units, in each of them.
@@ -297,14 +297,14 @@ def head_graphs(traces: Traces, head: Unit | None, choices: Iterable[Choice]) ->
 def build_profile(
     traces: Traces,
     times: OpTimes,
-    uniform: Uniform,
+    uniform: UniformRuns,
     *,
     used_by_others: int = 0,
     host_budget: int | None = None,
     extra: Iterable[Choice] = (),
-    needs: Needs | None = None,
+    needs: MemoryModel | None = None,
     head: Heads | None = None,
-) -> Profiled:
+) -> CostModel:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
     ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
@@ -347,4 +347,4 @@ def build_profile(
         save_all_seconds=predictor.simulation(base).step_seconds,
         leanest_peak_bytes=min(graph.peak_bytes for _, graph in uniform.values()),
     )
-    return Profiled(profile, base, predictor, used_by_others, unit)
+    return CostModel(profile, base, predictor, used_by_others, unit)

@@ -12,20 +12,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from autockpt.errors import PlanError
+from autockpt.schema import planfile
 from autockpt.schema.base import Data
 from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, parse_choice
 from autockpt.schema.device import Environment
+from autockpt.schema.files import set_aside
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
+from autockpt.schema.planfile import SCHEMA_VERSION
 from autockpt.schema.sizes import ResolvedBudget
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.schema.yaml import Document
+from autockpt.schema.yaml import Document, parse
 
-SCHEMA_VERSION = 1
 PlanStatus = Literal["measured", "simulated", "unmeasured"]
 CompileMode = Literal["layers", "model"]
 """How a training step is compiled: every layer in place, or the whole model as one. None stands for eager steps."""
@@ -152,9 +154,13 @@ class Plan(Data):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read and validate a plan file. Raises PlanError naming file, line and remedy."""
-        from autockpt.schema.planfile import read_plan
-
-        return read_plan(Path(path))
+        document = planfile.read_document(Path(path))
+        plan = document.validate(cls)
+        planfile.check_units(document, plan.model.units)
+        plan._document = document
+        if plan.model.units:
+            plan.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
+        return plan
 
     def save(self, path: str | Path, *, existing: Literal["refuse", "set_aside", "replace"] = "refuse") -> Path | None:
         """Write the plan, whole or not at all. The same plan again is no conflict.
@@ -162,9 +168,35 @@ class Plan(Data):
         Where another file stands there: ``refuse`` raises PlanError, ``set_aside`` renames it to ``name.1`` and returns
         that path, ``replace`` overwrites it. Raises PlanError where the path cannot be written.
         """
-        from autockpt.schema.planfile import write_plan
+        path = Path(path)
+        there, aside = path.exists() and existing != "replace" and not self._is_in(path), None
+        if there and existing == "refuse":
+            raise PlanError(f"{path} exists and is another plan", remedy="Give another path, or move that file away.")
+        text = self.text(path.name)
+        if there:
+            try:
+                aside = set_aside(path)
+            except OSError as error:
+                raise planfile.unwritable(path, error) from None
+        planfile.write(text, path)
+        return aside
 
-        return write_plan(self, Path(path), existing)
+    def _is_in(self, path: Path) -> bool:
+        try:
+            return Plan.load(path).model_dump() == self.model_dump()
+        except (PlanError, ValidationError):
+            return False
+
+    def text(self, name: str = "plan.yaml") -> str:
+        """The text of a plan file: the choices first, then where they are from."""
+        data: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
+        data |= {"autockpt": self.autockpt, "source": self.source}
+        data["choices"] = {pattern: dump_choice(choice) for pattern, choice in self.choices.items()}
+        if self.workload is not None:
+            data["workload"] = self.workload.model_dump(mode="json", exclude_none=True)
+        if not self.hash:
+            data.pop("hash", None)
+        return planfile.render({key: data[key] for key in Plan.model_fields if key in data}, name)
 
     def save_otherwise(self, path: str | Path) -> None:
         """Write what the choices did in steps that are compiled otherwise into a file that holds this plan.
@@ -172,9 +204,18 @@ class Plan(Data):
         The rest of the file stays as it is, comments and layout included. Raises PlanError where the file is another
         plan by now, or cannot be written.
         """
-        from autockpt.schema.planfile import write_otherwise
-
-        write_otherwise(self, Path(path))
+        path = Path(path)
+        there = Plan.load(path)
+        if there.model_copy(update={"otherwise": self.otherwise}) != self:
+            raise PlanError(f"{path} is another plan by now", remedy="Verify it once more.")
+        wanted = there.model_copy(update={"otherwise": {**there.otherwise, **self.otherwise}})
+        assert there._document is not None
+        data = wanted.model_dump(mode="json", exclude_defaults=True, include={"otherwise"})
+        text = planfile.with_otherwise(path.read_bytes().decode(), there._document, data["otherwise"])
+        if _says(text, path.name, wanted):
+            planfile.write(text, path)
+        else:  # laid out in a way of its own: written anew, and the file is kept aside
+            wanted.save(path, existing="set_aside")
 
     def noting(self, steps: Steps, measured: Measurement) -> Plan:
         """The plan with what its choices did in steps that are compiled otherwise. Raises ValueError for its own."""
@@ -336,3 +377,11 @@ def _difference(planned: Mapping[str, str], present: Mapping[str, str]) -> str:
         if present[name] != cls:
             return f"{name} is a {present[name]}, planned as a {cls}"
     return ""
+
+
+def _says(text: str, name: str, plan: Plan) -> bool:
+    """Whether a file with this text would be read as this plan."""
+    try:
+        return parse(text, name, PlanError).validate(Plan) == plan
+    except PlanError:
+        return False

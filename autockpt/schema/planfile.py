@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from autockpt.errors import PlanError
-from autockpt.schema.choices import choice_kinds, dump_choice, parse_choice
-from autockpt.schema.files import atomic_write, reason, set_aside
+from autockpt.schema.choices import choice_kinds, parse_choice
+from autockpt.schema.files import atomic_write, reason
 from autockpt.schema.names import parse_pattern
-from autockpt.schema.plan import SCHEMA_VERSION, Plan
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.suggest import closest
-from autockpt.schema.yaml import Document, parse, read
+from autockpt.schema.yaml import Document, read
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+SCHEMA_VERSION = 1
 _HEADER = """\
 # What each unit of the model does with its activations, so that a training step stays within its memory budget.
 #
@@ -49,8 +46,8 @@ _COMMENTS = {
 _BYTES = re.compile(r"^(\s*(?:- )?(?:\w+_)?bytes: )([0-9]{4,})$", re.MULTILINE)
 
 
-def read_plan(path: Path) -> Plan:
-    """Read and validate a plan file. Raises PlanError with file, line and remedy."""
+def read_document(path: Path) -> Document:
+    """A plan file's sections, its version and choices checked. Raises PlanError with file, line and remedy."""
     document = read(path, PlanError)
     data = document.data
     if not isinstance(data, dict) or "autockpt" not in data:
@@ -60,12 +57,7 @@ def read_plan(path: Path) -> Plan:
         )
     _check_version(document, data["autockpt"])
     _check_choices(document, data.get("choices"))
-    plan = document.validate(Plan)
-    _check_units(document, plan.model.units)
-    plan._document = document
-    if plan.model.units:
-        plan.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
-    return plan
+    return document
 
 
 def _check_version(document: Document, version: object) -> None:
@@ -95,7 +87,8 @@ def _check_choices(document: Document, choices: object) -> None:
             raise document.complain(("choices", pattern), error.message, remedy) from None
 
 
-def _check_units(document: Document, units: Mapping[str, str]) -> None:
+def check_units(document: Document, units: Mapping[str, str]) -> None:
+    """Raise PlanError, with its line, for a pattern of unit names that is none."""
     for pattern in units:
         try:
             list(parse_pattern(pattern).enumerate())
@@ -103,44 +96,24 @@ def _check_units(document: Document, units: Mapping[str, str]) -> None:
             raise document.complain(("model", "units", pattern), error.message, error.remedy) from None
 
 
-def write_plan(plan: Plan, path: Path, existing: Literal["refuse", "set_aside", "replace"]) -> Path | None:
-    """Write a plan file atomically; see Plan.save."""
-    text = render(plan, path.name)
+def write(text: str, path: Path) -> None:
+    """Write a plan file, whole or not at all. Raises PlanError where that cannot be."""
     try:
-        aside = _make_room(plan, path, existing) if path.exists() else None
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, text)
     except OSError as error:
-        raise _unwritable(path, error) from None
-    return aside
+        raise unwritable(path, error) from None
 
 
-def _unwritable(path: Path, error: OSError) -> PlanError:
+def unwritable(path: Path, error: OSError) -> PlanError:
+    """The error for a path that cannot be written."""
     return PlanError(f"the plan cannot be written to {path}: {reason(error)}", remedy="Give a path you can write to.")
 
 
-def write_otherwise(plan: Plan, path: Path) -> None:
-    """Put the section ``otherwise`` into a plan file; see Plan.save_otherwise."""
-    there = read_plan(path)
-    if there.model_copy(update={"otherwise": plan.otherwise}) != plan:
-        raise PlanError(f"{path} is another plan by now", remedy="Verify it once more.")
-    wanted = there.model_copy(update={"otherwise": {**there.otherwise, **plan.otherwise}})
-    text = _with_otherwise(path.read_bytes().decode(), wanted)
-    if not _says(text, path.name, wanted):  # laid out in a way of its own: written anew, and the file is kept aside
-        wanted.save(path, existing="set_aside")
-        return
-    try:
-        atomic_write(path, text)
-    except OSError as error:
-        raise _unwritable(path, error) from None
-
-
-def _with_otherwise(text: str, plan: Plan) -> str:
+def with_otherwise(text: str, document: Document, otherwise: Any) -> str:
     """A file's text with the section ``otherwise`` in the place of the one that it has, else behind ``measured``."""
-    assert plan._document is not None
-    places, lines = plan._document.lines, text.splitlines(keepends=True)
-    data = plan.model_dump(mode="json", exclude_defaults=True, include={"otherwise"})
-    section = _section("otherwise", data["otherwise"])
+    places, lines = document.lines, text.splitlines(keepends=True)
+    section = _section("otherwise", otherwise)
     old = [places[key,] for key in ("otherwise", "eager") if (key,) in places]
     for number in sorted(old or [places.get(("measured",), len(lines))], reverse=True):
         begin, end = number - 1, number
@@ -157,44 +130,16 @@ def _with_otherwise(text: str, plan: Plan) -> str:
     return "".join(lines)
 
 
-def _says(text: str, name: str, plan: Plan) -> bool:
-    """Whether a file with this text would be read as this plan."""
-    try:
-        return parse(text, name, PlanError).validate(Plan) == plan
-    except PlanError:
-        return False
-
-
-def _make_room(plan: Plan, path: Path, existing: str) -> Path | None:
-    if existing == "replace" or _is_same(plan, path):
-        return None
-    if existing == "set_aside":
-        return set_aside(path)
-    raise PlanError(f"{path} exists and is another plan", remedy="Give another path, or move that file away.")
-
-
-def _is_same(plan: Plan, path: Path) -> bool:
-    try:
-        return read_plan(path).model_dump() == plan.model_dump()
-    except (PlanError, ValidationError):
-        return False
-
-
-def render(plan: Plan, name: str = "plan.yaml") -> str:
-    """The file's text: a header that says how to load it, the choices, then where they are from, a paragraph each."""
-    data: dict[str, Any] = plan.model_dump(mode="json", exclude_defaults=True, exclude={"choices", "autockpt"})
-    if plan.workload is not None:
-        data["workload"] = plan.workload.model_dump(mode="json", exclude_none=True)
-    data["source"] = plan.source
-    if not plan.hash:
-        data.pop("hash", None)
+def render(sections: Mapping[str, Any], name: str = "plan.yaml") -> str:
+    """The file's text: a header that says how to load it, then the sections in their order, a paragraph each."""
     layers, head = (", ".join(choice_kinds(role)) for role in ("block", "head"))
     kinds = textwrap.fill(
         f"# Choices: {layers}; for the output head, by its name: {head}.", width=110, subsequent_indent="# "
     )
-    sections = [_HEADER.format(name=name, kinds=kinds), f"autockpt: {plan.autockpt}\n"]
-    sections += [_section("choices", {p: dump_choice(c) for p, c in plan.choices.items()}), "\n"]
-    return "".join(sections) + "".join(_section(key, data[key]) for key in Plan.model_fields if key in data)
+    rest = dict(sections)
+    text = [_HEADER.format(name=name, kinds=kinds), f"autockpt: {rest.pop('autockpt')}\n"]
+    text += [_section("choices", rest.pop("choices")), "\n"]
+    return "".join(text) + "".join(_section(key, value) for key, value in rest.items())
 
 
 def _section(key: str, value: Any) -> str:

@@ -58,7 +58,7 @@ class Budget(Data):
         return whole if self.headroom is None else max(1, whole - self.headroom.of(whole))
 
     @property
-    def limit(self) -> int | None:
+    def budget_bytes(self) -> int | None:
         """Bytes, headroom taken off; None where they depend on the job or the device."""
         return self.resolve(0, 0, 0) if self.kind == "bytes" else None
 

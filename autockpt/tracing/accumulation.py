@@ -8,7 +8,6 @@ not need, so PyTorch's own rules are applied here instead.
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import FrameType
 from typing import Any
@@ -27,12 +26,11 @@ Counts = tuple[int, int, int]  # of the tensor, its storage and its Python objec
 class EngineAdds:
     """Tells the engine's additions from others, and whether a plain step would make them in place.
 
-    ``sole`` are the reference counts of a gradient that the engine alone holds, by default as calibrated once for this
-    version of Python and torch; None: calibrate, and remember the next addition's counts.
+    ``sole`` are the reference counts of a gradient that the engine alone holds; None: those of the next addition.
     """
 
-    def __init__(self, sole: Counts | None = None, *, calibrating: bool = False) -> None:
-        self.sole = sole if sole is not None or calibrating else _calibrated()
+    def __init__(self, sole: Counts | None = None) -> None:
+        self.sole = sole
 
     def in_place(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this op of backward is an addition that the engine would make in the memory of its first argument."""
@@ -123,17 +121,3 @@ def _caller() -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("autockpt.tracing", "torch._ops")):
         frame = frame.f_back
     return frame
-
-
-@functools.cache
-def _calibrated() -> Counts:
-    """Counts of a gradient that only the engine holds, seen through the recorder itself."""
-    from autockpt.tracing.real import RealRecorder
-
-    engine = EngineAdds(calibrating=True)
-    recorder = RealRecorder(torch.device("cpu"), engine)
-    with recorder.recording(), torch.enable_grad():
-        node = torch.ones(2, requires_grad=True) * 1.0
-        (node.sin() + node.cos()).sum().backward()
-    assert engine.sole is not None
-    return engine.sole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -11,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.schema.graph import Tier
-from autockpt.tracing.accumulation import EngineAdds, FusedAdds
+from autockpt.tracing.accumulation import Counts, EngineAdds, FusedAdds
 from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
 from autockpt.tracing.keys import call_key, keyword_key
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
-from autockpt.tracing.operators import Operator, Operators, flat_tensors
+from autockpt.tracing.operators import Operator, Operators, count_flops, flat_tensors
 from autockpt.tracing.quantised_kernels import notes_on_quantised
 from autockpt.tracing.saved import SavedTensors
 from autockpt.tracing.scratch import GIVEN_UP, Trials, is_measured
@@ -105,7 +106,7 @@ class Recorder(TorchDispatchMode):
         self.location = Location(on_enter)
         self.saved = SavedTensors(log)
         self.operators = Operators()
-        self.engine = engine or EngineAdds()
+        self.engine = engine or EngineAdds(_sole_counts())
         self.fused = FusedAdds()
         self.notes: dict[str, None] = {}
         self._calls: dict[Any, Call] = {}
@@ -316,3 +317,33 @@ class Recorder(TorchDispatchMode):
         if layout is None:
             layout = self._layouts[key] = tuple(key[0]), tuple(key[1]), dtype_name(key[2])
         return layout
+
+
+class RealRecorder(Recorder):
+    """Records a step whose kernels run, on any device; counts the tensors on ``device`` only."""
+
+    def __init__(self, device: torch.device, engine: EngineAdds | None = None) -> None:
+        super().__init__(StorageLog(), engine=engine)
+        self._device_type = device.type
+        self.on_cpu = device.type == "cpu"
+        self.threads = torch.get_num_threads()
+
+    def _run(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        result = func(*args, **kwargs)
+        if call.operator.flops is not None and not call.flops:
+            call.flops = count_flops(call.operator, args, kwargs, result)
+        return result
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.device.type == self._device_type
+
+
+@functools.cache
+def _sole_counts() -> Counts:
+    """Counts of a gradient that only the engine holds, seen once through a recorder: they are Python's and torch's."""
+    engine = EngineAdds()
+    with RealRecorder(torch.device("cpu"), engine).recording(), torch.enable_grad():
+        node = torch.ones(2, requires_grad=True) * 1.0
+        (node.sin() + node.cos()).sum().backward()
+    assert engine.sole is not None
+    return engine.sole

@@ -21,12 +21,11 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import RawGraph, Source, summarize
 from autockpt.tracing.cuda_kernels import AMPERE, Capability
 from autockpt.tracing.ghost import GhostMode
-from autockpt.tracing.ghostify import ghost_copy, ghost_in_place, imitate_device, untouched
+from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, imitate_device, untouched
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
-from autockpt.tracing.real import RealRecorder
-from autockpt.tracing.recorder import Recorder
+from autockpt.tracing.recorder import RealRecorder, Recorder
 from autockpt.tracing.transport import NotingTransport
 from autockpt.tracing.units import refine, unit_of
 from autockpt.workload import Step, build, discover_head, discover_units, explain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autockpt.profiling import Profiled
+from autockpt.profiling import CostModel
 from autockpt.schema import (
     Budget,
     Choice,
@@ -31,7 +31,7 @@ class Foreseen:
     binding: bool
 
 
-def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
+def foresee(profiled: CostModel, budget: Budget, space: SearchSpace) -> Foreseen:
     """Predict the known plans, resolve the budget by simulated peaks, and solve.
 
     Raises InfeasibleError, with the smallest reachable peak, where no plan fits by its ghost run.
@@ -42,13 +42,14 @@ def foresee(profiled: Profiled, budget: Budget, space: SearchSpace) -> Foreseen:
     smallest, plain = smallest_peaks(profiled, budget, known)
     room = device.capacity_bytes - profiled.used_by_others
     resolved = budget.resolved(predictions[NONE].peak_bytes, plain, room, device.kind)
-    size = resolved.bytes
-    binding = predictions[NONE].peak_bytes > size
+    binding = predictions[NONE].peak_bytes > resolved.bytes
     choices = known[NONE]
     if binding:
-        refined = refine(profiled.problem(size - device.overhead_bytes), profiled.rule, max_calls=REFEREE_CALLS)
+        refined = refine(
+            profiled.problem(resolved.bytes - device.overhead_bytes), profiled.rule, max_calls=REFEREE_CALLS
+        )
         if not refined.feasible:
-            raise nothing_fits(profiled, size, smallest)
+            raise nothing_fits(profiled, resolved, smallest)
         choices = profiled.plan(refined.choices)
     predictions[OURS] = predictor.predict(choices)
     return Foreseen(resolved, predictions, choices, smallest, binding)

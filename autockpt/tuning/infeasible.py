@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
 
 import torch
 
-from autockpt.errors import AutockptError, ConflictError, InfeasibleError
+from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, InfeasibleError
 from autockpt.profiling import (
-    Needs,
+    CostModel,
+    MemoryModel,
     Predictor,
-    Profiled,
-    Uniform,
+    UniformRuns,
     nominal_op_times,
-    promised_bytes,
+    simulated_memory,
     tracer_for,
     uniform_graphs,
 )
@@ -32,6 +32,7 @@ from autockpt.schema import (
     Hardware,
     OpTimes,
     Prediction,
+    ResolvedBudget,
     SearchRequest,
     WorkloadSpec,
     format_bytes,
@@ -41,7 +42,7 @@ from autockpt.schema.choices import CHUNKED_LOSS, ChunkedLoss
 from autockpt.schema.remedy import WayOut
 from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer
-from autockpt.tuning.opening import CHUNKS, blocks_of
+from autockpt.tuning.opening import CHUNKS, Traced, blocks_of
 from autockpt.tuning.question import Clock
 
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
@@ -52,6 +53,9 @@ LORA_RANK = 16
 SHORTEST = 128  # tokens
 MICRO_STEPS = 2
 _CHUNKS = "head and loss in chunks: gradients equal up to rounding"
+SMALLER_JOB = (
+    "use a smaller --batch-size (with --accumulate to keep its effect), a shorter --seq-len, --lora, or --optimizer sgd"
+)
 LEAN_KINDS = ("recompute_offload", "offload", "recompute")  # tried first: one of them is the leanest nearly always
 
 
@@ -73,7 +77,7 @@ class WhatIf:
     device is simulated ``hardware`` says what it is: its memory is modelled then, and what only it can follow is tried.
     """
 
-    budget: int
+    budget_bytes: int
     device: torch.device
     times: Times
     kinds: tuple[str, ...]
@@ -87,27 +91,69 @@ class WhatIf:
         return Tracer.from_spec(spec, device=self.device, fallback=False)
 
     @property
-    def needs(self) -> Needs | None:
+    def needs(self) -> MemoryModel | None:
         """What a ghost run takes of the device, where that is more than its tensors and the context."""
-        return None if self.hardware is None else promised_bytes(self.hardware, self.budget)
+        return None if self.hardware is None else simulated_memory(self.hardware, self.budget_bytes)
 
 
-def nothing_fits(profiled: Profiled, size: int, smallest: int) -> InfeasibleError:
-    """The error for a budget of ``size`` bytes that nothing fits, with what the leanest plan's bytes go to."""
+def nothing_fits(profiled: CostModel, budget: ResolvedBudget, smallest_peak: int) -> InfeasibleError:
+    """The error for a budget that nothing fits, with what the leanest plan's bytes go to."""
     host = profiled.host_budget
     within = f" with at most {format_bytes(host)} of host memory" if host is not None else ""
     wider = " or --host-budget" if host is not None else ""
+    size, headroom = format_bytes(budget.bytes), budget.headroom_bytes
+    less = f" ({budget.asked} less {format_bytes(headroom)} of --headroom)" if headroom else ""
+    left = budget.bytes + headroom - smallest_peak
+    but = f", which fits with --headroom of at most {format_bytes(left)}" if headroom and left >= 0 else ""
     return InfeasibleError(
-        f"nothing fits {format_bytes(size)}{within}: "
-        f"the leanest plan needs {format_bytes(smallest)}\n{profiled.needs(smallest)}",
-        remedy=f"Raise the budget{wider}, or use a smaller --batch-size (with --accumulate to keep its effect), a "
-        "shorter --seq-len, --lora, or --optimizer sgd.",
-        smallest_peak=smallest,
+        f"nothing fits {size}{less}{within}: the leanest plan needs {format_bytes(smallest_peak)}{but}\n"
+        f"{profiled.needs(smallest_peak)}",
+        remedy=f"Raise the budget{wider}, or {SMALLER_JOB}.",
+        smallest_peak=smallest_peak,
     )
 
 
-def ways_out(
-    spec: WorkloadSpec, settings: Mapping[str, Any], base: Uniform, bench: WhatIf, *, chunked: bool = False
+def out_of_memory(error: DeviceOutOfMemory, smallest_peak: int) -> InfeasibleError:
+    """The error for a device that the leanest plan runs out of memory on."""
+    return InfeasibleError(
+        f"the leanest plan does not run on this device: {error.message}",
+        remedy=f"{SMALLER_JOB.capitalize()}.",
+        smallest_peak=smallest_peak,
+    )
+
+
+@contextmanager
+def naming_alternatives(
+    found: Traced,
+    overhead_bytes: int,
+    clock: Clock,
+    request: SearchRequest | None = None,
+    what_if: Callable[[], WhatIf] | None = None,
+) -> Iterator[None]:
+    """A budget that nothing fits is said with what would fit: changes of the job, or chunks of its output head.
+
+    Changes are looked for where the budget is no share of the job's own peak, and where ``request`` says how the job is
+    made and ``what_if`` how variants of it are judged: a live model has none. ``overhead_bytes`` are the device's own.
+    """
+    try:
+        yield
+    except InfeasibleError as error:
+        if request is not None and what_if is not None and request.budget.kind in ("bytes", "auto"):
+            with clock.stage("look for alternatives"):
+                uniform = found.uniform
+                if found.twin is not None:  # of the whole model
+                    kinds = [kind for kind in ("recompute", "save") if kind in uniform]
+                    uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
+                chunked = request.allow_inexact
+                ways = alternatives(request.workload, found.tracer.settings, uniform, what_if(), chunked=chunked)
+            raise with_alternatives(error, ways) from None
+        if request is not None and (request.allow_inexact or request.hardware is not None):
+            raise
+        raise in_chunks(error, found, overhead_bytes) from None
+
+
+def alternatives(
+    spec: WorkloadSpec, settings: Mapping[str, Any], base: UniformRuns, bench: WhatIf, *, chunked: bool = False
 ) -> tuple[WayOut, ...]:
     """The cheapest ways to make a job fit, at most three: on one device first, fewest simulated seconds per token.
 
@@ -120,7 +166,7 @@ def ways_out(
     standard = (leanest.step_seconds or 0.0) / _work(settings)
     found = []
     held = next(graph.resident for _, graph in base.values())
-    lighter = held.get("weights", 0) + held.get("optimizer states", 0) > bench.budget
+    lighter = held.get("weights", 0) + held.get("optimizer states", 0) > bench.budget_bytes
     for family in _families(spec, settings, chunked, simulated=bench.hardware is not None, lighter=lighter):
         if (way := _mildest(family, bench, standard)) is not None:
             found.append(way)
@@ -136,35 +182,18 @@ def ways_out(
     return tuple(sorted(found, key=lambda way: (SHARD in way.options, way.relative_cost))[:MOST])
 
 
-def explained(
-    error: InfeasibleError,
-    request: SearchRequest,
-    settings: Mapping[str, Any],
-    uniform: Uniform,
-    bench: WhatIf,
-    clock: Clock,
-) -> InfeasibleError:
-    """The error of a search with the ways out of it; as it is for a budget that is a share of the job's own peak."""
-    if request.budget.kind not in ("bytes", "auto"):
-        return error
-    with clock.stage("look for ways out"):
-        return with_ways_out(error, ways_out(request.workload, settings, uniform, bench, chunked=request.allow_inexact))
-
-
-def way_out(
-    error: InfeasibleError, tracer: Tracer, uniform: Uniform, overhead: int, way: str = "--allow-inexact"
-) -> InfeasibleError:
-    """The same error; its remedy names the ``way`` to inexact choices where a ghost run shows that they lower the
-    smallest peak."""
+def in_chunks(error: InfeasibleError, found: Traced, overhead_bytes: int) -> InfeasibleError:
+    """The same error; its remedy names inexact choices where a ghost run shows that they lower the smallest peak."""
+    tracer = found.tracer
     if tracer.head is None:
         return error
-    choices, graph = min(uniform.values(), key=lambda pair: pair[1].peak_bytes)
+    choices, graph = min(found.uniform.values(), key=lambda pair: pair[1].peak_bytes)
     chunked = tracer.trace({**choices, tracer.head.name: ChunkedLoss(tokens=CHUNKS[0])}).peak_bytes
     if chunked >= graph.peak_bytes * (1 - WORTH):
         return error
     remedy = (
-        f"{error.remedy} Or add {way}: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
-        f"{format_bytes(chunked + overhead)}, with gradients equal up to rounding."
+        f"{error.remedy} Or add --allow-inexact: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
+        f"{format_bytes(chunked + overhead_bytes)}, with gradients equal up to rounding."
     )
     return InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak)
 
@@ -174,11 +203,11 @@ def nominal(environment: Environment) -> Times:
     return lambda graphs: nominal_op_times(environment, *graphs)
 
 
-def with_ways_out(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:
-    """The same error; its remedy ends with the ways out."""
+def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:
+    """The same error; its remedy ends with the alternatives."""
     if not ways:
         return error
-    lines = ["Cheapest ways out, each ghost-run with one choice on all layers; simulated, not measured:"]
+    lines = ["Cheapest alternatives, each ghost-run with one choice on all layers; simulated, not measured:"]
     lines += [describe(way) for way in ways]
     return InfeasibleError(error.message, remedy="\n".join(lines), smallest_peak=error.smallest_peak, ways=ways)
 
@@ -341,7 +370,7 @@ class _Variant:
         lean = [kind for kind in LEAN_KINDS if kind in self._bench.kinds] or list(self._bench.kinds)
         for kind in filter(self._run, lean):
             choices, graph = self._uniform[kind]
-            if graph.resident_bytes > self._bench.budget:  # whatever the layers do
+            if graph.resident_bytes > self._bench.budget_bytes:  # whatever the layers do
                 return False
             if _fitting(self._bench, {kind: (choices, graph)}):
                 return True
@@ -391,11 +420,11 @@ class _Variant:
         return True
 
 
-def _fitting(bench: WhatIf, uniform: Uniform) -> dict[str, Prediction]:
-    return {kind: p for kind, p in _predictions(bench, uniform).items() if p.peak_bytes <= bench.budget}
+def _fitting(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
+    return {kind: p for kind, p in _predictions(bench, uniform).items() if p.peak_bytes <= bench.budget_bytes}
 
 
-def _predictions(bench: WhatIf, uniform: Uniform) -> dict[str, Prediction]:
+def _predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
     graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
     times = bench.times(list(graphs.values()))
     predictor = Predictor(lambda choices: graphs[plan_hash(choices)], times, needs=bench.needs)

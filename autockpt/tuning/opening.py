@@ -1,4 +1,4 @@
-"""The ghost runs that every search begins with."""
+"""The ghost runs that every search and every explanation begins with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autockpt.errors import UsageError
-from autockpt.profiling import Heads, Traces, Uniform, head_graphs, uniform_graphs
-from autockpt.schema import Choice, Graph, SearchSpace, Unit, parse_choice
+from autockpt.profiling import Heads, Traces, UniformRuns, head_graphs, uniform_graphs
+from autockpt.schema import SAVE, Choice, Graph, SearchSpace, Unit, parse_choice
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.tracing import Tracer
 
@@ -24,7 +24,7 @@ class Traced:
     """
 
     tracer: Tracer
-    uniform: Uniform
+    uniform: UniformRuns
     heads: Heads | None
     space: SearchSpace
     notes: tuple[str, ...] = ()
@@ -32,28 +32,29 @@ class Traced:
     base: Graph | None = None
 
 
-def traced(tracer: Tracer, space: SearchSpace, inexact: bool, notes: Sequence[str] = ()) -> Traced:
-    """Ghost-run what a search begins with. Raises UsageError for a model without blocks to choose for."""
-    uniform, space, refused = uniform_plans(tracer, space)
-    if inexact and tracer.head is None:
-        refused = (*refused, "--allow-inexact changes nothing: the model has no output head")
-    heads = head_graphs(tracer, tracer.head, head_choices(space, inexact))
-    return Traced(tracer, uniform, heads, space, (*notes, *refused))
+def traced(
+    tracer: Tracer,
+    space: SearchSpace,
+    inexact: bool = False,
+    notes: Sequence[str] = (),
+    of_head: Choice = SAVE,
+) -> Traced:
+    """Ghost-run what a search, or an explanation, begins with: the one opening of them all.
 
-
-def head_choices(space: SearchSpace, inexact: bool) -> tuple[Choice, ...]:
-    """What the output head may do besides saving."""
-    chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
-    return (*map(parse_choice, space.head), *(chunked if inexact else ()))
-
-
-def uniform_plans(tracer: Tracer, space: SearchSpace) -> tuple[Uniform, SearchSpace, tuple[str, ...]]:
-    """Ghost runs of the uniform plans, the space without choices that the model refuses, and a note on those.
-
-    Raises UsageError for a model without blocks to choose for.
+    ``inexact`` lets the output head run in chunks; ``of_head`` is a choice of a plan's for it besides those of the
+    space. Raises UsageError for a model without blocks to choose for.
     """
     uniform = uniform_graphs(tracer, blocks_of(tracer), space.choices)
-    return uniform, *allowed(space, uniform)
+    chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
+    choices = [*map(parse_choice, space.head), *(chunked if inexact else ()), of_head]
+    heads = head_graphs(tracer, tracer.head, dict.fromkeys(choice for choice in choices if choice != SAVE))
+    notes = list(notes)
+    if refused := [kind for kind in space.choices if kind not in uniform]:
+        notes.append(f"not for this model: {', '.join(refused)} (apply such a plan to see why)")
+        space = space.restricted((*uniform, *space.head))
+    if inexact and tracer.head is None:
+        notes.append("--allow-inexact changes nothing: the model has no output head")
+    return Traced(tracer, uniform, heads, space, tuple(notes))
 
 
 def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
@@ -65,12 +66,3 @@ def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
             remedy="autockpt plans for members of an nn.ModuleList or nn.Sequential, and for transformers' layers.",
         )
     return blocks
-
-
-def allowed(space: SearchSpace, uniform: Uniform) -> tuple[SearchSpace, tuple[str, ...]]:
-    """The space without choices that have no ghost run, because the model refuses them, and a note on those."""
-    refused = [kind for kind in space.choices if kind not in uniform]
-    if not refused:
-        return space, ()
-    note = f"not for this model: {', '.join(refused)} (apply such a plan to see why)"
-    return space.restricted((*uniform, *space.head)), (note,)

@@ -56,9 +56,14 @@ class Question:
 
     @property
     def workload_key(self) -> str:
-        """What op times other than those of single ops depend on."""
-        described = self.spec.model_dump(mode="json") if self.spec else dict(self.settings)
-        return json.dumps([described, self.name], default=str)
+        """``workload_key`` of this question."""
+        return workload_key(self.spec, self.name, self.settings)
+
+
+def workload_key(spec: WorkloadSpec | None, name: str, settings: Mapping[str, Any]) -> str:
+    """What op times other than those of single ops depend on, and are filed under; ``spec`` None: a live model."""
+    described = spec.model_dump(mode="json") if spec else dict(settings)
+    return json.dumps([described, name], default=str)
 
 
 class Clock:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from autockpt.devices import Device, get_device, process_environment
-from autockpt.errors import DeviceOutOfMemory, InfeasibleError, RunDirectoryError, UsageError, python_door
+from autockpt.errors import DeviceOutOfMemory, RunDirectoryError, UsageError, python_door
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
-    Profiled,
+    CostModel,
     build_profile,
     cached_op_times,
     leanest,
@@ -39,12 +39,12 @@ from autockpt.schema import (
 )
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
-from autockpt.tuning.infeasible import WhatIf, explained, nominal, way_out
+from autockpt.tuning.infeasible import WhatIf, naming_alternatives, nominal, out_of_memory
 from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock, Limits, Question
-from autockpt.tuning.stages import answered, enter_run, find_plan, foresee_plan, kept, question_of
+from autockpt.tuning.stages import answered, enter_run, find_plan, foresee_plan, question_of, save_plan_copy
 from autockpt.tuning.targets.compiled import compiled_search
 from autockpt.tuning.targets.measured import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import simulate_search, simulated_environment
@@ -62,7 +62,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     clock = Clock(listener or Silence())
     _refuse_unwritable(request)
     if (known := answered(request, _environment(request))) is not None:
-        return kept(request, known)
+        return save_plan_copy(request, known)
     if request.compile is not None:
         refuse_simulated(request.workload)
         return compiled_search(request, request.compile, clock)
@@ -82,7 +82,8 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
         variables = {**process_environment(request.device), **os.environ}
         here = environment_of(device, variables) if worker is None else worker.environment
-        stack.enter_context(_naming_ways_out(request, found, device, here, clock))
+        what_if = partial(_what_if, request, found, device, here)
+        stack.enter_context(naming_alternatives(found, here.device.overhead_bytes, clock, request, what_if))
         question = question_of(request, found, request.budget)
         if worker is None:
             outcome = _dry_run(question, found, clock, device, here)
@@ -91,9 +92,9 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
                 environment = worker.environment
             run, known = enter_run(stack, request, question, environment, tracer.units)
             if known is not None:
-                return kept(request, known)
+                return save_plan_copy(request, known)
             outcome = _searched(question, found, worker, run, request.storage or run.storage, clock)
-        return kept(request, outcome)
+        return save_plan_copy(request, outcome)
 
 
 def _environment(request: SearchRequest) -> Environment | None:
@@ -161,8 +162,7 @@ def search(
             found = traced(tracer, chosen, allow_inexact)
         environment = measurer.environment
         if not allow_inexact:
-            way = "allow_inexact=True"
-            stack.enter_context(_naming_the_way_out(found, environment.device.overhead_bytes, way))
+            stack.enter_context(naming_alternatives(found, environment.device.overhead_bytes, clock))
         said = (*step.notes, *found.uniform["save"][1].notes, *found.notes)
         question = Question(
             name=type(step.model).__name__,
@@ -225,33 +225,14 @@ def _directory_of_live(
     return RunDirectory.enter(out, identity, model=question.name, device=environment.device.kind, budget=budget)
 
 
-@contextmanager
-def _naming_ways_out(
-    request: SearchRequest, found: Traced, device: Device, environment: Environment, clock: Clock
-) -> Iterator[None]:
-    """A budget that nothing fits is said with changes of the job that would fit."""
-    try:
-        yield
-    except InfeasibleError as error:
-        if request.budget.kind not in ("bytes", "auto"):
-            overhead = environment.device.overhead_bytes
-            raise error if request.allow_inexact else way_out(error, found.tracer, found.uniform, overhead) from None
-        room = environment.device.capacity_bytes - device.used_by_others()
-        budget = min(request.budget.resolve(0, 0, room), room)
-        bench = WhatIf(budget, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
-        raise explained(error, request, found.tracer.settings, found.uniform, bench, clock) from None
+def _what_if(request: SearchRequest, found: Traced, device: Device, environment: Environment) -> WhatIf:
+    """Variants of the job on this device."""
+    room = environment.device.capacity_bytes - device.used_by_others()
+    budget_bytes = min(request.budget.resolve(0, 0, room), room)
+    return WhatIf(budget_bytes, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
 
 
-@contextmanager
-def _naming_the_way_out(found: Traced, overhead: int, way: str) -> Iterator[None]:
-    """A budget that nothing fits is said to be within reach of the ``way`` to inexact choices where that is so."""
-    try:
-        yield
-    except InfeasibleError as error:
-        raise way_out(error, found.tracer, found.uniform, overhead, way) from None
-
-
-def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> Profiled:
+def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> CostModel:
     """Op times, menus and predictions of the workload on the measurer's device."""
     device = measurer.environment.device
     others = used_by_others(measurer)
@@ -267,11 +248,7 @@ def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Cloc
                 head=found.heads,
             )
     except DeviceOutOfMemory as error:
-        raise InfeasibleError(
-            f"the leanest plan does not run on this device: {error.message}",
-            remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
-            smallest_peak=leanest(found.uniform)[1].peak_bytes,
-        ) from None
+        raise out_of_memory(error, leanest(found.uniform)[1].peak_bytes) from None
     return build_profile(
         found.tracer, times, found.uniform, used_by_others=others, host_budget=question.host_budget, head=found.heads
     )

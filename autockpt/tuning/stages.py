@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autockpt.errors import PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import Profiled
+from autockpt.profiling import CostModel
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -79,7 +79,7 @@ def _seeds(request: SearchRequest, found: Traced) -> tuple[dict[str, dict[str, C
     return {f"{plan.status} plan": {**dict.fromkeys(blocks, SAVE), **kept}}, notes
 
 
-def kept(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:
+def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:
     """The outcome, its plan written where the request wants it besides."""
     if request.plan_out is None or outcome.plan is None:
         return outcome
@@ -213,7 +213,7 @@ def outcome_of(
 def find_plan(
     question: Question,
     tracer: Tracer,
-    profiled: Profiled,
+    profiled: CostModel,
     target: Target,
     run: RunDirectory | None,
     storage: str,
@@ -288,7 +288,7 @@ def _shown(storage: str, title: str, found: SearchResult) -> tuple[str, ...]:
 
 
 def foresee_plan(
-    question: Question, tracer: Tracer, profiled: Profiled, clock: Clock, *, seconds: bool
+    question: Question, tracer: Tracer, profiled: CostModel, clock: Clock, *, seconds: bool
 ) -> SearchOutcome:
     """The solver's plan and what ghost runs say of it and of the well-known ones; nothing is tried or written.
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from autockpt.explain.why import Answers, budget_steps, why
-from autockpt.profiling import Profiled, build_profile, uniform_graphs
+from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import OpTimes, parse_budget
 from tests.profiling.steps import SECONDS
 from tests.tuning.device import MadeUpDevice
@@ -13,7 +13,7 @@ from tests.tuning.device import MadeUpDevice
 KINDS = ("save", "recompute", "offload")
 
 
-def profiled(units: int = 4) -> Profiled:
+def profiled(units: int = 4) -> CostModel:
     device = MadeUpDevice(units)
     blocks = device.trace().blocks()
     times = OpTimes(environment=device.environment, seconds=SECONDS, copy_out_bandwidth=25.0, copy_in_bandwidth=25.0)
@@ -25,7 +25,7 @@ def answers() -> Answers:
     return Answers(profiled(), KINDS)
 
 
-def all_plans(p: Profiled) -> list[tuple[int, float]]:
+def all_plans(p: CostModel) -> list[tuple[int, float]]:
     """Peak and seconds of every assignment, by its own ghost run."""
     names = [u.name for u in p.blocks]
     options = [o.choice for o in p.problem(0).units[0].options]

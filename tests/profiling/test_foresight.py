@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.profiling import device_peak, promised_bytes, tracer_for
+from autockpt.profiling import device_peak, simulated_memory, tracer_for
 from autockpt.profiling.foresight import SAFETY
 from autockpt.schema import OFFLOAD, Graph, WorkloadSpec
 from search_spaces.hardware import load_hardware
@@ -23,24 +23,24 @@ def graph() -> Graph:
 def test_a_promise_holds_context_reserve_and_margin(graph: Graph) -> None:
     peak = device_peak(CARD, graph)
     assert graph.resident["matrix workspaces"] > 0  # as the device sees it
-    assert promised_bytes(CARD)(graph) == peak.total + int(SAFETY * peak.reserved) > graph.peak_bytes
+    assert simulated_memory(CARD)(graph) == peak.total + int(SAFETY * peak.reserved) > graph.peak_bytes
 
 
 def test_under_a_budget_cached_segments_are_given_back_before_it_fails(graph: Graph) -> None:
-    free = promised_bytes(CARD)(graph)
+    free = simulated_memory(CARD)(graph)
     budgets = range(free, graph.peak_bytes, -(2 << 20))
-    least = min(budget for budget in budgets if promised_bytes(CARD, budget)(graph) <= budget)
+    least = min(budget for budget in budgets if simulated_memory(CARD, budget)(graph) <= budget)
     assert graph.peak_bytes + CARD.context_bytes < least <= free
-    tight = promised_bytes(CARD, least)
+    tight = simulated_memory(CARD, least)
     assert tight.least(graph, tight(graph)) <= tight(graph)
-    hopeless = promised_bytes(CARD, graph.peak_bytes)
+    hopeless = simulated_memory(CARD, graph.peak_bytes)
     assert hopeless(graph) > graph.peak_bytes and hopeless.least(graph, hopeless(graph)) == hopeless(graph)
 
 
 def test_without_a_caching_allocator_it_is_what_tensors_hold() -> None:
     with tracer_for(CPU, SPEC) as tracer:
         graph = tracer.trace()
-    assert promised_bytes(CPU)(graph) == graph.peak_bytes + CPU.context_bytes
+    assert simulated_memory(CPU)(graph) == graph.peak_bytes + CPU.context_bytes
 
 
 def test_sharding_is_seen_by_every_graph(graph: Graph) -> None:

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autockpt.tracing.location import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
-from autockpt.tracing.real import RealRecorder
-from autockpt.tracing.recorder import OpRecord
+from autockpt.tracing.recorder import OpRecord, RealRecorder
 from tests.tracing.reference import op_counts
 
 

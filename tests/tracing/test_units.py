@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.schema.graph import Unit
-from autockpt.tracing.real import RealRecorder
+from autockpt.tracing.recorder import RealRecorder
 from autockpt.tracing.units import refine
 
 

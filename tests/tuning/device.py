@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.profiling import Profiled, build_profile, uniform_graphs
+from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, parse_choice
 from autockpt.simulator import simulate
 from tests.profiling.steps import SECONDS, step
@@ -40,7 +40,7 @@ class MadeUpDevice:
 
     def profiled(
         self, kinds: tuple[str, ...] = ("save", "recompute", "offload"), host_budget: int | None = None
-    ) -> Profiled:
+    ) -> CostModel:
         times = OpTimes(environment=self.environment, seconds=SECONDS, copy_out_bandwidth=40.0, copy_in_bandwidth=40.0)
         blocks = [u for u in self.trace().units if u.role == "block"]
         return build_profile(self, times, uniform_graphs(self, blocks, kinds), host_budget=host_budget)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autockpt.schema import WorkloadSpec
+from autockpt.schema import WorkloadSpec, parse_budget
 from autockpt.schema.remedy import WayOut
 from autockpt.tuning import infeasible
 
@@ -35,11 +35,20 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     monkeypatch.setattr(
         infeasible, "_predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
-    bench: Any = SimpleNamespace(budget=5, hardware=None)
+    bench: Any = SimpleNamespace(budget_bytes=5, hardware=None)
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
-    ways = infeasible.ways_out(SPEC, SETTINGS, base, bench)
+    ways = infeasible.alternatives(SPEC, SETTINGS, base, bench)
     assert ways and all(option in ways[0].options for option in needed)
     single = ["--batch-size 2 --accumulate 2", "--batch-size 1 --accumulate 4", "--allow-inexact", "--lora 16"]
     assert asked[:4] == single
     assert any("--seq-len" in options for options in asked) == ("--seq-len" in needed)
     assert asked.index("--batch-size 2 --accumulate 2") < asked.index("--batch-size 2 --accumulate 2 --allow-inexact")
+
+
+@pytest.mark.parametrize(("smallest", "said"), [(990, True), (1001, False)])
+def test_headroom_is_named_where_it_is_what_makes_nothing_fit(smallest: int, said: bool) -> None:
+    profiled: Any = SimpleNamespace(host_budget=None, needs=lambda peak: "weights")
+    budget = parse_budget("1KB").with_headroom("2%").resolved(0, 0, 0, "cuda")
+    error = infeasible.nothing_fits(profiled, budget, smallest)
+    assert "980 B (1KB less 20 B of --headroom)" in error.message
+    assert ("fits with --headroom of at most 10 B" in error.message) is said

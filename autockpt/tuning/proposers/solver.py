@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 
 from autockpt.errors import InfeasibleError
-from autockpt.profiling import LEAN_CALLS, Profiled
+from autockpt.profiling import LEAN_CALLS, CostModel
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -58,7 +58,7 @@ class SolverProposer:
     def __init__(
         self,
         question: Question,
-        profiled: Profiled,
+        profiled: CostModel,
         target: Target,
         trials: Trials,
         storage: str,
@@ -123,14 +123,13 @@ class SolverProposer:
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
         leanest = min(self._plain_smallest + unseen_bytes(self.trials.scored), *peaks.values())
         self.budget = self.question.budget.resolved(peaks[NONE], leanest, self.room, self.device.kind)
-        size = self.budget.bytes
         none = self.trials.find(self.known[NONE])
         if self.question.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
             self.notes.append("save-everything does not fit the device: the percentage is of its simulated peak")
-        if size > self.room:
+        if self.budget.bytes > self.room:
             free = format_bytes(self.room)
             self.notes.append(f"the device has less free than the budget ({free}); what does not fit there was not run")
-        return size
+        return self.budget.bytes
 
     def learn_budget(self) -> None:
         """A simulated allocator that is kept to the budget may make do with less than one that is not."""
@@ -141,7 +140,7 @@ class SolverProposer:
                 self.trials.put(trial.model_copy(update={"predicted": self._predict(trial.choices)}))
 
     def infeasible(self) -> InfeasibleError:
-        return nothing_fits(self.profiled, self.budget.bytes, self.smallest_peak)
+        return nothing_fits(self.profiled, self.budget, self.smallest_peak)
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
@@ -277,7 +276,7 @@ class SolverProposer:
         return seconds if candidate.fits and seconds is not None else math.inf
 
 
-def smallest_peaks(profiled: Profiled, budget: Budget, known: Plans, calls: int = LEAN_CALLS) -> tuple[int, int]:
+def smallest_peaks(profiled: CostModel, budget: Budget, known: Plans, calls: int = LEAN_CALLS) -> tuple[int, int]:
     """The least reachable peak in bytes, and that of plans with a plain head.
 
     A share of the activation range is of plans as everybody knows them; the second is only looked for where it counts.

@@ -26,12 +26,12 @@ from autockpt.schema.choices import dump_choice
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
-from autockpt.tuning.opening import Traced, uniform_plans
+from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import make_plan, scored_rows
 from autockpt.tuning.proposers.base import Plans
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import enter_run, finish, kept, outcome_of, question_of
+from autockpt.tuning.stages import enter_run, finish, outcome_of, question_of, save_plan_copy
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.measured import RealSteps, confirmation
@@ -61,20 +61,19 @@ def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> 
             inside = tuple(kind for kind in request.space.choices if kind in IN_GRAPHS)
             if "recompute" not in inside:
                 raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
-            uniform, space, refused = uniform_plans(tracer, request.space.restricted(inside))
-        traced = Traced(tracer, uniform, None, space, refused)
+            found = traced(tracer, request.space.restricted(inside))
         outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
         left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
-        question = question_of(request, traced, request.budget, (*left_out, _NOT_PREDICTED))
+        question = question_of(request, found, request.budget, (*left_out, _NOT_PREDICTED))
         question = replace(question, settings={**question.settings, "compile": mode})
         with clock.stage("build"):
             environment = measurer.environment
         run, known = enter_run(stack, request, question, environment, tracer.units)
         if known is not None:
-            return kept(request, known)
+            return save_plan_copy(request, known)
         run.write_environment(environment)
-        run.write_graph(uniform["save"][1])
-        return kept(request, _found(request, mode, question, traced, measurer, run, clock))
+        run.write_graph(found.uniform["save"][1])
+        return save_plan_copy(request, _searched(request, mode, question, found, measurer, run, clock))
 
 
 def _refuse(request: SearchRequest, device_kind: str) -> None:
@@ -94,11 +93,11 @@ def _refuse(request: SearchRequest, device_kind: str) -> None:
             )
 
 
-def _found(
+def _searched(
     request: SearchRequest,
     mode: CompileMode,
     question: Question,
-    traced: Traced,
+    opened: Traced,
     measurer: WorkerMeasurer,
     run: RunDirectory,
     clock: Clock,
@@ -106,7 +105,7 @@ def _found(
     environment = measurer.environment
     info = environment.device
     room = info.capacity_bytes - used_by_others(measurer)
-    tracer, uniform = traced.tracer, traced.uniform
+    tracer, uniform = opened.tracer, opened.uniform
     blocks = [unit for unit in tracer.units if unit.role == "block"]
 
     def eager(share: float) -> Plans:
@@ -115,8 +114,8 @@ def _found(
             times = nominal_op_times(environment, uniform["recompute"][1])
             profiled = build_profile(tracer, times, uniform)
             peaks = [profiled.predictor.predict(choices).peak_bytes for choices, _ in uniform.values()]
-            size = min(peaks) + int((max(peaks) - min(peaks)) * min(max(share, 0.0), 1.0))
-            problem = profiled.problem(size - info.overhead_bytes)
+            budget_bytes = min(peaks) + int((max(peaks) - min(peaks)) * min(max(share, 0.0), 1.0))
+            problem = profiled.problem(budget_bytes - info.overhead_bytes)
             refined = refine(problem, profiled.rule, max_calls=REFEREE_CALLS)
         return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from autockpt.errors import AutockptError
-from autockpt.profiling import Needs, Predictor, Profiled, tracer_for
+from autockpt.profiling import CostModel, MemoryModel, Predictor, tracer_for
 from autockpt.profiling.menus import representatives
 from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Unit, WorkloadSpec, plan_hash
 from autockpt.schema.files import ScratchFolder
@@ -49,8 +49,8 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph,
 
 
 def transplanted(
-    small: Profiled, base: Graph, traces: Callable[[Mapping[str, Choice]], Graph], needs: Needs | None = None
-) -> Profiled:
+    small: CostModel, base: Graph, traces: Callable[[Mapping[str, Choice]], Graph], needs: MemoryModel | None = None
+) -> CostModel:
     """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin.
 
     ``needs`` says what a ghost run of the whole model takes of the device.
@@ -81,7 +81,7 @@ def transplanted(
             "leanest_peak_bytes": min(base.peak_bytes, leanest.peak_bytes),
         }
     )
-    profiled = Profiled(profile, base, predictor, small.used_by_others, head)
+    profiled = CostModel(profile, base, predictor, small.used_by_others, head)
     profiled.rule(lean)  # its graph is at hand
     return profiled
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autockpt.errors import AutockptError, InfeasibleError
+from autockpt.errors import AutockptError
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import (
-    Profiled,
+    CostModel,
     build_profile,
-    promised_bytes,
     said_of,
+    simulated_memory,
     torch_device,
     tracer_for,
-    uniform_graphs,
 )
 from autockpt.profiling.roofline import environment_of_hardware, roofline_times
 from autockpt.schema import (
@@ -35,10 +34,10 @@ from autockpt.schema import (
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import uncollected
-from autockpt.tuning.infeasible import WhatIf, explained
+from autockpt.tuning.infeasible import WhatIf, naming_alternatives
 from autockpt.tuning.opening import Traced, blocks_of, traced
 from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, kept, question_of
+from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, question_of, save_plan_copy
 from autockpt.tuning.targets.base import MOST_REPEATS, Foresee
 from autockpt.tuning.targets.shallow_twin import DEEP, calls_per_candidate, open_twin, transplanted
 from autockpt.tuning.trials import Candidate, Score, Trials
@@ -86,20 +85,23 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
             tracer = stack.enter_context(tracer_for(hardware, request.workload))
             found = _traced(stack, request, tracer, hardware)
         budget, capped = within(request.budget, hardware)
-        stack.enter_context(_naming_ways_out(request, found, hardware, clock))
+        what_if = partial(_what_if, request, found, hardware)
+        stack.enter_context(naming_alternatives(found, hardware.context_bytes, clock, request, what_if))
         question = question_of(request, found, budget, (*capped, said_of(hardware)))
         question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
         with clock.stage("profile"):
             profiled = _profiled(found, hardware, budget, request.host_budget)
         environment = profiled.profile.op_times.environment
         if request.dry_run:
-            return kept(request, foresee_plan(question, tracer, profiled, clock, seconds=True))
+            return save_plan_copy(request, foresee_plan(question, tracer, profiled, clock, seconds=True))
         run, known = enter_run(stack, request, question, environment, tracer.units, device=hardware.name)
         if known is not None:
-            return kept(request, known)
+            return save_plan_copy(request, known)
         storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
         target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
-        return kept(request, find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls))
+        return save_plan_copy(
+            request, find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls)
+        )
 
 
 def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware) -> Traced:
@@ -128,8 +130,8 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
     return space.restricted((*rest, *space.head)), (note,)
 
 
-def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: int | None) -> Profiled:
-    needs = promised_bytes(hardware, budget.limit)
+def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: int | None) -> CostModel:
+    needs = simulated_memory(hardware, budget.budget_bytes)
     graphs = [graph for _, graph in found.uniform.values()]
     times = modelled(hardware, graphs if found.base is None else [*graphs, found.base])
     if found.heads is not None:  # what regions cost that run again is read off layers
@@ -140,21 +142,11 @@ def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: in
     return transplanted(small, found.base, found.tracer.trace, needs)
 
 
-@contextmanager
-def _naming_ways_out(request: SearchRequest, found: Traced, hardware: Hardware, clock: Clock) -> Iterator[None]:
-    """A budget that nothing fits is said with changes of the job that would fit."""
-    try:
-        yield
-    except InfeasibleError as error:
-        budget = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
-        kinds = tuple(found.space.choices)
-        device = torch_device(hardware)
-        bench = WhatIf(budget, device, partial(modelled, hardware), kinds, hardware=hardware)
-        uniform = found.uniform
-        if found.twin is not None:
-            blocks = blocks_of(found.tracer)
-            uniform = uniform_graphs(found.tracer, blocks, [k for k in ("recompute", "save") if k in kinds])
-        raise explained(error, request, found.tracer.settings, uniform, bench, clock) from None
+def _what_if(request: SearchRequest, found: Traced, hardware: Hardware) -> WhatIf:
+    """Variants of the job on this hardware."""
+    budget_bytes = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
+    kinds, times = tuple(found.space.choices), partial(modelled, hardware)
+    return WhatIf(budget_bytes, torch_device(hardware), times, kinds, hardware=hardware)
 
 
 def modelled(hardware: Hardware, graphs: Sequence[Graph]) -> OpTimes:
