@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autockpt.runtime import apply
     from autockpt.schema.plan import Plan
     from autockpt.tracing import trace
-    from autockpt.tuning import search
+    from autockpt.tuning import estimate, search
     from autockpt.verification import verify
     from autockpt.workload import Step
 
@@ -30,12 +30,24 @@ _HOME = {
     "Plan": "autockpt.schema.plan",
     "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
+    "estimate": "autockpt.tuning",
     "search": "autockpt.tuning",
     "trace": "autockpt.tracing",
     "verify": "autockpt.verification",
 }
 
-__all__ = ["AutockptCallback", "AutockptError", "Plan", "Step", "__version__", "apply", "search", "trace", "verify"]
+__all__ = [
+    "AutockptCallback",
+    "AutockptError",
+    "Plan",
+    "Step",
+    "__version__",
+    "apply",
+    "estimate",
+    "search",
+    "trace",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

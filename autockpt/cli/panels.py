@@ -8,11 +8,14 @@ from typer.core import TyperCommand
 
 # heading -> options by parameter name, in this order; what is in none stands under "Options"
 PANELS = {
-    "Model and batch": ("model", "batch_size", "seq_len", "pad_to", "packed", "weights", "trust_remote_code", "seed"),
-    "Training step": (
-        "dtype", "autocast", "attn", "optimizer", "scaler", "accumulate", "max_grad_norm", "lora", "compile",
+    "Model and batch": (
+        "model", "batch_size", "seq_len", "batch_sizes", "seq_lens", "pad_to", "packed", "weights",
+        "trust_remote_code", "seed",
     ),
-    "Device and budget": ("budget", "budgets", "headroom", "host_budget", "device", "hardware"),
+    "Training step": (
+        "dtype", "autocast", "attn", "optimizer", "scaler", "accumulate", "max_grad_norm", "lora", "full", "compile",
+    ),
+    "Device and budget": ("budget", "budgets", "headroom", "host_budget", "device", "hardware", "cards"),
     "Simulated hardware only": ("master_weights", "keep_gradients", "ddp", "shard"),
     "Search": (
         "trials", "timeout", "space", "choices", "allow_inexact", "dry_run", "storage", "resume", "fresh", "again",
