@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autockpt.runtime import apply
     from autockpt.schema.plan import Plan
     from autockpt.tracing import trace
-    from autockpt.tuning import search
+    from autockpt.tuning import estimate, search
     from autockpt.verification import verify
     from autockpt.workload import Step
 
@@ -32,6 +32,7 @@ _HOME = {
     "Run": "autockpt.history.openrun",
     "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
+    "estimate": "autockpt.tuning",
     "open_run": "autockpt.history.openrun",
     "search": "autockpt.tuning",
     "trace": "autockpt.tracing",
@@ -46,6 +47,7 @@ __all__ = [
     "Step",
     "__version__",
     "apply",
+    "estimate",
     "open_run",
     "search",
     "trace",

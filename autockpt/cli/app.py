@@ -10,6 +10,7 @@ import typer
 from autockpt.cli.bench import bench
 from autockpt.cli.calibrate import calibrate
 from autockpt.cli.diagnose import diagnose
+from autockpt.cli.estimate import estimate
 from autockpt.cli.explain import explain
 from autockpt.cli.export import export
 from autockpt.cli.history import history
@@ -19,7 +20,7 @@ from autockpt.cli.search import search
 from autockpt.cli.trace import trace
 from autockpt.cli.verify import verify
 
-VERBS = (search, trace, explain, diagnose, verify, history, report, export, bench, calibrate)
+VERBS = (search, estimate, trace, explain, diagnose, verify, history, report, export, bench, calibrate)
 
 
 def build() -> typer.Typer:

@@ -8,15 +8,18 @@ from typer.core import TyperCommand
 
 # heading -> options by parameter name, in this order; what is in none stands under "Options"
 PANELS = {
-    "Model and batch": ("model", "batch_size", "seq_len", "pad_to", "packed", "weights", "trust_remote_code", "seed"),
+    "Model and batch": (
+        "model", "batch_size", "seq_len", "batch_sizes", "seq_lens", "pad_to", "packed", "weights",
+        "trust_remote_code", "seed",
+    ),
     "Training step": (
         "dtype", "autocast", "attn", "optimizer", "scaler", "accumulate", "global_batch", "tokens_per_update",
-        "max_grad_norm", "compile",
+        "max_grad_norm", "full", "compile",
     ),
     "Adapters and quantised weights": (
         "lora", "lora_targets", "lora_dora", "lora_modules_to_save", "load_in_4bit", "load_in_8bit", "quantization",
     ),
-    "Device and budget": ("budget", "budgets", "headroom", "host_budget", "device", "hardware"),
+    "Device and budget": ("budget", "budgets", "headroom", "host_budget", "device", "hardware", "cards"),
     "Simulated hardware only": ("master_weights", "keep_gradients", "ddp", "shard"),
     "Search": (
         "trials", "timeout", "space", "choices", "allow_inexact", "dry_run", "storage", "resume", "fresh", "again",

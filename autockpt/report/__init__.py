@@ -4,6 +4,7 @@ from autockpt.report.answer import answer_rows, print_answer
 from autockpt.report.bench_page import bench_page
 from autockpt.report.bench_picture import bench_picture
 from autockpt.report.bench_view import print_bench
+from autockpt.report.estimate_view import print_estimates
 from autockpt.report.graph_summary import GraphSummary, summarise
 from autockpt.report.hardware_view import hardware_rows, print_hardware
 from autockpt.report.progress import BarListener, LineListener, listener
@@ -23,6 +24,7 @@ __all__ = [
     "print_answer",
     "print_bench",
     "print_device_peak",
+    "print_estimates",
     "print_hardware",
     "print_ops",
     "print_report",

@@ -23,6 +23,7 @@ from autockpt.schema.choices import (
     searched_kinds,
 )
 from autockpt.schema.device import DeviceInfo, Environment
+from autockpt.schema.estimate import Estimate
 from autockpt.schema.graph import PHASES, Copy, Graph, Op, Phase, Storage, StorageKind, TensorMeta, Unit, UnitRole
 from autockpt.schema.hardware import Efficiency, Hardware
 from autockpt.schema.memory import DevicePeak
@@ -84,6 +85,7 @@ __all__ = [
     "Dtype",
     "Efficiency",
     "Environment",
+    "Estimate",
     "FinishedSearch",
     "Graph",
     "Hardware",

@@ -23,7 +23,7 @@ from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, nominal
 from autockpt.tuning.opening import blocks_of
-from autockpt.tuning.stages import kept
+from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import modelled, within
 
 FEWEST = 3  # candidates of the first search of a size
@@ -133,7 +133,7 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
     top = min(rivals, key=lambda s: _seconds(climb, s))
     outcome, best = climb.found[top], climb.best(top)
     assert outcome is not None and best is not None
-    outcome = kept(request, outcome)
+    outcome = save_plan_copy(request, outcome)
     others = [b for s in climb.found if s != top and (b := climb.best(s)) is not None]
     usual = known.largest("recompute")
     for role, size in (("given", given), ("usual", usual)):
@@ -197,7 +197,7 @@ def foreseen_sizes(request: SearchRequest, rows: int, sizes: list[int], listener
             )
             peaks[size] = {kind: predictor.predict(choices).peak_bytes for kind, (choices, _) in uniform.items()}
         listener.advance()
-    return Sizes(sizes, judge.budget, peaks)
+    return Sizes(sizes, judge.budget_bytes, peaks)
 
 
 def _judge(request: SearchRequest, kinds: list[str]) -> WhatIf:

@@ -104,6 +104,18 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
         )
 
 
+def foreseen(request: SearchRequest, hardware: Hardware, clock: Clock) -> SearchOutcome:
+    """What a dry run for ``hardware`` says. Raises InfeasibleError without looking for changes that would fit."""
+    with ExitStack() as stack:
+        stack.enter_context(uncollected())
+        tracer = stack.enter_context(tracer_for(hardware, request.workload))
+        found = _traced(stack, request, tracer, hardware)
+        budget, capped = within(request.budget, hardware)
+        question = question_of(request, found, budget, (*capped, said_of(hardware)))
+        profiled = _profiled(found, hardware, budget, request.host_budget)
+        return foresee_plan(question, tracer, profiled, clock, seconds=True)
+
+
 def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware) -> Traced:
     """Ghost runs of the whole model or, of a deep one, of its shallow twin."""
     blocks = blocks_of(tracer)

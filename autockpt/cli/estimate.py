@@ -1,0 +1,60 @@
+"""``autockpt estimate``: does it fit, with what plan, how fast; a table for models, cards, batches and lengths."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autockpt.cli import screen
+from autockpt.cli.guard import guarded
+from autockpt.cli.options import listed
+from autockpt.errors import UsageError
+
+
+@guarded
+def estimate(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="As for --model of `autockpt search`.")],
+    *,
+    cards: Annotated[
+        str, typer.Option("--cards", metavar="A,B", help="Described devices: rtx4090, h100, …, or YAML files.")
+    ] = "rtx4090",
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", metavar="N,M", help="Sequences per micro-batch.")] = "1",
+    seq_lens: Annotated[str, typer.Option("--seq-lens", metavar="N,M", help="Tokens of a sequence.")] = "2048",
+    lora: Annotated[
+        int, typer.Option("--lora", min=0, metavar="RANK", help="Rank of the LoRA rows; 0 leaves them out.")
+    ] = 16,
+    full: Annotated[bool, typer.Option("--full/--no-full", help="Rows that train all weights.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+) -> None:
+    """Say whether training fits, with what plan, and how fast, before a card is rented.
+
+    One row after the other for every model, card, batch size and length, for full training with AdamW and for LoRA
+    adapters. Everything is simulated, nothing is measured, and no weights are loaded. Plans choose for whole layers;
+    `autockpt search --hardware` weighs finer choices for one of the rows, which can only be faster.
+    """
+    from autockpt.tuning import estimate as estimated
+
+    rows = estimated(
+        models,
+        cards=listed(cards),
+        batch_sizes=_numbers("--batch-sizes", batch_sizes),
+        seq_lens=_numbers("--seq-lens", seq_lens),
+        lora=lora,
+        full=full,
+    )
+    if as_json:
+        for row in rows:
+            print(row.model_dump_json(exclude_none=True), flush=True)
+        return
+    from autockpt.report import print_estimates
+
+    print_estimates(rows, screen.results())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Positive whole numbers from ``1,2,4``. Raises UsageError for anything else."""
+    entries = listed(text)
+    if not entries or not all(entry.isdecimal() and len(entry) < 9 and int(entry) for entry in entries):
+        raise UsageError(f"{option} {text}: not a list of whole numbers", remedy=f"Write {option} 1,2,4.")
+    return tuple(map(int, entries))

@@ -1,0 +1,66 @@
+"""``autockpt estimate``: one simulated row after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+import autockpt
+from autockpt.errors import UsageError
+from autockpt.schema import Estimate, parse_size
+from search_spaces.hardware import load_hardware
+
+
+@pytest.fixture
+def small_card(tmp_path, monkeypatch):
+    """An RTX 4090 with little memory: saving everything does not fit."""
+
+    def make(size: str) -> None:
+        card = load_hardware("rtx4090").model_copy(update={"memory_bytes": parse_size(size)})
+        monkeypatch.setattr("autockpt.tuning.estimates.load_hardware", lambda name: card)
+
+    return make
+
+
+@pytest.mark.slow
+def test_rows_come_one_by_one_with_a_plan_where_one_is_needed(small_card):
+    small_card("560MB")
+    rows = autockpt.estimate("gpt2-tiny", cards=["small"], batch_sizes=[1, 64], seq_lens=[64], lora=2, full=False)
+    small = next(rows)
+    assert small.fits and not small.choices and small.step_seconds and small.lora == 2
+    large = next(rows)
+    assert large.batch_size == 64 and large.fits and sum(large.choices.values()) > 0
+    assert small.peak_bytes and large.peak_bytes
+    assert small.peak_bytes < large.peak_bytes <= parse_size("560MB")
+    assert next(rows, None) is None
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_says_what_it_needs(small_card):
+    small_card("500MB")
+    (row,) = autockpt.estimate("gpt2-tiny", cards=["small"], batch_sizes=[64], seq_lens=[64], lora=0)
+    assert not row.fits and row.lora is None and row.step_seconds is None
+    assert row.smallest_peak and row.smallest_peak > parse_size("500MB")
+
+
+def test_wrong_questions_are_refused_at_once():
+    with pytest.raises(UsageError, match="rtx9999"):
+        next(autockpt.estimate("gpt2-tiny", cards=["rtx9999"]))
+
+
+def test_the_table_fits_eighty_columns():
+    from rich.console import Console
+
+    from autockpt.report import print_estimates
+
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    common = {"model": "gpt-oss-20b", "card": "rtx6000-ada", "batch_size": 16, "seq_len": 32768}
+    rows = [
+        Estimate(**common, lora=16, fits=True, peak_bytes=47 << 30, step_seconds=0.7, choices={"recompute": 24}),
+        Estimate(**common, fits=False, smallest_peak=83770359152),
+        Estimate(**common, fits=False, note="the hardware gives no rate for bfloat16 products " * 3),
+    ]
+    print_estimates(rows, console)
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "~yes  ~47.0 GiB   ~700 ms" in lines[1] and "24 recompute" in lines[2]
+    assert "~no   ~78.0 GiB" in lines[3] and "simulated" in lines[-1]
