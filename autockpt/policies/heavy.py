@@ -10,8 +10,11 @@ from torch.utils.flop_counter import flop_registry
 
 @functools.cache
 def is_heavy(func: Any) -> bool:
-    """Whether an op's cost lies in arithmetic: those whose floating-point operations PyTorch counts, and attentions."""
-    return getattr(func, "overloadpacket", None) in flop_registry or is_attention(func)
+    """Whether an op's cost lies in arithmetic: those whose floating-point operations PyTorch counts, attentions, and
+    bitsandbytes' products with quantised weights."""
+    if getattr(func, "overloadpacket", None) in flop_registry or is_attention(func):
+        return True
+    return str(func).startswith(("bitsandbytes.gemm_4bit", "bitsandbytes.int8_mixed_scaled_mm"))
 
 
 @functools.cache

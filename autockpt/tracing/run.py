@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from autockpt.schema.graph import Tier, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import RawGraph, Source, summarize
 from autockpt.tracing.cuda_kernels import AMPERE, Capability
+from autockpt.tracing.flash_package import FLASH, flash_on_ghosts, note_on_flash
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, imitate_device, untouched
 from autockpt.tracing.location import optimizer_steps
@@ -135,13 +137,16 @@ class GhostRun(Run):
         self._mode = GhostMode(self._memory, on_op=on_op, on_enter=on_enter)
         self._mode.threads = threads
         self._guard: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
         super().__init__(self._mode)
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         # The weights' values decide nothing: trained ones are not loaded.
         self._mode.building = True
+        if spec.attn in FLASH and device.type == "cuda":
+            self._attention = partial(flash_on_ghosts, capability or AMPERE)
         try:
-            with self._mode:
+            with self._attention(), self._mode:
                 workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
         except AutockptError as error:
             if self._mode.refused is None:
@@ -152,7 +157,10 @@ class GhostRun(Run):
         workload.settings |= {"optimizer": spec.optimizer} if spec.optimizer == "adamw8bit" else {}
         imitate_device(workload, device)
         ghost_in_place(workload, self._mode)
-        self._start(workload)
+        if spec.attn in FLASH:
+            workload.notes += (note_on_flash(spec.attn),)
+        with self._attention():
+            self._start(workload)
 
     def take(self, workload: Step) -> None:
         self._imitate(workload.device)
@@ -169,7 +177,7 @@ class GhostRun(Run):
         self._check_memory()
 
     def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
-        with self._guard():
+        with self._guard(), self._attention():
             raw = super().trace(choices)
         self._check_memory()
         return raw

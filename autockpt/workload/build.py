@@ -16,6 +16,7 @@ from autockpt.workload.configs import Source, find_config, quiet
 from autockpt.workload.factory import call_factory, is_factory
 from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.lora import adapt
+from autockpt.workload.losses import inner_model
 from autockpt.workload.prepare import prepare
 from autockpt.workload.pretrained import make_model
 from autockpt.workload.quantised import quantization_facts
@@ -81,7 +82,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     dtype = _DTYPES[_dtype_name(spec, source)]
     model = make_model(spec, source, head, dtype, device)
     model, adapted = adapt(model, spec)
-    notes += adapted
+    notes += [_scores(model, size, dtype), *adapted]
     maker = BatchMaker(
         source.config, rows=size.rows, length=size.length, padded=size.padded, packed=spec.packed, seed=spec.seed
     )
@@ -129,6 +130,26 @@ def _size(spec: WorkloadSpec, source: Source, head: Head) -> _Size:
         )
     alone = rows == 1 and padded == length and not spec.packed
     return _Size(rows, length, padded, ("a single sequence needs no padding: same as --packed",) if alone else ())
+
+
+def _scores(model: nn.Module, size: _Size, dtype: torch.dtype) -> str:
+    """What eager attention keeps where transformers has no sdpa, and what to switch on; empty elsewhere."""
+    owner: Any = inner_model(model)
+    config = getattr(owner, "config", None)
+    if (
+        config is None
+        or getattr(config, "_attn_implementation", "") != "eager"
+        or getattr(owner, "_supports_sdpa", True)
+    ):
+        return ""
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if not getattr(owner, "_supports_flash_attn", False) or size.padded is None or not isinstance(heads, int):
+        return ""
+    nbytes = size.rows * heads * size.padded**2 * dtype.itemsize
+    return (
+        f"Attention is eager, since transformers has no sdpa for {type(owner).__name__}: each matrix of scores takes "
+        f"{nbytes / 2**20:,.0f} MiB in every layer, and several are kept. --attn flash_attention_3 keeps none."
+    )
 
 
 def _usual_length(config: Any, head: Head) -> int:

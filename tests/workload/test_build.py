@@ -180,3 +180,13 @@ def test_a_second_device_is_honoured() -> None:
     w = build(WorkloadSpec(model="llama-tiny"), "meta")
     assert {t.device.type for t in w.tensors()} == {"meta"}
     assert w.settings["device"] == "meta"
+
+
+def test_eager_attention_for_want_of_sdpa_is_said(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "vocab_size": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt_oss", **shape}))
+    notes = build(WorkloadSpec(model=str(path), batch_size=2, seq_len=512)).notes
+    assert any("4 MiB in every layer" in note or "8 MiB in every layer" in note for note in notes)
+    assert not any("Attention is eager" in note for note in build(WorkloadSpec(model="llama-tiny")).notes)

@@ -60,6 +60,13 @@ def test_targets_dora_and_modules_to_save_are_those_asked_for_and_said() -> None
     assert any("DoRA of rank 2 on q_proj, up_proj" in n and "lm_head trained whole" in n for n in workload.notes)
 
 
+def test_what_adapters_on_experts_cost_is_said() -> None:
+    spec = WorkloadSpec(model="mixtral-tiny", lora=2)
+    assert not any("target_parameters" in note for note in build(spec).notes)
+    adapted_experts = build(spec.model_copy(update={"lora_targets": "all-linear"}))
+    assert any("target_parameters" in note for note in adapted_experts.notes)
+
+
 def test_all_linear() -> None:
     model = build(WorkloadSpec(model="llama-tiny", lora=2, lora_targets="all-linear")).model
     assert adapted(model) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
