@@ -1,6 +1,6 @@
 """Host time per layer and step of every choice, beside PyTorch's checkpointing called by hand.
 
-    OMP_NUM_THREADS=1 python results/choices_cpu_202611/host_cost.py [DEVICE [ROUNDS]]
+    OMP_NUM_THREADS=1 python results/choices_cpu_202611/host_cost.py [DEVICE [ROUNDS [CHOICE ...]]]
 
 A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
 each after steps that are not timed (a choice gets to know its layer in the first two); medians over the rounds, and
@@ -142,6 +142,7 @@ def counts(device: str = "cpu") -> dict[str, tuple[float, float, float, float]]:
 def main() -> None:
     """Measure and print the table."""
     device, rounds = (*sys.argv[1:3], *("cpu", str(ROUNDS))[len(sys.argv[1:3]) :])
+    CHOICES[:] = sys.argv[3:] or CHOICES
     counted = counts(device)
     times = measure(device, int(rounds))
     plain = times["nothing attached"]["forward"]
