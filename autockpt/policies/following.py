@@ -45,29 +45,29 @@ class _Call:
     """What one call holds until backward, and the slots that wait for it. Its sources are put together at the first
     use of one: graphs without backward need none."""
 
-    __slots__ = ("held", "maker", "score", "slots", "versions")
+    __slots__ = ("held", "maker", "score", "settled", "slots", "versions")
 
     def __init__(self, unit: str, score: Score) -> None:
         self.maker, self.score = Maker(unit), score
         self.held: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
-        self.slots: list[weakref.ref[_Slot]] | None = []
+        self.slots: list[weakref.ref[_Slot]] = []
+        self.settled = False
 
     def hold(self, number: int, tensor: torch.Tensor) -> None:
         self.held[number] = held = tensor.detach()
         self.versions[number] = held._version
 
     def settle(self) -> list[_Slot]:
-        """Give the slots that are alive their sources."""
+        """Give the slots that are alive their sources. Which slots these are."""
         with self.maker.lock:
-            refs, self.slots = self.slots, None
-            if refs is None:
-                return []
-            living = [slot for ref in refs if (slot := ref()) is not None]
-            sources = self.score.sources_of(self.held, self.versions)
-            self.held = {}
-            for slot in living:
-                slot.settle(sources)
+            living = [slot for ref in self.slots if (slot := ref()) is not None]
+            if not self.settled:
+                self.settled = True
+                sources = self.score.sources_of(self.held, self.versions)
+                self.held = {}
+                for slot in living:
+                    slot.settle(sources)
             return living
 
 
@@ -177,19 +177,18 @@ class Following(TorchFunctionMode):
         """The hook for autograd's packing."""
         number, packs = self.packed, self._score.packs
         self.packed = number + 1
-        if not self.lost:
-            if number < len(packs):
-                at, geometry, dtype, source = packs[number]
-                if at == self._at:
-                    if geometry is None:
-                        return Kept(tensor, self._unit)
-                    if type(tensor) in PLAIN and tensor.dtype is dtype and geometry_of(tensor) == geometry:
-                        entry = self._watch.packed(tensor) if self._watch is not None else None
-                        slot = _Slot(self._call, source, tensor, geometry, entry)
-                        self._call.slots.append(weakref.ref(slot))  # type: ignore[union-attr]
-                        return slot
+        if self.lost:
+            return Kept(tensor, self._unit)
+        at, geometry, dtype, source = packs[number] if number < len(packs) else (-1, None, None, -1)
+        fits = geometry is None or (tensor.dtype is dtype and type(tensor) in PLAIN and geometry_of(tensor) == geometry)
+        if at != self._at or not fits or self._call.settled:  # settled: a gradient was taken inside of the forward
             self.leave()
-        return Kept(tensor, self._unit)
+        if self.lost or geometry is None:
+            return Kept(tensor, self._unit)
+        entry = self._watch.packed(tensor) if self._watch is not None else None
+        slot = _Slot(self._call, source, tensor, geometry, entry)
+        self._call.slots.append(weakref.ref(slot))
+        return slot
 
     def leave(self) -> None:
         """The call does something else: what was dropped is made now, while all that it is made from is as it was.

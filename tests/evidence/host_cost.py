@@ -1,21 +1,27 @@
 """Host time per layer and step of every choice, beside PyTorch's checkpointing called by hand.
 
-    OMP_NUM_THREADS=1 python -m tests.evidence.host_cost [DEVICE]
+    OMP_NUM_THREADS=1 python -m tests.evidence.host_cost [DEVICE [ROUNDS [CHOICE ...]]]
 
 A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
 each after steps that are not timed (a choice gets to know its layer in the first two); medians over the rounds, and
 the 95 % interval of the ratio to checkpointing by hand. Time is that of the processor in this process, so that other
-work on the machine counts little. On a GPU its work is waited for after every step, outside of what is timed.
+work on the machine counts little; where there is much of it (the load is said), caches and shared cores still show. So
+beside the times stand counts, which are the same on every run: Python functions called per layer, and of those the ones
+by which torch asks a mode about an op or a function. On a GPU its work is waited for after every step, outside of what
+is timed.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 import transformers
@@ -47,7 +53,8 @@ def model_and_batch(device: str = "cpu") -> tuple[torch.nn.Module, dict[str, tor
         use_cache=False,
     )
     ids = torch.randint(0, 64, (1, 8)).to(device)
-    return transformers.LlamaForCausalLM(config).train().to(device), {"input_ids": ids, "labels": ids}
+    model: torch.nn.Module = transformers.LlamaForCausalLM(config).train()
+    return model.to(device), {"input_ids": ids, "labels": ids}
 
 
 @contextmanager
@@ -104,12 +111,60 @@ def measure(device: str = "cpu", rounds: int = ROUNDS) -> dict[str, dict[str, fl
     return found
 
 
+def counts(device: str = "cpu") -> dict[str, tuple[float, float, float, float]]:
+    """By candidate and layer: Python functions called in forward and in backward, and of all of them those that a mode
+    is asked by: about ops (``__torch_dispatch__``) and about functions (``__torch_function__``)."""
+    model, batch = model_and_batch(device)
+    names = [f"model.layers.{i}" for i in range(LAYERS)]
+    parsed = {label(c): c for c in map(from_label, CHOICES)}
+    found: dict[str, tuple[float, float, float, float]] = {}
+    for name, choice in ({"nothing attached": None, BY_HAND: None} | parsed).items():
+        with by_hand(model) if name == BY_HAND else attach(model, dict.fromkeys(names, choice) if choice else {}):
+            for _ in range(WARMUP):
+                model(**batch).loss.backward()
+            called: Counter[str] = Counter()
+
+            def note(frame: FrameType, event: str, _: object, called: Counter[str] = called) -> None:
+                if event == "call":
+                    called[frame.f_code.co_name] += 1
+
+            sys.setprofile(note)
+            loss = model(**batch).loss
+            forward = called.total()
+            loss.backward()
+            sys.setprofile(None)
+            seen = (called["__torch_dispatch__"], called["__torch_function__"])
+            found[name] = tuple(n / LAYERS for n in (forward, called.total() - forward, *seen))  # type: ignore[assignment]
+            model.zero_grad()
+    return found
+
+
 def main() -> None:
     """Measure and print the table."""
-    print("| choice on every layer | forward, µs a layer | backward, µs a layer | times by hand |")
-    print("|---|---|---|---|")
-    for name, row in measure(*sys.argv[1:2]).items():
-        print(f"| {name} | {row['forward']:.0f} | {row['backward']:.0f} | {row['by hand']} |")
+    device, rounds = (*sys.argv[1:3], *("cpu", str(ROUNDS))[len(sys.argv[1:3]) :])
+    CHOICES[:] = sys.argv[3:] or CHOICES
+    counted = counts(device)
+    times = measure(device, int(rounds))
+    plain = times["nothing attached"]["forward"]
+    load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
+    print(f"Load of the machine over 1, 5 and 15 minutes: {load} on {os.cpu_count()} cores; {rounds} rounds.\n")
+    heads = (
+        "choice on every layer",
+        "forward, µs a layer",
+        "times plain",
+        "backward, µs a layer",
+        "step, times by hand",
+    )
+    heads += ("Python calls, forward", "backward", "ops asked about", "functions asked about")
+    print(f"| {' | '.join(heads)} |")
+    print(f"|{'---|' * len(heads)}")
+    for name, row in times.items():
+        forward, backward, ops, functions = counted[name]
+        times_plain = float(row["forward"]) / float(plain)
+        print(
+            f"| {name} | {row['forward']:.0f} | {times_plain:.2f} | {row['backward']:.0f} | {row['by hand']} ", end=""
+        )
+        print(f"| {forward:.0f} | {backward:.0f} | {ops:.0f} | {functions:.0f} |")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,12 @@ def _without_gradient(h: Tensor, step: int) -> Tensor:
     return h.sigmoid() * (1 + y)
 
 
+def _inner_gradient(h: Tensor, step: int) -> Tensor:
+    y = h.tanh().exp()
+    (g,) = torch.autograd.grad(y.sum(), h, retain_graph=True)
+    return y.sin().exp() * (1 + g)
+
+
 ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "the same each time": lambda h, step: torch.tanh(h * 1.5 + 1.0).exp(),
     "a number that changes": lambda h, step: torch.tanh(h * (1 + 0.1 * step) + 1.0).exp(),
@@ -120,6 +126,7 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a write by NumPy that begins late": _write_by_numpy,
     "an error that is caught": _caught,
     "gradients switched off late": _without_gradient,
+    "a gradient taken inside": _inner_gradient,
     "autocast that begins late": lambda h, step: (
         torch.autocast("cpu", torch.bfloat16, step >= 3).__call__(lambda t: (t @ t.T).sigmoid() @ t)(h * 0.1).float()
     ),
