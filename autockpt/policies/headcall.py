@@ -32,11 +32,14 @@ class Rows(Protocol):
     """The choice in whose name this is done, for messages."""
     exact: bool
     """Whether gradients must be bit-equal with plain training's."""
-    watch: Watch | None
-    """Where a sentinel compares what is computed again."""
 
     @property
     def unit(self) -> str: ...
+
+    @property
+    def watch(self) -> Watch | None:
+        """Where a sentinel compares what is computed again."""
+        ...
 
     @property
     def trained(self) -> tuple[nn.Parameter, ...]:
