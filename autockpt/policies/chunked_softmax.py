@@ -72,6 +72,7 @@ class _Given:
     choice = "chunked_softmax"
     exact = True
     trained: tuple[nn.Parameter, ...] = ()
+    watch = None
 
     def __init__(self, unit: str, chunks: int) -> None:
         self.unit = unit

@@ -82,3 +82,8 @@ def left_unwritten(node: str, tensor: torch.Tensor) -> bool:
     if "Attention" in node:
         return not tensor.is_floating_point() and tensor.numel() <= 2
     return node.startswith(("Cudnn", "Miopen")) and tensor.dtype is torch.uint8
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a distributed tensor."""
+    return getattr(tensor, "_local_tensor", tensor) if type(tensor) is not torch.Tensor else tensor

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-_ON_CPU, _ELSEWHERE = 1 << 16, 1 << 20
-"""Bytes at a time: products that fit a core's cache, or few launches of a kernel. As many numbers are in the table of a
-device: 512 KiB and 8 MiB."""
+_ON_CPU, _ELSEWHERE = 1 << 14, 1 << 18
+"""Words at a time: products that fit a core's cache, or few launches of a kernel. As many numbers are in the table of a
+device, and as many products beside it for a moment: 128 KiB, or 2 MiB, of each."""
 _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 quietly: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ def fingerprint(tensor: torch.Tensor, form: Form) -> torch.Tensor:
 
 
 def _sum_of(memory: torch.Tensor) -> torch.Tensor:
-    most = (_ON_CPU if memory.is_cpu else _ELSEWHERE) // memory.element_size()
+    most = 4 * _words_at_a_time(memory.device) // memory.element_size()
     if memory.numel() <= most:
         return _sum_of_piece(memory)
     sums = [_sum_of_piece(piece) for piece in _pieces(memory, most)]
@@ -115,9 +115,14 @@ def _sum_of_piece(piece: torch.Tensor) -> torch.Tensor:
         if nbytes % size == 0:
             if width < size and (int(flat.storage_offset()) * width) % size:
                 flat = flat.clone()  # the memory begins within a word
-            words = flat.view(dtype)
-            return torch.mul(words, _numbers(words)).sum()
+            words = flat.view(dtype).split(_words_at_a_time(flat.device))
+            sums = [torch.mul(part, _numbers(part)).sum() for part in words]
+            return sums[0] if len(sums) == 1 else _sum_of(torch.stack(sums))
     raise AssertionError("every number of bytes is a number of words of one byte")
+
+
+def _words_at_a_time(device: torch.device) -> int:
+    return _ON_CPU if device.type == "cpu" else _ELSEWHERE
 
 
 def stream_of(device: torch.device) -> Any:
@@ -132,8 +137,7 @@ def _numbers(words: torch.Tensor) -> torch.Tensor:
     """The odd numbers of the places 0, 1, …, the same everywhere (the finalizer of splitmix64: Steele et al. 2014)."""
     table = _tables.get(words.device)
     if table is None:
-        places = _ON_CPU if words.is_cpu else _ELSEWHERE
-        table = torch.arange(1, places + 1, device=words.device).mul_(-7046029254386353131)
+        table = torch.arange(1, _words_at_a_time(words.device) + 1, device=words.device).mul_(-7046029254386353131)
         for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
             table.bitwise_xor_(table >> shift).mul_(factor)
         table.bitwise_or_(1)

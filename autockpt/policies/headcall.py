@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import fingerprint, form_of
 from autockpt.policies.replay import running_again
+
+if TYPE_CHECKING:
+    from autockpt.policies.sentinels import Entry, Watch
 
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
@@ -31,6 +35,11 @@ class Rows(Protocol):
 
     @property
     def unit(self) -> str: ...
+
+    @property
+    def watch(self) -> Watch | None:
+        """Where a sentinel compares what is computed again."""
+        ...
 
     @property
     def trained(self) -> tuple[nn.Parameter, ...]:
@@ -65,6 +74,8 @@ class Rows(Protocol):
 class ChunkState(Attachment):
     """The attachment of an output head that runs again. ``tokens`` are the rows of one chunk."""
 
+    has_sentinel: ClassVar[bool] = True
+
     def __init__(self, unit: str, tokens: int) -> None:
         super().__init__(unit)
         self.tokens = tokens
@@ -82,7 +93,8 @@ class ChunkState(Attachment):
 
 
 class HeadCall:
-    """What it takes to run a head again on some of the rows it was called with: weights, settings, autocast."""
+    """What it takes to run a head again on some of the rows it was called with: weights, settings, autocast. ``watch``:
+    where a sentinel compares the losses of a chunk's rows with those that forward computed."""
 
     choice = "chunked_loss"
     exact = False
@@ -93,6 +105,7 @@ class HeadCall:
         self._parameters = tuple(module.parameters())
         self._versions = [p._version for p in self._parameters]
         self._settings = _settings(module)
+        self.watch = state.sentinel.watch(module) if state.sentinel is not None else None
         self.trained = tuple(p for p in self._parameters if p.requires_grad)
 
     @property
@@ -238,10 +251,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: CrossEntropy, hidden: Tensor, target: Tensor, *trained: Tensor) -> Tensor:
-        parts = []
+        parts, watch = [], loss.call.watch
+        ctx.entries = []
         with loss.call.running():
             for rows in loss.chunks(len(hidden)):
                 part = loss.losses(hidden[rows].detach(), target[rows]).detach()
+                if watch is not None:
+                    ctx.entries.append(watch.packed(part))
+                    ctx.entries[-1].let_go()
                 parts.append(part if loss.reduction == "none" else _wide(part).sum())
         ctx.loss = loss
         count = None
@@ -269,8 +286,9 @@ class _Chunked(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(trained)
         chunks = loss.chunks(len(hidden))
         with loss.call.running():
-            for rows in chunks:
-                some, found = _of_chunk(loss, hidden[rows], target[rows], _rows_of(gradient, rows), trained, of_hidden)
+            for rows, entry in zip_longest(chunks, ctx.entries):
+                given = hidden[rows], target[rows], _rows_of(gradient, rows)
+                some, found = _of_chunk(loss, *given, trained, of_hidden, entry)
                 if of_hidden is not None and some is not None:
                     of_hidden[rows] = some
                 for i, part in enumerate(found):
@@ -281,12 +299,20 @@ class _Chunked(torch.autograd.Function):
 
 
 def _of_chunk(
-    loss: CrossEntropy, hidden: Tensor, target: Tensor, gradient: Tensor, trained: list[nn.Parameter], wanted: Any
+    loss: CrossEntropy,
+    hidden: Tensor,
+    target: Tensor,
+    gradient: Tensor,
+    trained: list[nn.Parameter],
+    wanted: Tensor | None,
+    entry: Entry | None,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     """Gradients of one chunk: of its rows (where ``wanted``), and of the weights."""
     with torch.enable_grad():
         hidden = hidden.detach().requires_grad_(wanted is not None)
         losses = loss.losses(hidden, target)
+    if entry is not None:
+        entry.handed(losses.detach())
     inputs = [*([hidden] if wanted is not None else []), *trained]
     found = list(torch.autograd.grad(losses, inputs, gradient.to(losses.dtype).expand_as(losses), allow_unused=True))
     return (found.pop(0) if wanted is not None else None), found

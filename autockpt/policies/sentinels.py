@@ -32,6 +32,7 @@ from autockpt.policies.compared import (
     distance_of,
     layout_of,
     left_unwritten,
+    local_part,
     place_of,
     read,
 )
@@ -46,7 +47,8 @@ WINDOW = 499
 every step all calls have their turn."""
 FIRST_CALLS = 2
 HELD_BYTES = 16 << 20
-"""How much of what forward saves is held until the unit's forward has ended, where backward never holds all of it."""
+"""How much of what forward saves is held until the unit's forward has ended, where backward never holds all of it and
+the unit's code may write to it unseen."""
 
 _CAUSES = (
     "Likely causes: an object, counter, generator, attribute, hook or context that forward reads was changed, by it or "
@@ -208,7 +210,7 @@ class UnitSentinel:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
-        watch = Watch(self, hold, Assignments(self.name) if code.assigns else None)
+        watch = Watch(self, hold and hold * code.writes_unseen, Assignments(self.name) if code.assigns else None)
         self.sentinels.opened(watch)
         return watch
 
@@ -283,7 +285,7 @@ class Watch:
     def before_rerun(self, module: nn.Module) -> None:
         """The unit is about to run again."""
         named = (*module.named_parameters(), *module.named_buffers())
-        known = [(name, local) for name, t in named if why_not(local := _local(t)) is None]
+        known = [(name, local) for name, t in named if why_not(local := local_part(t)) is None]
         self._state = [(name, t, form := form_of(t), fingerprint(t, form)) for name, t in known]
         self.known = {place_of(t, form): found for _, t, form, found in self._state}
         self.look_again()
@@ -349,7 +351,7 @@ class Entry:
         self._print: torch.Tensor | None = None
         self._sketch: torch.Tensor | None = None
         self.held: torch.Tensor | None = None
-        tensor = _local(tensor)
+        tensor = local_part(tensor)
         if (why := why_not(tensor)) is not None:
             watch.sentinel.unchecked[why] += 1
             return
@@ -417,7 +419,7 @@ class Entry:
         """Backward is given ``value`` for it. Compared later, with all others at once."""
         if self._print is None:
             return
-        value = _local(value)
+        value = local_part(value)
         if stream_of(value.device) != self._stream:
             self._watch.sentinel.unchecked["a tensor that was saved on another stream"] += 1
             return
@@ -443,8 +445,3 @@ class Entry:
         reader = f"{node.name()} reads" if node is not None else "is read"
         what = f"{str(self._form.dtype).removeprefix('torch.')} tensor {tuple(self._form.size)}"
         return f"the {what} that {reader} (number {self._number + 1} of those that forward saved)"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a distributed tensor."""
-    return getattr(tensor, "_local_tensor", tensor) if type(tensor) is not torch.Tensor else tensor

@@ -377,3 +377,31 @@ def test_a_compiled_head_is_plain_and_says_so_once():
             assert torch.equal(loss, wanted)
     said = [str(w.message) for w in heard if "chunked_loss" in str(w.message)]
     assert len(said) == 1 and "torch.compile" in said[0]
+
+
+def test_sentinels_compare_the_losses_of_each_chunk():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.lm_head = nn.Linear(8, 16)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.layers[1](self.layers[0](x))
+            return self.lm_head(self.hidden)
+
+    model = Model()
+    with attach(model, {"lm_head": ChunkedLoss(tokens=5)}) as session:
+        for written in (False, True):
+            logits = model(torch.randn(12, 8))
+            loss = nn.functional.cross_entropy(logits, torch.arange(12))
+            if written:
+                model.hidden.data.mul_(0.5)
+                with pytest.raises(ConflictError, match=r"lm_head was not given what .* last proven right in step 1"):
+                    loss.backward()
+            else:
+                loss.backward()
+                assert session.proof().tensors == 3

@@ -315,3 +315,12 @@ def test_a_mismatch_in_a_thread_of_the_users_own_comes_up_at_the_next_step(monke
         thread.join()
         with pytest.raises(RerunMismatch, match="step 1"):
             model(BATCH)
+
+
+def test_calls_in_a_captured_graph_are_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    model = Model(mlp)
+    with attached(model, "offload") as session:
+        step(model)
+        assert "not checked: calls in a CUDA graph" in str(session.proof())

@@ -1,4 +1,4 @@
-"""A sentinel that raises on one of two ranks (gloo): the other does not wait for ever."""
+"""Sentinels of several processes (gloo): where one raises the other does not wait for ever; and of sharded layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 
 from autockpt.errors import RerunMismatch
@@ -65,3 +68,41 @@ def test_the_other_rank_sees_this_one_gone_instead_of_waiting(tmp_path: Path) ->
     spawn(two_steps, (str(tmp_path),), nprocs=2)
     assert (tmp_path / "1.txt").read_text() == "backward of layers.1 was n"
     assert (tmp_path / "0.txt").read_text().endswith("the other is gone")
+
+
+def sharded(rank: int, folder: str) -> None:
+    """By FSDP2, and by DTensor within a layer: how many tensors were compared, and whether a mismatch is seen."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=1)
+    mesh, seen = init_device_mesh("cpu", (1,)), []
+    for wrong in (False, True):
+        for split in (_by_fsdp, _by_dtensor):
+            model = Model(wrong)
+            split(model, mesh)
+            with attach(model, {"layers.0": RECOMPUTE, "layers.1": RECOMPUTE}) as session:
+                try:
+                    model(torch.randn(4, 8)).sum().backward()
+                    proof = session.proof()
+                    seen.append(f"{proof.checks} {[*proof.units['layers.0'].unchecked]}")
+                except RerunMismatch as error:
+                    seen.append(error.message[:26])
+    Path(folder, "seen.txt").write_text("\n".join(seen))
+    os._exit(0)
+
+
+def _by_fsdp(model: Model, mesh: DeviceMesh) -> None:
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh)
+
+
+def _by_dtensor(model: Model, mesh: DeviceMesh) -> None:
+    a, b = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"a": a, "b": b})
+
+
+@needs_gloo
+def test_what_fsdp_and_dtensor_shard_is_checked(tmp_path: Path) -> None:
+    spawn(sharded, (str(tmp_path),), nprocs=1)
+    mismatch = "backward of layers.1 was n"
+    assert (tmp_path / "seen.txt").read_text().splitlines() == ["2 []", "2 []", mismatch, mismatch]

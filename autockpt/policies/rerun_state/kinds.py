@@ -30,7 +30,8 @@ from autockpt.policies.fingerprints import quietly
 COPIED_BYTES = 1 << 28
 """Tensors and arrays up to this size are copied where that is needed to put them back."""
 SMALL_BYTES = 1 << 16
-"""Parameters up to this size are, too: counters, scales."""
+"""Parameters up to this size are, too: counters, scales. Of what a call is given no more is copied on first calls, in
+which a step must not need more memory than in others."""
 ABSENT = object()
 _PLAIN = (bool, int, str, bytes)
 _SEQUENCES = tuple({type(iter(kind)) for kind in ([], (), "", b"", bytearray(), range(0), range(1 << 70))})
@@ -233,12 +234,14 @@ class TensorTaken(NamedTuple):
 class Tensors(Kind):
     """Tensors. Large parameters and what needs gradients are never copied, only known by their fingerprint."""
 
-    def take(self, obj: Any, *, close: bool) -> TensorTaken:
+    def take(self, obj: Any, *, close: bool, most: int | None = None) -> TensorTaken:
+        """``most``: bytes of what is copied."""
         version, place = obj._version, place_of(obj)
         if not close or not place:
             return TensorTaken(version, place, obj.requires_grad, None, None, None)
         weight = isinstance(obj, nn.Parameter)
-        copied = (weight or not obj.requires_grad) and obj.nbytes <= (SMALL_BYTES if weight else COPIED_BYTES)
+        most = SMALL_BYTES * (not without_values()) if weight else COPIED_BYTES if most is None else most
+        copied = (weight or not obj.requires_grad) and obj.nbytes <= most
         with quietly():  # an alias is no op of the step; a copy is
             alias = obj.detach()
         bits = alias.clone() if copied else None

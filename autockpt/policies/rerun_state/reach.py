@@ -24,11 +24,13 @@ import torch
 from torch import nn
 
 from autockpt.policies.attachment import AttachedForward, attached_to
+from autockpt.policies.rerun_state import kinds
 from autockpt.policies.rerun_state.kinds import (
     ABSENT,
     ADVANCING,
     FIELDS,
     PARAMETERS,
+    TENSORS,
     Elements,
     Fields,
     Kind,
@@ -47,6 +49,7 @@ _NAMES = """
     inspect re importlib pathlib tempfile pytest _pytest
 """
 LIBRARIES = frozenset(re.findall(r"\w+", _NAMES))
+ARGUMENT = "the argument"
 _HEAP = 1 << 9  # the flag of classes that are written in Python
 _LONG = 10_000
 _PLAIN = frozenset(
@@ -125,7 +128,10 @@ class Walk:
             return
         lively = name in self._lively
         try:
-            taken = kind.take(obj, close=self._close or lively)
+            if kind is TENSORS and name == ARGUMENT and not lively:
+                taken = TENSORS.take(obj, close=self._close, most=kinds.SMALL_BYTES)
+            else:
+                taken = kind.take(obj, close=self._close or lively)
         except RuntimeError:  # a tensor of inference mode has no version
             return
         self.nodes.append(Node(name, obj, kind, taken, loose))

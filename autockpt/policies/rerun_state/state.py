@@ -33,11 +33,10 @@ from autockpt.policies.rerun_state.kinds import (
     place_of,
     without_values,
 )
-from autockpt.policies.rerun_state.reach import HOOKS, Code, Global, Node, Walk, said
+from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, Code, Global, Node, Walk, said
 from autockpt.policies.watching import Unread
 
 _FIRST_CALLS = 2
-_ARGUMENT = "the argument"
 _RESTLESS = 3  # times that something may be found changed from outside before it counts as changing
 _set_version: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
 _contents = operator.attrgetter("cell_contents")
@@ -152,9 +151,9 @@ class UnitState:
     ) -> None:
         self._memory, self._training = memory, module.training
         self._quiet = quiet = memory.quiet(module)
-        arguments = [(_ARGUMENT, value) for value in objects]
-        if (quiet is None or _ARGUMENT in memory.lively) and not without_values():
-            arguments += [(_ARGUMENT, tensor) for tensor in tensors]
+        arguments = [(ARGUMENT, value) for value in objects]
+        if (quiet is None or ARGUMENT in memory.lively) and not without_values():
+            arguments += [(ARGUMENT, tensor) for tensor in tensors]
         self._marks: list[tuple[int, int, bool]] = []
         if quiet is None:
             inside = {id(inner) for inner in module.modules()}
@@ -198,7 +197,7 @@ class UnitState:
         self._changing = [_without_graphs(node, detached) for node in changed]
         still = [node for node in self._still if node.name not in memory.lively]
         still = [node for node in still if id(node) not in doubts]
-        self._still = [_trimmed(n) for n in still if n.name != _ARGUMENT or n.kind is not TENSORS]
+        self._still = [_trimmed(n) for n in still if n.name != ARGUMENT or n.kind is not TENSORS]
         self._versions = {id(node.obj): node.obj._version for node in changed if node.kind is TENSORS}
         self._over = True
 
@@ -281,7 +280,7 @@ def _refuse(unit: str, node: Node) -> None:
         return
     if taken.alias is None or taken.version != now._version or taken.print != fingerprint(taken.alias):
         raise ConflictError(
-            f"{unit} changes one of its {'inputs' if node.name == _ARGUMENT else 'parameters'}, "
+            f"{unit} changes one of its {'inputs' if node.name == ARGUMENT else 'parameters'}, "
             f"{said(unit, node.name)} (shape {tuple(now.shape)}), in place, so its forward cannot be run again",
             remedy=f"Use `save`, `offload` or `remake` on {unit}, or change it outside of the forward.",
         )
