@@ -92,17 +92,22 @@ class WhatIf:
         return None if self.hardware is None else promised_bytes(self.hardware, self.budget)
 
 
-def nothing_fits(profiled: Profiled, size: int, smallest: int) -> InfeasibleError:
-    """The error for a budget of ``size`` bytes that nothing fits, with what the leanest plan's bytes go to."""
+def nothing_fits(profiled: Profiled, size: int, smallest: int, measured: int = 0) -> InfeasibleError:
+    """The error for a budget of ``size`` bytes that nothing fits, with what the leanest plan's bytes go to.
+
+    ``measured``: the least peak of real steps, which may be above ``smallest``, the least that is predicted.
+    """
     host = profiled.host_budget
     within = f" with at most {format_bytes(host)} of host memory" if host is not None else ""
     wider = " or --host-budget" if host is not None else ""
+    needed = max(smallest, measured)
+    predicted = f" as measured, {format_bytes(smallest)} as predicted" if measured > smallest else ""
     return InfeasibleError(
         f"nothing fits {format_bytes(size)}{within}: "
-        f"the leanest plan needs {format_bytes(smallest)}\n{profiled.needs(smallest)}",
+        f"the leanest plan needs {format_bytes(needed)}{predicted}\n{profiled.needs(needed)}",
         remedy=f"Raise the budget{wider}, or use a smaller --batch-size (with --accumulate to keep its effect), a "
         "shorter --seq-len, --lora, or --optimizer sgd.",
-        smallest_peak=smallest,
+        smallest_peak=needed,
     )
 
 
