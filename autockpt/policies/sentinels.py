@@ -424,7 +424,7 @@ class Entry:
             self._watch.sentinel.unchecked["a tensor that was saved on another stream"] += 1
             return
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        if node is not None and left_unwritten(node.name(), value):
+        if node is not None and left_unwritten(node, value):
             self._watch.sentinel.unchecked["a tensor that its kernel need not write"] += 1
             return
         if why_not(value) is not None or self._form.of(value) != self._form:

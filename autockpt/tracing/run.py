@@ -155,6 +155,7 @@ class GhostRun(Run):
         self._mode.building = False
         self._imitate(device, capability)
         workload.settings |= {"optimizer": spec.optimizer} if spec.optimizer == "adamw8bit" else {}
+        workload.settings["device"] = str(device)
         imitate_device(workload, device)
         ghost_in_place(workload, self._mode)
         if spec.attn in FLASH:

@@ -96,20 +96,27 @@ class WhatIf:
         return None if self.hardware is None else simulated_memory(self.hardware, self.budget_bytes)
 
 
-def nothing_fits(profiled: CostModel, budget: ResolvedBudget, smallest_peak: int) -> InfeasibleError:
-    """The error for a budget that nothing fits, with what the leanest plan's bytes go to."""
+def nothing_fits(
+    profiled: CostModel, budget: ResolvedBudget, smallest_peak: int, measured_peak: int = 0
+) -> InfeasibleError:
+    """The error for a budget that nothing fits, with what the leanest plan's bytes go to.
+
+    ``measured_peak``: the least of real steps, which may be above ``smallest_peak``, the least that is predicted.
+    """
     host = profiled.host_budget
     within = f" with at most {format_bytes(host)} of host memory" if host is not None else ""
     wider = " or --host-budget" if host is not None else ""
     size, headroom = format_bytes(budget.bytes), budget.headroom_bytes
     less = f" ({budget.asked} less {format_bytes(headroom)} of --headroom)" if headroom else ""
-    left = budget.bytes + headroom - smallest_peak
+    needed = max(smallest_peak, measured_peak)
+    predicted = f" as measured, {format_bytes(smallest_peak)} as predicted" if measured_peak > smallest_peak else ""
+    left = budget.bytes + headroom - needed
     but = f", which fits with --headroom of at most {format_bytes(left)}" if headroom and left >= 0 else ""
     return InfeasibleError(
-        f"nothing fits {size}{less}{within}: the leanest plan needs {format_bytes(smallest_peak)}{but}\n"
-        f"{profiled.needs(smallest_peak)}",
+        f"nothing fits {size}{less}{within}: the leanest plan needs {format_bytes(needed)}{predicted}{but}\n"
+        f"{profiled.needs(needed)}",
         remedy=f"Raise the budget{wider}, or {SMALLER_JOB}.",
-        smallest_peak=smallest_peak,
+        smallest_peak=needed,
     )
 
 

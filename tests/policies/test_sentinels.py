@@ -8,6 +8,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, RerunMismatch
 from autockpt.policies import recomputing, sentinels
+from autockpt.policies.compared import left_unwritten
 from autockpt.policies.rerun_state import kinds
 from autockpt.policies.sentinels import Rounding
 from autockpt.runtime import Session, attach
@@ -260,6 +262,23 @@ def test_other_kinds_of_tensors_are_said_to_be_unchecked() -> None:
     proof = session.proof()
     assert all(unit.unchecked == {"a tensor of layout sparse_coo": 1} for unit in proof.units.values())
     assert "1 × not checked: a tensor of layout sparse_coo" in str(proof)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "dropout", "unwritten"),
+    [
+        (torch.int64, (), 0.0, True),  # the seed of memory-efficient attention, on the host
+        (torch.int64, (), 0.1, False),
+        (torch.uint64, (2,), 0.0, True),  # seed and offset of flash attention
+        (torch.uint64, (2,), 0.1, False),
+        (torch.uint64, (), 0.1, True),  # what it saves besides and nobody reads
+        (torch.int32, (2,), 0.0, False),  # where the sequences of a packed batch begin
+        (torch.float32, (2,), 0.0, False),
+    ],
+)
+def test_seeds_of_attention_count_where_there_is_dropout(dtype, shape, dropout, unwritten) -> None:
+    node = SimpleNamespace(name=lambda: "ScaledDotProductFlashAttentionBackward0", _saved_dropout_p=dropout)
+    assert left_unwritten(node, torch.zeros(shape, dtype=dtype)) == unwritten
 
 
 def test_off_watches_nothing_and_copies_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,8 @@ class SolverProposer:
                 self.trials.put(trial.model_copy(update={"predicted": self._predict(trial.choices)}))
 
     def infeasible(self) -> InfeasibleError:
-        return nothing_fits(self.profiled, self.budget, self.smallest_peak)
+        measured = [trial.measured.peak_bytes for trial in self.trials.scored if trial.measured is not None]
+        return nothing_fits(self.profiled, self.budget, self.smallest_peak, min(measured, default=0))
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.devices import disk
+from autockpt.policies import fingerprints
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
 
@@ -57,6 +58,26 @@ class Twofold(Block):
             left = shared * shared.cos()
         left.record_stream(torch.accelerator.current_stream())
         return x + self.down(left + shared.sin() * 0.1)
+
+
+class Reads(torch.autograd.Function):
+    """Its backward reads what it saved, and gives nobody a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.sin(x))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        ctx.saved_tensors[0].sum()
+
+
+class Aside(Block):
+    """Where it computes on a stream of its own, nobody has a reason to wait for that when backward ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reads.apply(x)  # type: ignore[return-value]
 
 
 class Model(nn.Module):
@@ -245,6 +266,30 @@ def _units_on_two_streams(model: Model) -> dict[str, Tensor]:
 def _every_other_unit_on_a_side_stream(model: Model) -> dict[str, Tensor]:
     model.streams = [torch.accelerator.current_stream(), SIDES[1]]
     return _graph_dropped_at_once(model)
+
+
+def _two_streams_at_once(model: Model) -> dict[str, Tensor]:
+    fingerprints._tables.clear()  # which every stream then needs
+    before, x = torch.accelerator.current_stream(), batch()
+    parameters, losses, found = list(model.parameters()), [], {}
+    start = before.record_event()
+    for side in SIDES:
+        side.wait_event(start)
+        x.record_stream(side)
+    try:
+        for side in SIDES:
+            torch.accelerator.set_stream(side)
+            losses.append(model(x))
+        for n, (side, loss) in enumerate(zip(SIDES, losses, strict=True)):
+            torch.accelerator.set_stream(side)
+            found |= {f"{n} {i}": g for i, g in enumerate(torch.autograd.grad(loss, parameters))}
+    finally:
+        torch.accelerator.set_stream(before)
+    for side in SIDES:
+        before.wait_event(side.record_event())
+    for gradient in found.values():
+        gradient.record_stream(before)
+    return found
 
 
 def _autocast(model: nn.Module) -> dict[str, Tensor]:
