@@ -113,6 +113,8 @@ def build_quantised(
     with fast_init():
         _materialise(model, options["dtype"], device)
         model.init_weights()
+    for module in filter(_is_quantised, model.modules()):
+        vars(module.weight).pop("_is_hf_initialized", None)
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     return model
@@ -125,7 +127,8 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     for module in model.modules():
         if _is_quantised(module):
             module.weight = packed.weight_of(module)
-            vars(module)["_is_hf_initialized"] = True
+            # the weight, too: GPT-2 draws some of its weights by name
+            vars(module)["_is_hf_initialized"] = vars(module.weight)["_is_hf_initialized"] = True
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue

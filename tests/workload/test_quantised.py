@@ -58,9 +58,11 @@ def test_eight_bits_and_a_file_of_settings(tmp_path: Path) -> None:
     assert layers["up_proj"] is bnb.nn.Linear4bit and layers["down_proj"] is torch.nn.Linear
 
 
-def test_training_moves_adapters_alone() -> None:
+@pytest.mark.parametrize("options", [{}, {"model": "gpt2-tiny"}], ids=str)
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_training_moves_adapters_alone(options: dict[str, Any], bits: str) -> None:
     pytest.importorskip("bitsandbytes")
-    workload = build(spec(load_in_4bit=True))
+    workload = build(spec(**{bits: True}, **options))
     before = {n: p.detach().clone() for n, p in workload.model.named_parameters()}
     for _ in range(2):
         workload.cycle()
