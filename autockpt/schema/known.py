@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, RecomputeOffload
 
 NONE, ALL, EVERY_2, OFFLOAD_ALL, OURS = "none", "recompute all", "every-2", "offload all", "ours"
+INPUTS_OFFLOADED = "inputs offloaded"
+"""Every unit is recomputed from an input that waits off the device: `recompute_offload` everywhere."""
 
 
 def known_plans(units: Sequence[str], kinds: Sequence[str]) -> dict[str, dict[str, Choice]]:
@@ -17,4 +19,6 @@ def known_plans(units: Sequence[str], kinds: Sequence[str]) -> dict[str, dict[st
         plans[EVERY_2] = {name: RECOMPUTE if i % 2 == 0 else SAVE for i, name in enumerate(units)}
     if "offload" in kinds:
         plans[OFFLOAD_ALL] = dict.fromkeys(units, OFFLOAD)
+    if "recompute_offload" in kinds:
+        plans[INPUTS_OFFLOADED] = dict.fromkeys(units, RecomputeOffload())
     return plans
