@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from autockpt.profiling.profile import Profiled, build_profile, uniform_graphs
+from autockpt.profiling.profile import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, Graph, OpTimes, Unit, WorkloadSpec, dump_choice
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
@@ -96,7 +96,7 @@ def least(front: list[tuple[int, float, frozenset[int]]], layers: int, need: int
     return float(found.fun) if found.success else None
 
 
-def ours(profiles: Sequence[Profiled], budget: int, plans: list[dict[str, Choice]]) -> Iterator[str]:
+def ours(profiles: Sequence[CostModel], budget: int, plans: list[dict[str, Choice]]) -> Iterator[str]:
     """Predicted overhead and peak of the solver's plan, without ``remake`` and with it; and the latter's choices.
 
     The plans are added to ``plans``.

@@ -14,7 +14,7 @@ from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, choice_kinds, parse_choice
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Workload, build, discover_units
+from autockpt.workload import Step, build, discover_units
 from tests.policies.zoo import assert_equal
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-def workload_of(base: str) -> Workload:
+def workload_of(base: str) -> Step:
     pytest.importorskip("bitsandbytes")
     spec = WorkloadSpec(
         model="llama-tiny", lora=4, lora_targets="all-linear", batch_size=2, seq_len=32, autocast=None, **BASES[base]
@@ -39,7 +39,7 @@ def workload_of(base: str) -> Workload:
     return workload
 
 
-def gradients(workload: Workload, choices: Mapping[str, Choice] | None = None) -> dict[str, Tensor]:
+def gradients(workload: Step, choices: Mapping[str, Choice] | None = None) -> dict[str, Tensor]:
     torch.manual_seed(1)
     found: dict[str, Tensor] = {}
     with attach(workload.model, dict(choices or {})):

@@ -144,7 +144,10 @@ MUTANTS = {
         _SENTINELS, _ELSEWHERE.format("self._form"), "        if False:\n"
     ),
     "sentinels: what is handed out is compared on any stream": Mutant(
-        _SENTINELS, _ELSEWHERE.format("value"), "        if False:\n"
+        _SENTINELS,
+        _ELSEWHERE.format("value"),
+        "        if False:\n",
+        equivalent="autograd runs a node on the stream that its forward ran on, and there asks for what it saved",
     ),
 }
 

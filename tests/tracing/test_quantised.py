@@ -11,7 +11,7 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
-from autockpt.tracing.api import trace_workload
+from autockpt.tracing.api import trace
 from autockpt.workload import build
 from tests.tracing.reference import Real, ops_of, same_names
 from tests.tracing.test_accuracy import assert_same_bytes, uniform
@@ -53,7 +53,7 @@ def test_a_live_model_is_traced_as_it_is(options: dict[str, Any]) -> None:
     for _ in range(2):
         workload.cycle()
     workload.spec = None
-    graph = trace_workload(workload)
+    graph = trace(workload)
     assert graph.source == "ghost"
     assert_same_bytes(graph, Real(workload))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.history.statistics import noise as noise_of
-from autockpt.profiling import Profiled, build_profile, uniform_graphs
+from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, plan_hash
 from autockpt.simulator import simulate
 from tests.evidence.samplers.family import Instance
@@ -105,7 +105,7 @@ def environment(instance: Instance) -> Environment:
     return Environment(device=device, versions={"autockpt": "0"})
 
 
-def believed(instance: Instance, kinds: tuple[str, ...], *, seed: int, error: float = TABLE_ERROR) -> Profiled:
+def believed(instance: Instance, kinds: tuple[str, ...], *, seed: int, error: float = TABLE_ERROR) -> CostModel:
     """The profile that a search starts from: bytes exact, as those of ghost runs are; op times and bandwidths off."""
     rng = random.Random(seed)
     off = {text: rng.lognormvariate(0, error) for text in signatures(instance)}
@@ -121,6 +121,6 @@ def believed(instance: Instance, kinds: tuple[str, ...], *, seed: int, error: fl
     return build_profile(traces, times, uniform_graphs(traces, blocks, kinds))
 
 
-def menu_of(profiled: Profiled) -> list[Choice]:
+def menu_of(profiled: CostModel) -> list[Choice]:
     """Every choice that a profile offers for any unit."""
     return list(dict.fromkeys(item.choice for menu in profiled.profile.menus for item in menu.items))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autockpt.profiling import Profiled
+from autockpt.profiling import CostModel
 from autockpt.schema import Budget, SearchSpace, Silence, load_space, searched_kinds
 from autockpt.tuning import question as asked
 from autockpt.tuning.loop import Loop, SearchResult
@@ -32,7 +32,7 @@ class Question:
 
     instance: Instance
     truth: Truth
-    beliefs: dict[int, Profiled]
+    beliefs: dict[int, CostModel]
     budget: int
     reference: Reference
 
