@@ -61,6 +61,9 @@ def _eagerly(method: F) -> F:
     return torch.compiler.disable(method)  # type: ignore[return-value]
 
 
+_code_of = _eagerly(code_of)
+
+
 class Rounding(NamedTuple):
     """How tensors are compared on devices whose kernels need not repeat themselves bit by bit.
 
@@ -201,7 +204,7 @@ class UnitSentinel:
     def watch(self, module: nn.Module, *, code: Code | None = None, hold: int | None = None) -> Watch | None:
         """A call begins: its watch where it is to be checked. ``code`` of the unit if known; ``hold`` as for Watch."""
         self.calls += 1
-        self._code = code = code or self._code or code_of(self.name, module)
+        self._code = code = code or self._code or _code_of(self.name, module)
         if self.calls < self._due and not code.writes_unseen:
             return None
         if self.sentinels.mode == "sample":

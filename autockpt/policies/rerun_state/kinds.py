@@ -242,9 +242,11 @@ class Tensors(Kind):
         weight = isinstance(obj, nn.Parameter)
         most = SMALL_BYTES * (not without_values()) if weight else COPIED_BYTES if most is None else most
         copied = (weight or not obj.requires_grad) and obj.nbytes <= most
-        with quietly():  # an alias is no op of the step; a copy is
+        with quietly():  # an alias is no op of the step, nor is a weight's copy, which first calls alone make
             alias = obj.detach()
-        bits = alias.clone() if copied else None
+            bits = alias.clone() if copied and weight else None
+        if copied and not weight:
+            bits = alias.clone()
         return TensorTaken(version, place, obj.requires_grad, alias, bits, None if copied else fingerprint(obj))
 
     def unchanged(self, obj: Any, taken: TensorTaken) -> bool:
