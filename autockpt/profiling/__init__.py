@@ -1,7 +1,14 @@
 """What each choice costs on each kind of unit: op times, menus, the planning problem, predictions."""
 
 from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak
-from autockpt.profiling.foresight import SimulatedMemory, said_of, simulated_memory, torch_device, tracer_for
+from autockpt.profiling.foresight import (
+    SimulatedMemory,
+    memory_at_hand,
+    said_of,
+    simulated_memory,
+    torch_device,
+    tracer_for,
+)
 from autockpt.profiling.menus import build_menus
 from autockpt.profiling.nominal import nominal_op_times
 from autockpt.profiling.predictor import MemoryModel, Predictor
@@ -44,6 +51,7 @@ __all__ = [
     "head_graphs",
     "leanest",
     "measure_op_times",
+    "memory_at_hand",
     "nominal_op_times",
     "point_bytes",
     "refused_choices",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -35,6 +36,19 @@ _BUCKET = 25 * MIB  # DistributedDataParallel's bucket_cap_mb
 # bitsandbytes: blocks of 256 values share a scale; states of small tensors stay fp32.
 _BLOCK, _SMALLEST_8BIT = 256, 4096
 _TRANSIENT: StorageKind = "optimizer"
+
+
+class Allocates(Protocol):
+    """What the model of a device's allocator goes by, in bytes. ``caches``: whether it keeps what was freed."""
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def context_bytes(self) -> int: ...
+
+    @property
+    def caches(self) -> bool: ...
 
 
 def capability_of(hardware: Hardware) -> tuple[int, int] | None:
@@ -122,14 +136,15 @@ def _unknown(hardware: Hardware, graph: Graph) -> Iterator[str]:
 
 
 def device_peak(
-    hardware: Hardware,
+    hardware: Allocates,
     graph: Graph,
     *,
     limit: int | None = None,
     expandable_segments: bool = False,
     cycles: int = 2,
 ) -> DevicePeak:
-    """Peaks of a graph that ``as_seen_by`` returned, over ``cycles`` cycles from the building of the model on.
+    """Peaks of a graph over ``cycles`` cycles from the building of the model on; of described hardware's, as
+    ``as_seen_by`` returned it.
 
     ``limit``: bytes that allocator and context may take together (default: all memory of the device). Devices without
     a caching allocator of CUDA's kind take what the tensors take.
@@ -149,7 +164,7 @@ def device_peak(
     return _peak(hardware, limited.allocated, limited.reserved, workspace)
 
 
-def _peak(hardware: Hardware, allocated: int, reserved: int, workspace: int, fits: bool = True) -> DevicePeak:
+def _peak(hardware: Allocates, allocated: int, reserved: int, workspace: int, fits: bool = True) -> DevicePeak:
     return DevicePeak(
         allocated=allocated, reserved=reserved, context=hardware.context_bytes, workspace=workspace, fits=fits
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from autockpt.errors import UsageError
-from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak
-from autockpt.schema import Graph, Hardware, WorkloadSpec
+from autockpt.profiling.cuda_memory import Allocates, as_seen_by, capability_of, device_peak
+from autockpt.schema import DeviceInfo, Graph, Hardware, WorkloadSpec
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.tracing import Tracer
 
 SAFETY = 0.02
@@ -41,6 +42,25 @@ def tracer_for(hardware: Hardware, spec: WorkloadSpec, *, fallback: bool = True)
     )
 
 
+@dataclass(frozen=True)
+class AtHand:
+    """An accelerator that steps are measured on: its allocator is taken to work as CUDA's does."""
+
+    memory_bytes: int
+    context_bytes: int
+    caches: bool = True
+
+
+def memory_at_hand(device: DeviceInfo) -> SimulatedMemory | None:
+    """What graphs need of an accelerator at hand: whole segments of its allocator, not the bytes of tensors alone.
+
+    None for devices that give tensors what they ask for. What libraries take besides is not known; real steps judge.
+    """
+    if device.kind in WITHOUT_STREAMS:
+        return None
+    return SimulatedMemory(AtHand(device.capacity_bytes, device.overhead_bytes), safety=0.0)
+
+
 def simulated_memory(hardware: Hardware, budget: int | None = None) -> SimulatedMemory:
     """What graphs of ``tracer_for`` need of the device within ``budget`` bytes (default: all there are)."""
     return SimulatedMemory(hardware, None if budget is None else min(budget, hardware.memory_bytes))
@@ -48,14 +68,15 @@ def simulated_memory(hardware: Hardware, budget: int | None = None) -> Simulated
 
 @dataclass(frozen=True)
 class SimulatedMemory:
-    """Bytes that a step is promised to take of a device, context included: reserved ones, and a margin for safety.
+    """Bytes that a step is promised to take of a device, context included: reserved ones, and a share for safety.
 
     An allocator that is kept to ``most`` bytes (None: to what the device has) gives cached segments back before it
     fails, so a plan may fit that would reserve more if it could.
     """
 
-    hardware: Hardware
+    hardware: Allocates
     most: int | None = None
+    safety: float = SAFETY
 
     def __call__(self, graph: Graph) -> int:
         """The promise for a ghost run; more than ``most`` where it cannot be kept to that."""
@@ -73,11 +94,11 @@ class SimulatedMemory:
 
     def within(self, budget: int) -> SimulatedMemory:
         """The same for an allocator that is kept to ``budget`` bytes."""
-        return simulated_memory(self.hardware, budget)
+        return replace(self, most=min(budget, self.hardware.memory_bytes))
 
     @property
     def _share(self) -> float:
-        return SAFETY if self.hardware.caches else 0.0
+        return self.safety if self.hardware.caches else 0.0
 
 
 def said_of(hardware: Hardware) -> str:

@@ -13,6 +13,7 @@ from autockpt.report import words
 from autockpt.report.style import VERDICTS, bullets, plain_table
 from autockpt.schema import Comparison, Plan, SearchOutcome, format_binary, format_bytes
 
+_PREDICTED = "predicted step"
 SHORT = 14  # a note of up to this many characters stands beside the plan's name, a longer one under the table
 
 
@@ -85,9 +86,12 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
     rows = answer_rows(outcome.rows, outcome.budget.bytes)
     if rows:
         console.print()
-        console.print(answer_table(rows, console))
-    if any(r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None):
-        console.print("~ simulated, not measured", style="dim")
+        table = answer_table(rows, console)
+        console.print(table)
+        beneath = table.columns[-1].header != _PREDICTED and any(r.predicted_bytes is not None for r in rows)
+        modelled = [r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None]
+        if beneath or any(modelled):
+            console.print("~ simulated, not measured", style="dim")
     console.print()
     console.print(bullets(_remarks(outcome, rows)))
     if outcome.plan is not None:
@@ -105,7 +109,7 @@ def answer_table(rows: list[AnswerRow], console: Console) -> Table:
 
 def _table(rows: list[AnswerRow], *, wide: bool) -> Table:
     table = plain_table()
-    table.add_column("plan", no_wrap=True)
+    table.add_column("plan", no_wrap=wide)
     table.add_column("fits", no_wrap=True)
     for title in ("peak", "headroom", "step", "overhead"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -113,7 +117,7 @@ def _table(rows: list[AnswerRow], *, wide: bool) -> Table:
         table.add_column("host", justify="right", no_wrap=True)
     if wide:
         table.add_column("predicted peak", justify="right", no_wrap=True)
-        table.add_column("predicted step", justify="right", no_wrap=True)
+        table.add_column(_PREDICTED, justify="right", no_wrap=True)
     for row in rows:
         cells = _cells(row, wide, host)
         table.add_row(*cells, style="bold" if row.ours else None)
@@ -124,11 +128,11 @@ def _cells(row: AnswerRow, wide: bool, host: bool) -> list[Text]:
     word, colour = VERDICTS.get(row.verdict, (row.verdict, ""))
     predicted_peak = format_binary(row.predicted_bytes) if row.predicted_bytes is not None else ""
     predicted_step = words.seconds(row.predicted_seconds) if row.predicted_seconds is not None else ""
-    peak = _peak_cell(row)
+    peak = _peak_cell(row, wide)
     step = Text(row.step or (f"~{predicted_step}" if predicted_step else "—"))
     if not wide and not row.simulated:
-        peak.append(f"\npredicted {predicted_peak}" if predicted_peak else "", style="dim not bold")
-        step.append(f"\n{predicted_step}" if predicted_step else "", style="dim not bold")
+        peak.append(f"\n~{predicted_peak}" if predicted_peak else "", style="dim not bold")
+        step.append(f"\n~{predicted_step}" if predicted_step else "", style="dim not bold")
     name = Text(row.name)
     if row.note and len(row.note) <= SHORT:
         name.append(f"{'  ' if wide else chr(10)}{row.note}", style="dim not bold")
@@ -150,11 +154,11 @@ def _overhead_cell(row: AnswerRow) -> Text:
     return Text(f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}")
 
 
-def _peak_cell(row: AnswerRow) -> Text:
+def _peak_cell(row: AnswerRow, wide: bool) -> Text:
     if row.peak_bytes is None:
         return Text("—")
     if not row.simulated:
-        return Text(format_bytes(row.peak_bytes))
+        return Text(format_bytes(row.peak_bytes) if wide else format_binary(row.peak_bytes))
     if row.verdict in ("over_budget", "out_of_memory"):
         return Text(f"does not fit\n(simulated {format_binary(row.peak_bytes)})")
     return Text(f"simulated {format_binary(row.peak_bytes)}")

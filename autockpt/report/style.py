@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.box import Box
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +27,10 @@ class _Table(Table):
     """A table of which nothing is lost on a narrow screen: what does not fit is broken into lines, never cut."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if Measurement.get(console, options.update(max_width=_ANY_WIDTH), self).minimum > options.max_width:
+        unbounded = options.update(max_width=_ANY_WIDTH)
+        widths = [self._measure_column(console, unbounded, column) for column in self.columns]
+        least = sum(w.maximum if c.no_wrap else w.minimum for w, c in zip(widths, self.columns, strict=True))
+        if least + self._extra_width > options.max_width:
             for column in self.columns:
                 column.no_wrap, column.overflow = False, "fold"
         yield from super().__rich_console__(console, options)

@@ -18,6 +18,7 @@ from autockpt.profiling import (
     cached_op_times,
     leanest,
     measure_op_times,
+    memory_at_hand,
     nominal_op_times,
     refused_choices,
     used_by_others,
@@ -250,7 +251,13 @@ def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Cloc
     except DeviceOutOfMemory as error:
         raise out_of_memory(error, leanest(found.uniform)[1].peak_bytes) from None
     return build_profile(
-        found.tracer, times, found.uniform, used_by_others=others, host_budget=question.host_budget, head=found.heads
+        found.tracer,
+        times,
+        found.uniform,
+        used_by_others=others,
+        host_budget=question.host_budget,
+        needs=memory_at_hand(device),
+        head=found.heads,
     )
 
 
@@ -311,6 +318,7 @@ def _dry_run(
             found.uniform,
             used_by_others=others,
             host_budget=question.host_budget,
+            needs=memory_at_hand(environment.device),
             head=found.heads,
         )
     return foresee_plan(question, found.tracer, profiled, clock, seconds=times is not None)

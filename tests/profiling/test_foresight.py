@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.profiling import device_peak, simulated_memory, tracer_for
+from autockpt.profiling import device_peak, memory_at_hand, simulated_memory, tracer_for
 from autockpt.profiling.foresight import SAFETY
-from autockpt.schema import OFFLOAD, Graph, WorkloadSpec
+from autockpt.schema import OFFLOAD, DeviceInfo, Graph, WorkloadSpec
 from search_spaces.hardware import load_hardware
 
 CARD, CPU = load_hardware("rtx4090"), load_hardware("cpu")
@@ -35,6 +35,14 @@ def test_under_a_budget_cached_segments_are_given_back_before_it_fails(graph: Gr
     assert tight.least(graph, tight(graph)) <= tight(graph)
     hopeless = simulated_memory(CARD, graph.peak_bytes)
     assert hopeless(graph) > graph.peak_bytes and hopeless.least(graph, hopeless(graph)) == hopeless(graph)
+
+
+def test_an_accelerator_at_hand_needs_whole_segments_and_its_context_without_a_margin(graph: Graph) -> None:
+    device = DeviceInfo(kind="xpu", name="x", capacity_bytes=CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
+    needs = memory_at_hand(device)
+    assert needs is not None and needs(graph) == device_peak(CARD, graph).total
+    assert needs.within(needs(graph) - (1 << 20))(graph) < needs(graph)  # cached segments are given back
+    assert memory_at_hand(device.model_copy(update={"kind": "cpu"})) is None
 
 
 def test_without_a_caching_allocator_it_is_what_tensors_hold() -> None:

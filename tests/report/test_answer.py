@@ -76,7 +76,7 @@ def test_everything_that_matters_is_there() -> None:
 def test_narrow_screens_show_predictions_beneath() -> None:
     lines = printed(outcome(), 80).splitlines()
     ours = next(i for i, line in enumerate(lines) if line.startswith("ours"))
-    assert "predicted 441 MiB" in lines[ours + 1] and "451 ms" in lines[ours + 1]
+    assert "~441 MiB" in lines[ours + 1] and "451 ms" in lines[ours + 1]
 
 
 def test_where_nothing_is_predicted_there_is_no_column_for_it() -> None:

@@ -34,6 +34,8 @@ def test_search_and_verify(inside, tmp_path):
     autockpt("search", "--budget", "75%", *question, "--device", "standin", "--trials", "2", "--plan-out", "plan.yaml")
     plan = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     assert plan["source"] == "measured" and plan["environment"]["device"]["kind"] == "standin"
+    for row in plan["baselines"]:  # by the allocator's own rules
+        assert row["predicted"]["peak_bytes"] == pytest.approx(row["measured"]["peak_bytes"], rel=0.1), row
     answer = json.loads(autockpt("verify", "plan.yaml", "--device", "standin", "--json", codes=(0, 4)))
     states = {check["name"]: check["state"] for check in answer["checks"]}
     # what the machine's load makes of the step time is no promise of the device's
