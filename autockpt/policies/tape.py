@@ -100,6 +100,8 @@ class Source:
         self.held, self.version = detached, detached._version
         self.op = None
         self.free = True
+        for slot in self.waiting():  # for what is held, not for a copy that was made along with something else
+            slot.value = None
 
     def present(self) -> torch.Tensor | None:
         """The tensor that was seen first, where it is alive and was not changed since."""

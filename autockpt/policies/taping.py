@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.errors import ConflictError
 from autockpt.policies.heavy import draws_random_numbers, is_attention
 from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
@@ -139,8 +140,8 @@ class Tape:
     def renamed(self, out: Any) -> None:
         """A view of which autograd knows nothing takes its source's place: changes in place show there."""
         for tensor in out if type(out) in (tuple, list) else (out,):
-            source = self._sources.get(tensor.untyped_storage()._cdata)
-            if source is not None and source.held is None and tensor._version == source.version and not tensor.is_neg():
+            source = self._find(tensor, tensor.untyped_storage())
+            if source is not None and source.held is None and not tensor.is_neg():
                 source.made = weakref.ref(tensor)
 
     def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -161,22 +162,33 @@ class Tape:
                     else:
                         self.astray = True
                     if source is not None and (source.read or source.slots):
-                        self._cut(source)
+                        self._cut(source, tensor)
 
-    def _cut(self, changing: Source) -> None:
+    def _cut(self, changing: Source, written: torch.Tensor) -> None:
         """What is made from a source, or is itself waited for, is held as it is: only then does backward meet a change
-        by way of ``.data`` where plain training does."""
+        by way of ``.data`` where plain training does. ``written``: the tensor by which the source is changed; where no
+        other is left, backward refuses the source as changed."""
         self.astray = True
-        tainted = {changing}
+        tainted = {changing: None}  # in order, so that each is made from those before it
         for op in self._ops:
             if any(source in tainted for source in op.reads()):
-                tainted |= {source for ref in op.outputs if (source := ref()) is not None and source.held is None}
+                outputs = [source for ref in op.outputs if (source := ref()) is not None and source.held is None]
+                tainted |= dict.fromkeys(outputs)
+        held = changing.held is not None and changing.held.untyped_storage() is written.untyped_storage()
+        if not held and changing.waiting() and changing.present() is None:
+            if written.dtype is not changing.dtype:
+                raise ConflictError(
+                    f"{self.unit} writes as {written.dtype} to the memory of a tensor ({changing.dtype}) that backward "
+                    "needs and that is made again there",
+                    remedy=f"Make a new tensor of the new values instead, or use `save` on {self.unit}.",
+                )
+            changing.hold(written)
         for source in tainted:
             if source.held is None and source.waiting():
                 present = source.present()
                 source.hold(self._maker.make(source) if present is None else present)
-        for source in tainted - {changing}:
-            if source.held is None:
+        for source in tainted:
+            if source is not changing and source.held is None:
                 source.forget()
 
     # Deciding what is held.

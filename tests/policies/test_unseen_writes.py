@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, ConflictError
+from autockpt.policies.base import InPlaceError
 from autockpt.policies.rerun_state import code_of
 from autockpt.runtime import attach
 from autockpt.schema.choices import parse_choice
@@ -53,6 +54,31 @@ def written_by_numpy(unit: Any, x: Tensor) -> Tensor:
     return y * h
 
 
+def written_by_data(unit: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x)
+    y = torch.exp(h * 0.1) * h
+    h.data.mul_(0.5)
+    return y * h
+
+
+def written_by_data_after_a_gradient(unit: Any, x: Tensor) -> Tensor:
+    h = x * 2.0
+    y = torch.exp(h) * h
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    h.data[1:].mul_(0.5)
+    return y * h
+
+
+def written_by_what_is_left_of_it(unit: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x)
+    e = torch.exp(h * 0.1)
+    left, y = e.data, e * h
+    del e
+    h.data.mul_(0.5)
+    left.mul_(0.5)
+    return y * h
+
+
 def an_average_by_data(unit: Any, x: Tensor) -> Tensor:
     unit.average[0].data.add_(1)
     return x * (1 + unit.average[0])
@@ -87,6 +113,27 @@ def test_right_or_refused_whenever_they_begin(kind: str, write: Callable[[Any, T
 def test_assigning_to_the_data_of_what_autograd_has_saved_is_refused(kind: str, late: int) -> None:
     with pytest.raises(ConflictError, match=r"1 assigns to the \.data of a tensor \(shape \(32, 64\)\)"):
         trained(assigned, late, kind)
+
+
+@pytest.mark.parametrize("sentinels", ["off", "sample"])
+@pytest.mark.parametrize("late", [0, 3], ids=["at once", "late"])
+@pytest.mark.parametrize(
+    "write",
+    [written_by_data, written_by_data_after_a_gradient, written_by_what_is_left_of_it],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_made_again_is_what_data_has_written_wherever_objects_lie(
+    write: Callable[[Any, Tensor], Tensor], late: int, sentinels: str
+) -> None:
+    wanted = trained(write, late, None)
+    for size in range(0, 400, 50):
+        between = [bytearray(size + i % 7) for i in range(size)]
+        del between[::2]
+        if write is written_by_what_is_left_of_it:
+            with pytest.raises(InPlaceError, match="modified by an inplace operation"):
+                trained(write, late, "remake", sentinels=sentinels)
+        else:
+            assert_equal(trained(write, late, "remake", sentinels=sentinels), wanted)
 
 
 def test_code_that_a_forward_does_not_come_to_does_not_count() -> None:
