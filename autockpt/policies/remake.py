@@ -18,15 +18,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.arguments import take_apart
+from autockpt.policies.assigned import Assignments
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native, refuse_transforms
 from autockpt.policies.following import Following, Ways
+from autockpt.policies.rerun_state import Code, code_of
 from autockpt.policies.score import Learning
 from autockpt.policies.sentinels import HELD_BYTES, Watch
 from autockpt.policies.tape import unpack
-from autockpt.policies.taping import Tape, current, running, tape_of
+from autockpt.policies.taping import HandingOut, Tape, current, running, tape_of
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 from autockpt.schema.names import strip_prefixes
@@ -46,6 +48,13 @@ class RemakeState(Attachment):
         self.everywhere = everywhere
         self._cache_checked: set[tuple[int, ...]] | None = None
         self._cache_ways: Ways | None = None
+        self._cache_code: Code | None = None
+
+    def code(self, module: nn.Module) -> Code:
+        """What the code of the unit's forward may do."""
+        if self._cache_code is None:
+            self._cache_code = code_of(self.unit, module)
+        return self._cache_code
 
     def ways(self) -> Ways:
         """The ways through the unit that later calls can follow."""
@@ -84,7 +93,9 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     refuse_changed(module, state, args, kwargs)
     tensors: list[torch.Tensor] = []
     take_apart((args, kwargs), tensors, [])
-    watch = state.sentinel.watch(module, hold=HELD_BYTES) if state.sentinel is not None else None
+    watch = None
+    if state.sentinel is not None:
+        watch = state.sentinel.watch(module, code=state.code(module), hold=HELD_BYTES)
     before = _sequence_nr()
     try:
         output, path = _watched(module, state, args, kwargs, tensors, watch)
@@ -111,6 +122,9 @@ def _watched(
     ways = state.ways()
     outside = ways.outside(module, tensors) if state.everywhere else None
     hooks = saved_tensors_hooks if watch is None else watch.hooks
+    code = state.code(module)
+    if watch is None and code.assigns:
+        hooks = Assignments(state.unit).hooks
     key = ways.key(outside) if outside is not None else None
     if outside is not None and (score := ways.score(key)) is not None:
         following = Following(state.unit, score, outside, watch)
@@ -122,7 +136,8 @@ def _watched(
     tape = Tape(state.unit, tensors, state.keep, watch)
     learning = Learning(tape, outside) if outside is not None and key is not None else None
     noting = running(tape) if state.everywhere else nullcontext()
-    with current(tape), hooks(tape.pack, unpack), noting, learning or nullcontext():
+    handing = HandingOut(tape, data=not state.everywhere) if code.writes_unseen else nullcontext()
+    with current(tape), hooks(tape.pack, unpack), noting, learning or nullcontext(), handing:
         output = call_inner(module, state, args, kwargs)
     if learning is not None:
         ways.learn(key, learning.score())

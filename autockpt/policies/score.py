@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.tape import Geometry, Op, Read, Source, geometry_of
-from autockpt.policies.taping import Tape
+from autockpt.policies.taping import HANDS_OUT, Tape
 
 PLAIN = (torch.Tensor, nn.Parameter)
 _EXACT = frozenset(
@@ -33,11 +33,6 @@ METADATA = frozenset(
         *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.__len__),
     )
 )
-_NAMES = """
-    numpy data_ptr untyped_storage storage _typed_storage set_ share_memory_ resize_ __array__ __dlpack__
-    __cuda_array_interface__ __array_interface__ __set__ __reduce_ex__ __deepcopy__
-"""
-_HANDS_OUT = frozenset(_NAMES.split())
 autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 
 
@@ -145,7 +140,7 @@ class Learning(TorchFunctionMode):
         tape, kwargs = self._tape, kwargs or {}
         if tape.astray or func in METADATA:
             return func(*args, **kwargs)
-        if autocast_is_on() or getattr(func, "__name__", "") in _HANDS_OUT:
+        if autocast_is_on() or getattr(func, "__name__", "") in HANDS_OUT:
             tape.astray = True
             return func(*args, **kwargs)
         try:

@@ -7,7 +7,7 @@ fills these. No Python of the unit runs a second time: nothing draws random numb
 graph is built. (Rematerialization of single tensors: Griewank and Walther 2000; MONeT, arXiv:2010.14501.)
 
 Only ops that are known to do the same twice are run again (``replayable``); everything else that is saved is held as it
-is. So is whatever was changed in place.
+is. So is whatever was changed in place, or handed to those who may change it unseen.
 
 Ownership: an autograd graph holds slots, a slot its source, a source its op, an op the sources that it reads. The tape
 itself lives only as long as the forward.
@@ -100,6 +100,8 @@ class Source:
         self.held, self.version = detached, detached._version
         self.op = None
         self.free = True
+        for slot in self.waiting():  # for what is held, not for a copy that was made along with something else
+            slot.value = None
 
     def present(self) -> torch.Tensor | None:
         """The tensor that was seen first, where it is alive and was not changed since."""

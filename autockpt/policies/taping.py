@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from autockpt.errors import ConflictError
 from autockpt.policies.heavy import draws_random_numbers, is_attention
 from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
@@ -25,6 +27,13 @@ SMALL = 16
 _DEPTH = 64  # of ops between a saved tensor and what it could be made from; no search goes further back
 _NOWHERE = float("inf")
 _PLAIN = (torch.Tensor, nn.Parameter)
+_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_NAMES = """
+    numpy data_ptr untyped_storage storage _typed_storage set_ share_memory_ resize_ __array__ __dlpack__
+    __cuda_array_interface__ __array_interface__ __set__ __reduce_ex__ __deepcopy__
+"""
+HANDS_OUT = frozenset(_NAMES.split())
+"""Functions that hand a tensor's memory to others, or exchange it."""
 
 
 class Tape:
@@ -139,8 +148,8 @@ class Tape:
     def renamed(self, out: Any) -> None:
         """A view of which autograd knows nothing takes its source's place: changes in place show there."""
         for tensor in out if type(out) in (tuple, list) else (out,):
-            source = self._sources.get(tensor.untyped_storage()._cdata)
-            if source is not None and source.held is None and tensor._version == source.version and not tensor.is_neg():
+            source = self._find(tensor, tensor.untyped_storage())
+            if source is not None and source.held is None and not tensor.is_neg():
                 source.made = weakref.ref(tensor)
 
     def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,31 +161,46 @@ class Tape:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    address = tensor.untyped_storage()._cdata
-                    if statistics:
-                        self._unwatched.add(address)
-                    source = self._sources.pop(address, None)
-                    if self.step in (source and source.born, self._written.get(address)):
-                        self._written[address] = self.step  # a function's own affair
-                    else:
-                        self.astray = True
-                    if source is not None and (source.read or source.slots):
-                        self._cut(source)
+                    self.changes(tensor, unseen=statistics)
 
-    def _cut(self, changing: Source) -> None:
+    def changes(self, tensor: torch.Tensor, *, unseen: bool) -> None:
+        """It is about to be written to; ``unseen``: from here on, and no version counter tells when."""
+        address = tensor.untyped_storage()._cdata
+        if unseen:
+            self._unwatched.add(address)
+        source = self._sources.pop(address, None)
+        if self.step in (source and source.born, self._written.get(address)):
+            self._written[address] = self.step  # a function's own affair
+        else:
+            self.astray = True
+        if source is not None and (source.read or source.slots):
+            self._cut(source, tensor)
+
+    def _cut(self, changing: Source, written: torch.Tensor) -> None:
         """What is made from a source, or is itself waited for, is held as it is: only then does backward meet a change
-        by way of ``.data`` where plain training does."""
+        by way of ``.data`` where plain training does. ``written``: the tensor by which the source is changed; where no
+        other is left, backward refuses the source as changed."""
         self.astray = True
-        tainted = {changing}
+        tainted = {changing: None}  # in order, so that each is made from those before it
         for op in self._ops:
             if any(source in tainted for source in op.reads()):
-                tainted |= {source for ref in op.outputs if (source := ref()) is not None and source.held is None}
+                outputs = [source for ref in op.outputs if (source := ref()) is not None and source.held is None]
+                tainted |= dict.fromkeys(outputs)
+        held = changing.held is not None and changing.held.untyped_storage() is written.untyped_storage()
+        if not held and changing.waiting() and changing.present() is None:
+            if written.dtype is not changing.dtype:
+                raise ConflictError(
+                    f"{self.unit} writes as {written.dtype} to the memory of a tensor ({changing.dtype}) that backward "
+                    "needs and that is made again there",
+                    remedy=f"Make a new tensor of the new values instead, or use `save` on {self.unit}.",
+                )
+            changing.hold(written)
         for source in tainted:
             if source.held is None and source.waiting():
                 present = source.present()
                 source.hold(self._maker.make(source) if present is None else present)
-        for source in tainted - {changing}:
-            if source.held is None:
+        for source in tainted:
+            if source is not changing and source.held is None:
                 source.forget()
 
     # Deciding what is held.
@@ -266,6 +290,24 @@ class _Taping(TorchDispatchMode):
         elif kind == "suspect":
             refuse_watching(func, args, self._tape.unit)
         return self._tape.note(kind, func, args, kwargs)
+
+
+class HandingOut(TorchFunctionMode):
+    """What the unit's code hands to others, who may write to it unseen, is not made again. ``data``: what it takes the
+    ``.data`` of is handed out, too: not all of the unit's ops are seen."""
+
+    def __init__(self, tape: Tape, *, data: bool) -> None:
+        super().__init__()
+        self._tape, self._data = tape, data
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in HANDS_OUT or (self._data and func == _DATA):
+            for tensor in args[:1]:
+                if isinstance(tensor, torch.Tensor) and not is_traceable_wrapper_subclass(tensor):
+                    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                        if tensor.layout is torch.strided:
+                            self._tape.changes(tensor, unseen=True)
+        return func(*args, **(kwargs or {}))
 
 
 _current = threading.local()

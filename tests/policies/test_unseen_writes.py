@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, ConflictError
+from autockpt.policies.base import InPlaceError
 from autockpt.policies.rerun_state import code_of
 from autockpt.runtime import attach
-from autockpt.schema.choices import parse_choice
+from autockpt.schema.choices import from_label
 from tests.policies.zoo import assert_equal
 
 KINDS = ("recompute", "selective", "remake", "offload", "segment", "recompute_offload")
@@ -23,6 +24,7 @@ class Unit(nn.Module):
     def __init__(self, write: Callable[[Any, Tensor], Tensor], late: int) -> None:
         super().__init__()
         self.a, self.b, self.write, self.late = nn.Linear(D, D), nn.Linear(D, D), write, late
+        self.act = nn.Tanh()
         self.calls, self.average = 0, [torch.zeros(())]
 
     def reset(self) -> None:
@@ -53,6 +55,45 @@ def written_by_numpy(unit: Any, x: Tensor) -> Tensor:
     return y * h
 
 
+def written_by_data(unit: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x)
+    y = torch.exp(h * 0.1) * h
+    h.data.mul_(0.5)
+    return y * h
+
+
+def written_by_data_after_a_gradient(unit: Any, x: Tensor) -> Tensor:
+    h = x * 2.0
+    y = torch.exp(h) * h
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    h.data[1:].mul_(0.5)
+    return y * h
+
+
+def written_by_what_is_left_of_it(unit: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x)
+    e = torch.exp(h * 0.1)
+    left, y = e.data, e * h
+    del e
+    h.data.mul_(0.5)
+    left.mul_(0.5)
+    return y * h
+
+
+def written_by_storage(unit: Any, x: Tensor) -> Tensor:
+    h = unit.act(x)
+    y = torch.exp(h * 0.1) * h.sin().cos()
+    h.untyped_storage().fill_(0)
+    return y * h
+
+
+def written_outside_of_the_part_that_made_it(unit: Any, x: Tensor) -> Tensor:
+    h = unit.act(x)
+    y = torch.exp(h * 0.1) * h
+    h.data.mul_(0.5)
+    return y * h
+
+
 def an_average_by_data(unit: Any, x: Tensor) -> Tensor:
     unit.average[0].data.add_(1)
     return x * (1 + unit.average[0])
@@ -62,7 +103,7 @@ def trained(write: Callable[[Any, Tensor], Tensor], late: int, kind: str | None,
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, D), Unit(write, late), nn.Linear(D, D))
     seen: dict[str, Tensor] = {}
-    with attach(model, {} if kind is None else {"1": parse_choice(kind)}, **sentinels):
+    with attach(model, {} if kind is None else {"1": from_label(kind)}, **sentinels):
         for step in range(5):
             model(torch.randn(32, D)).pow(2).mean().backward()
             seen |= {f"{step} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -87,6 +128,39 @@ def test_right_or_refused_whenever_they_begin(kind: str, write: Callable[[Any, T
 def test_assigning_to_the_data_of_what_autograd_has_saved_is_refused(kind: str, late: int) -> None:
     with pytest.raises(ConflictError, match=r"1 assigns to the \.data of a tensor \(shape \(32, 64\)\)"):
         trained(assigned, late, kind)
+
+
+@pytest.mark.parametrize("sentinels", ["off", "sample"])
+@pytest.mark.parametrize("late", [0, 3], ids=["at once", "late"])
+@pytest.mark.parametrize(
+    ("write", "choice"),
+    [
+        (written_by_data, "remake"),
+        (written_by_data_after_a_gradient, "remake"),
+        (written_by_what_is_left_of_it, "remake"),
+        (written_by_numpy, "remake"),
+        (written_by_storage, "remake"),
+        (written_outside_of_the_part_that_made_it, '{"kind": "remake", "within": ["act"]}'),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_made_again_is_what_was_written_wherever_objects_lie(
+    write: Callable[[Any, Tensor], Tensor], choice: str, late: int, sentinels: str
+) -> None:
+    wanted = trained(write, late, None)
+    for size in range(0, 400, 80):
+        between = [bytearray(size + i % 7) for i in range(size)]
+        del between[::2]
+        if write is written_by_what_is_left_of_it:
+            with pytest.raises(InPlaceError, match="modified by an inplace operation"):
+                trained(write, late, choice, sentinels=sentinels)
+        else:
+            assert_equal(trained(write, late, choice, sentinels=sentinels), wanted)
+
+
+def test_remake_refuses_assignments_without_sentinels_too() -> None:
+    with pytest.raises(ConflictError, match=r"1 assigns to the \.data of a tensor"):
+        trained(assigned, 0, "remake", sentinels="off")
 
 
 def test_code_that_a_forward_does_not_come_to_does_not_count() -> None:
@@ -120,7 +194,7 @@ def test_a_weight_written_before_backward_matters_where_it_is_read_again(kind: s
             loss.backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    choices = {"1": parse_choice(kind)}
+    choices = {"1": from_label(kind)}
     if kind == "selective":
         assert_equal(gradients(choices), gradients({}))
     else:
