@@ -56,18 +56,7 @@ def _opening(said: Diagnosis, console: Console) -> None:
     if said.verdict:
         console.print(Text(said.verdict, style="bold"))
     if said.model is not None:
-        shown = (
-            "dtype",
-            "autocast",
-            "batch_size",
-            "seq_len",
-            "accumulate",
-            "optimizer",
-            "attention",
-            "lora",
-            "quantization",
-        )
-        facts = words.facts({k: said.settings.get(k) for k in shown})
+        facts = words.job(said.settings)
         console.print(Text(", ".join(filter(None, (said.model, facts))), style="dim"))
 
 

@@ -65,18 +65,7 @@ def _heading(said: Explanation) -> Text:
     text = Text()
     text.append(said.model, style="bold")
     text.append(f" on {said.device}, {said.plan} ({said.status})")
-    shown = (
-        "dtype",
-        "autocast",
-        "batch_size",
-        "seq_len",
-        "accumulate",
-        "optimizer",
-        "attention",
-        "lora",
-        "quantization",
-    )
-    if facts := words.facts({k: said.settings.get(k) for k in shown}):
+    if facts := words.job(said.settings):
         text.append(f"\n{facts}", style="dim")
     text.append("\nPeak ")
     text.append(format_bytes(said.peak_bytes), style="bold")

@@ -18,18 +18,7 @@ WIDE = 108
 def print_rules(said: Rules, console: Console) -> None:
     """Print the table of rules and what its numbers rest on."""
     console.print(Text.assemble((said.model, "bold"), f" on {said.device}: rules of thumb, and this model"))
-    shown = (
-        "dtype",
-        "autocast",
-        "batch_size",
-        "seq_len",
-        "accumulate",
-        "optimizer",
-        "attention",
-        "lora",
-        "quantization",
-    )
-    if facts := words.facts({k: said.settings.get(k) for k in shown}):
+    if facts := words.job(said.settings):
         console.print(Text(facts, style="dim"))
     saving = f"Saving everything peaks at {format_bytes(said.save_all_peak)}, "
     console.print(f"{saving}of which {format_binary(said.activation_bytes)} come and go (simulated).")

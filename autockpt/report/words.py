@@ -70,6 +70,22 @@ def facts(settings: Mapping[str, object]) -> str:
     return ", ".join(said)
 
 
+def job(settings: Mapping[str, object]) -> str:
+    """The settings by which a job is known, in one line."""
+    shown = (
+        "dtype",
+        "autocast",
+        "batch_size",
+        "seq_len",
+        "accumulate",
+        "optimizer",
+        "attention",
+        "lora",
+        "quantization",
+    )
+    return facts({name: settings.get(name) for name in shown})
+
+
 def _plain(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
