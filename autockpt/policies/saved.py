@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.devices.base import Transport
 from autockpt.policies.base import InPlaceError
@@ -233,9 +234,11 @@ def probe_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One for the whole process. No dispatch mode sees it made: a recorded step is the same whatever ran before it."""
     key = (dtype, device)
     if key not in _empties:
-        _empties[key] = torch.empty(0, dtype=dtype, device=device)
+        with _disable_current_modes():
+            _empties[key] = torch.empty(0, dtype=dtype, device=device)
     return _empties[key]
 
 

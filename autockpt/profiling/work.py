@@ -13,6 +13,7 @@ from typing import Literal
 
 from autockpt.schema.graph import Op
 from autockpt.simulator.estimate import element_bytes
+from autockpt.tracing.operators import IN_PLACE
 from autockpt.tracing.signature import ATTENTION, Call, TensorSpec, dtype_of, parse_signature
 
 WorkKind = Literal["none", "matrix", "attention", "elements"]
@@ -44,6 +45,7 @@ _WRITES_ONLY = frozenset(
 # Layout copies: fast where both sides are contiguous, else a kernel of their own.
 _COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous"})
 STRIDED_COPY = "strided_copy"
+_MAYBE_IN_PLACE = frozenset(target.split(".")[1] for target in IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,11 @@ def _written(op: Op) -> float:
 
 
 def _is_view(op: Op, name: str) -> bool:
-    """All results share the storage of an argument, and nothing is written."""
-    writes = name.endswith("_") and not name.endswith("__")
+    """All results share the storage of an argument, and nothing is written.
+
+    An addition that a plain step makes in place has the signature, and the work, of one that it does not.
+    """
+    writes = (name.endswith("_") and not name.endswith("__")) or name in _MAYBE_IN_PLACE
     foreach = name.startswith(("_foreach_", "_fused_"))
     return bool(op.outputs) and not writes and not foreach and all(t.storage in op.inputs for t in op.outputs)
 

@@ -62,6 +62,13 @@ def test_an_op_in_place_is_no_view() -> None:
     assert found.kind == "elements" and found.bytes == 3 * 64
 
 
+def test_an_addition_costs_the_same_in_place_or_not() -> None:
+    text = "aten.add.Tensor(f32[4,8], f32[4,8])"
+    fresh, in_place = (work(text, tensor("float32", 4, 8, storage=storage)) for storage in (9, 1))
+    assert in_place == fresh
+    assert in_place.bytes == 3 * 4 * 32
+
+
 def test_an_expanded_tensor_counts_where_it_has_memory() -> None:
     found = work("aten.add.Tensor(f32[8,100], f32[8,100]{0,1})", tensor("float32", 8, 100))
     assert found.bytes == 4 * (800 + 100 + 800) and found.elements == 800

@@ -21,9 +21,8 @@ from search_spaces.hardware import load_hardware
 from tests.tuning.made_up import search_made_up
 
 ANSWERS = Path(__file__).with_name("answers.json")
-ALIKE = 5e-4
-"""Share of the step time within which two answers are equal. Was 1e-6 until two tiny models came out 0.008 and 0.018 %
-apart in a whole run of the tests and not in a process of their own, for a reason that is not known."""
+ALIKE = 1e-6
+"""Share of the step time within which two answers are equal."""
 
 
 class Case(NamedTuple):
