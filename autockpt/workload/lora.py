@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
@@ -51,7 +53,12 @@ def add_lora(
     Raises UsageError where PEFT is missing, WorkloadError where there is nothing to adapt.
     """
     try:
-        from peft import LoraConfig, get_peft_model
+        with _disable_current_modes():  # tables that packages make as they are imported are no part of the step
+            from peft import LoraConfig, get_peft_model
+            from peft.import_utils import is_bnb_available
+
+            if is_bnb_available():
+                importlib.import_module("peft.tuners.lora.bnb")
     except ImportError:
         raise UsageError("--lora needs the package peft", remedy="Install it: pip install peft") from None
     chosen, why = _targets(model, targets)
