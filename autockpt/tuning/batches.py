@@ -16,12 +16,12 @@ from functools import partial
 from autockpt.devices import get_device, process_environment
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.measuring import environment_of
-from autockpt.profiling import Predictor, torch_device, uniform_graphs
+from autockpt.profiling import torch_device, uniform_graphs
 from autockpt.report.words import tally
-from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec, plan_hash
+from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
-from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, nominal
+from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, nominal, predictions
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import modelled, within
@@ -189,13 +189,7 @@ def foreseen_sizes(request: SearchRequest, rows: int, sizes: list[int], listener
                     "another training",
                     remedy="Keep --batch-size as it is and search without --global-batch.",
                 )
-            graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
-            predictor = Predictor(
-                lambda choices, graphs=graphs: graphs[plan_hash(choices)],
-                judge.times(list(graphs.values())),
-                needs=judge.needs,
-            )
-            peaks[size] = {kind: predictor.predict(choices).peak_bytes for kind, (choices, _) in uniform.items()}
+            peaks[size] = {kind: said.peak_bytes for kind, said in predictions(judge, uniform).items()}
         listener.advance()
     return Sizes(sizes, judge.budget_bytes, peaks)
 

@@ -169,7 +169,7 @@ def alternatives(
     ``settings`` are the resolved ones of the job, ``base`` the ghost runs of its uniform plans. ``chunked``: its head
     runs in chunks already. Empty where nothing that is tried fits. Variants that cannot be built are left out.
     """
-    leanest = min(_predictions(bench, base).values(), key=lambda p: p.peak_bytes)
+    leanest = min(predictions(bench, base).values(), key=lambda p: p.peak_bytes)
     standard = (leanest.step_seconds or 0.0) / _work(settings)
     found = []
     held = next(graph.resident for _, graph in base.values())
@@ -428,14 +428,14 @@ class _Variant:
 
 
 def _fitting(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
-    return {kind: p for kind, p in _predictions(bench, uniform).items() if p.peak_bytes <= bench.budget_bytes}
+    return {kind: p for kind, p in predictions(bench, uniform).items() if p.peak_bytes <= bench.budget_bytes}
 
 
-def _predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
+def predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
+    """What each choice on every layer would come to, by kind."""
     graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
-    times = bench.times(list(graphs.values()))
-    predictor = Predictor(lambda choices: graphs[plan_hash(choices)], times, needs=bench.needs)
-    return {kind: predictor.predict(choices) for kind, (choices, _) in uniform.items()}
+    judge = Predictor(lambda choices: graphs[plan_hash(choices)], bench.times([*graphs.values()]), needs=bench.needs)
+    return {kind: judge.predict(choices) for kind, (choices, _) in uniform.items()}
 
 
 def _ignored(spec: WorkloadSpec, settings: Mapping[str, Any]) -> bool:

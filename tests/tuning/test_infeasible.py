@@ -33,7 +33,7 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
 
     monkeypatch.setattr(infeasible, "_mildest", mildest)
     monkeypatch.setattr(
-        infeasible, "_predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
+        infeasible, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
     bench: Any = SimpleNamespace(budget_bytes=5, hardware=None)
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
