@@ -10,8 +10,7 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.page.contents import Contents, contents_of, without_paths
 from autockpt.page.render import rendered
 from autockpt.page.sentence import compared
-from autockpt.report import words
-from autockpt.schema import SAVE, format_binary
+from autockpt.schema import SAVE, format_binary, words
 from autockpt.schema.known import OURS
 
 

@@ -14,9 +14,8 @@ from markupsafe import Markup
 from autockpt.page.contents import Contents
 from autockpt.page.plans import PHASES, Plans, Point
 from autockpt.page.tape import Tape
-from autockpt.report import words
 from autockpt.report.axis import Axis
-from autockpt.schema import format_binary
+from autockpt.schema import format_binary, words
 
 MARKS = ("circle", "square", "diamond", "triangle", "cross")
 

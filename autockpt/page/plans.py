@@ -11,8 +11,8 @@ from functools import cached_property
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trials import distinct, pareto_front
 from autockpt.profiling import build_problem
-from autockpt.report.words import USELESS_NOISE
 from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
+from autockpt.schema.words import USELESS_NOISE
 from autockpt.solvers import exact
 from autockpt.tuning.refit import Fit, fit, priced
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from autockpt.page.plans import Plans, Point
-from autockpt.report import words
-from autockpt.schema import Comparison, Measurement, Prediction, ResolvedBudget, format_binary
+from autockpt.schema import Comparison, Measurement, Prediction, ResolvedBudget, format_binary, words
 from autockpt.schema.known import ALL, NONE, OURS
 
 STATES = {

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.report import words
 from autockpt.report.style import VERDICTS, bullets, plain_table
-from autockpt.schema import Comparison, Plan, SearchOutcome, format_binary, format_bytes
+from autockpt.schema import Comparison, Plan, SearchOutcome, format_binary, format_bytes, words
 
 _PREDICTED = "predicted step"
 SHORT = 14  # a note of up to this many characters stands beside the plan's name, a longer one under the table

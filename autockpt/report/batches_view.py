@@ -6,10 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.report import words
 from autockpt.report.answer import print_answer
 from autockpt.report.style import bullets, plain_table
-from autockpt.schema import Measurement, format_binary
+from autockpt.schema import Measurement, format_binary, words
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 
 _ROLES = {"found": "", "given": "as given", "usual": "largest batch, all recomputed"}

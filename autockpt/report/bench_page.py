@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autockpt.report import bench_words as say
-from autockpt.report import words
-from autockpt.schema import format_bytes
+from autockpt.schema import format_bytes, words
 from autockpt.schema.bench import BenchReport
 
 

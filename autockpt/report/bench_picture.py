@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from autockpt.report import words
 from autockpt.report.axis import Axis
-from autockpt.schema import format_binary
+from autockpt.schema import format_binary, words
 from autockpt.schema.bench import BenchLine, BenchReport
 
 WIDTH, HEIGHT = 860, 520

@@ -6,9 +6,8 @@ from rich.console import Console
 from rich.text import Text
 
 from autockpt.report import bench_words as say
-from autockpt.report import words
 from autockpt.report.style import bullets, plain_table
-from autockpt.schema import format_bytes
+from autockpt.schema import format_bytes, words
 from autockpt.schema.bench import BenchReport
 
 

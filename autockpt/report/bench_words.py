@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autockpt.report import words
-from autockpt.schema import format_binary
+from autockpt.schema import format_binary, words
 from autockpt.schema.bench import BenchLine, BenchReport, BudgetResult, Duel, Ratio
 
 COLUMNS = ("method", "peak", "of plain", "step", "overhead", "95 % interval")

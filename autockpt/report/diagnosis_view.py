@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.report import area, words
+from autockpt.report import area
 from autockpt.report.answer import answer_rows, answer_table
 from autockpt.report.sparkline import can_draw
 from autockpt.report.style import bullets, plain_table
-from autockpt.schema import format_binary
+from autockpt.schema import format_binary, words
 from autockpt.schema.diagnosis import CommandReading, DeviceFailure, Diagnosis, Room, SnapshotReading
 
 _BAR = 20

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from autockpt.report import words
-from autockpt.schema import Estimate, format_binary
+from autockpt.schema import Estimate, format_binary, words
 
 _WIDTHS = (14, 12, 12, 8, 5, 11, 10)
 _TITLES = ("model", "card", "batch", "trains", "fits", "peak", "step")

@@ -6,7 +6,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.report import area, words
+from autockpt.report import area
 from autockpt.report.explain_words import (
     basis_mark,
     choice_words,
@@ -17,7 +17,7 @@ from autockpt.report.explain_words import (
 )
 from autockpt.report.sparkline import can_draw
 from autockpt.report.style import bullets, plain_table
-from autockpt.schema import format_binary, format_bytes
+from autockpt.schema import format_binary, format_bytes, words
 from autockpt.schema.explanation import Explanation, Front, Slice
 
 WIDE = 108  # columns from which two tables stand side by side

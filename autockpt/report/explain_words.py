@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autockpt.report import words
-from autockpt.schema import Choice, Remake, Selective, format_binary
+from autockpt.schema import Choice, Remake, Selective, format_binary, words
 from autockpt.schema.explanation import Alive, Basis, Explanation, Largest, Reach
 from autockpt.schema.known import NONE
 

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from autockpt.report.style import plain_table
-from autockpt.report.words import seconds, share
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.sizes import format_bytes
+from autockpt.schema.words import seconds, share
 
 _MAIN = {f"matrix rate {dtype}" for dtype in ("bfloat16", "float16", "float32")} | {
     "memory bandwidth", "launch, per op", "off the device", "back onto it", "memory", "context",

@@ -19,8 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from autockpt.report import words
-from autockpt.schema import Trial, format_binary
+from autockpt.schema import Trial, format_binary, words
 
 SHOWN = 0.1  # seconds of compiling that are worth a word
 STATES = {

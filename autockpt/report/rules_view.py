@@ -6,10 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.report import words
 from autockpt.report.explain_words import basis_mark, writable
 from autockpt.report.style import bullets, plain_table
-from autockpt.schema import format_binary, format_bytes
+from autockpt.schema import format_binary, format_bytes, words
 from autockpt.schema.explanation import Reading, Rule, Rules
 
 WIDE = 108

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.report import sparkline, words
+from autockpt.report import sparkline
 from autockpt.report.graph_summary import GraphSummary, UnitSummary
 from autockpt.report.style import bullets, plain_table
 from autockpt.report.terminal import shown
-from autockpt.schema import DevicePeak, Graph, format_binary, format_bytes
+from autockpt.schema import DevicePeak, Graph, format_binary, format_bytes, words
 
 WIDE = 100
 _KINDS = {

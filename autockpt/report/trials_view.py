@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.report import words
 from autockpt.report.progress import STATES
 from autockpt.report.style import plain_table
-from autockpt.schema import Measurement, Trial, format_binary, format_bytes
+from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
 from autockpt.schema.choices import CHOICE_TYPES
 from autockpt.schema.names import fold
 

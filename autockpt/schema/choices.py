@@ -114,7 +114,7 @@ class Remake(_NamesParts):
     all of these; by default none. ``within`` names the modules inside the unit whose ops may run again; by default all.
     """
 
-    letter: ClassVar[str] = "M"
+    letter: ClassVar[str] = "T"  # of tensors: with M, "OOM" would be a plan
     kind: Literal["remake"] = "remake"
     keep: tuple[str, ...] = ()
     within: tuple[str, ...] = ()

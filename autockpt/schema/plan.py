@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from autockpt.errors import PlanError
-from autockpt.schema import planfile
+from autockpt.schema import planfile, planview
 from autockpt.schema.base import Data
 from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, parse_choice
 from autockpt.schema.device import Environment
@@ -103,6 +103,12 @@ class Plan(Data):
         return isinstance(other, Plan) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return planview.text(self)
+
+    def _repr_html_(self) -> str:
+        return planview.html(self)
 
     @model_validator(mode="before")
     @classmethod

@@ -17,10 +17,10 @@ from autockpt.devices import get_device, process_environment
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.measuring import environment_of
 from autockpt.profiling import torch_device, uniform_graphs
-from autockpt.report.words import tally
 from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
+from autockpt.schema.words import tally
 from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, nominal, predictions
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.stages import save_plan_copy

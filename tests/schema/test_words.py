@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.report import words
-from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Measurement
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Measurement, words
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
-from autockpt.schema import Choice, Measurement
+from autockpt.schema.choices import Choice
 from autockpt.schema.names import ancestors, outermost
+from autockpt.schema.trial import Measurement
 
 USELESS_NOISE = 0.9995  # what would be printed as 100 % or more
 

@@ -1,0 +1,108 @@
+"""A plan for people's eyes: five lines for a terminal, a strip and a table for a notebook."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from autockpt.errors import PlanError
+from autockpt.schema import words
+from autockpt.schema.choices import Choice
+from autockpt.schema.sizes import format_binary, format_bytes
+
+if TYPE_CHECKING:
+    from autockpt.schema.plan import Comparison, Plan
+
+COLOURS = {
+    "save": "#d8dee6",
+    "recompute": "#f0a830",
+    "offload": "#6fc0ee",
+    "selective": "#7fd1ae",
+    "remake": "#d5abdc",
+    "keep_attention": "#f0e050",
+    "recompute_offload": "#9cb8f5",
+    "segment": "#f4ab94",
+}
+OTHER = "#d2bc98"
+TILE = "display:inline-block;min-width:1.5em;text-align:center;font:700 13px/1.7 monospace;color:#111;margin:1px"
+
+
+def text(plan: Plan) -> str:
+    """Five lines: for what, what is done, peak, step time, how to load it."""
+    lines = [_made_for(plan), f"  {_done(plan)}", f"  peak {_peak(plan)}", f"  step {_step(plan)}"]
+    return "\n".join([*lines, f'  autockpt.apply(model, "{plan.file if plan.file != "PLAN" else "plan.yaml"}")'])
+
+
+def html(plan: Plan) -> str:
+    """A fragment of a page without scripts or links: the strip of units, and the plan beside those everybody knows."""
+    tiles = "".join(
+        f'<span style="{TILE};background:{COLOURS.get(choice.kind, OTHER)}" title="{escape(f"{name}: {choice}")}">'
+        f"{escape(choice.letter)}</span>"
+        for name, choice in _choices(plan).items()
+    )
+    rows = "".join(_row(row, plan) for row in plan.baselines)
+    head = "<tr><th>plan</th><th>fits</th><th>peak</th><th>step</th></tr>"
+    said = "<br>".join(escape(line.strip()) for line in text(plan).splitlines()[1:4])
+    return f"<p><b>{escape(_made_for(plan))}</b><br>{said}</p><div>{tiles}</div>" + (
+        f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>" if rows else ""
+    )
+
+
+def _choices(plan: Plan) -> dict[str, Choice]:
+    """By unit where the plan lists its units, else by the patterns that it is written in."""
+    try:
+        return plan.expand_planned()
+    except PlanError:
+        return dict(plan.choices)
+
+
+def _made_for(plan: Plan) -> str:
+    where = plan.environment.device.name if plan.environment is not None else ""
+    budget = f", budget {plan.budget.asked} = {format_bytes(plan.budget.bytes)}" if plan.budget is not None else ""
+    on = {"measured": f" on {where}", "simulated": f" for {where}"}.get(plan.status, "") if where else ""
+    return f"Plan {plan.hash or 'by hand'} for {plan.model.name or 'any model'}: {plan.status}{on}{budget}"
+
+
+def _done(plan: Plan) -> str:
+    choices = _choices(plan)
+    return f"{words.strip(choices)}   {words.tally(choices)}" if choices else "nothing: every unit saves"
+
+
+def _peak(plan: Plan) -> str:
+    measured, predicted = (plan.measured, plan.predicted) if plan.status != "unmeasured" else (None, None)
+    if measured is None and predicted is None:
+        return f"unknown: {plan.status_reason}"
+    peak = measured.peak_bytes if measured is not None else predicted.peak_bytes if predicted is not None else 0
+    left = "" if plan.budget is None else f", {format_binary(plan.budget.bytes - peak)} of the budget free"
+    return f"{format_binary(peak)} {'measured' if measured is not None else 'simulated, not measured'}{left}"
+
+
+def _step(plan: Plan) -> str:
+    if plan.status == "unmeasured":
+        return "time unknown"
+    rows = {row.name: row for row in plan.baselines}
+    if plan.measured is not None:
+        ours, of = plan.measured.step_seconds, "measured"
+        said = words.step_time(plan.measured)
+    elif plan.predicted is not None and plan.predicted.step_seconds:
+        ours, of, said = plan.predicted.step_seconds, "predicted", f"~{words.seconds(plan.predicted.step_seconds)}"
+    else:
+        return "time unknown"
+    for name, than in (("none", "saving everything"), ("recompute all", "recomputing everything")):
+        reading = getattr(rows[name], of) if name in rows else None
+        if reading is not None and reading.step_seconds:
+            said += f", {words.share(ours / reading.step_seconds - 1, signed=True)} against {than}"
+    return said
+
+
+def _row(row: Comparison, plan: Plan) -> str:
+    reading = row.measured or row.predicted
+    peak = format_binary(reading.peak_bytes) if reading is not None else "—"
+    if row.measured is not None:
+        step = words.step_time(row.measured)
+    else:
+        step = f"~{words.seconds(reading.step_seconds)}" if reading is not None and reading.step_seconds else "—"
+    fits = {"fits": "yes", "over_budget": "no", "out_of_memory": "out of memory"}.get(row.verdict, "not measured")
+    if row.measured is None and reading is not None and plan.budget is not None:
+        fits = "yes, simulated" if reading.peak_bytes <= plan.budget.bytes else "no, simulated"
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (row.name, fits, peak, step)) + "</tr>"

@@ -1,0 +1,70 @@
+"""Plans as people see them: printed, and in a notebook."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import pytest
+
+from autockpt.schema import RECOMPUTE, Plan
+from tests.report.samples import BLOCKS, UNITS, choices, row
+from tests.schema.test_plan import full_plan
+
+
+class Shown(HTMLParser):
+    """What a page shows, and whether every tag is closed in its turn."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_a_printed_plan_is_five_lines_with_what_it_does_and_what_that_costs() -> None:
+    rows = (row("none", "over_budget", 900, 1.0, (910, 1.0)), row("recompute all", "fits", 400, 1.4, (405, 1.4)))
+    plan = full_plan()
+    plan = plan.model_copy(update={"baselines": rows})
+    lines = str(plan).splitlines()
+    assert len(lines) == 5
+    assert plan.hash in lines[0] and plan.status in lines[0] and plan.model.name in lines[0]
+    assert "recompute" in lines[1]
+    assert plan.measured is not None
+    overhead = plan.measured.step_seconds / 1.0 - 1
+    assert f"{overhead * 100:+.1f} % against saving everything" in lines[3]
+    assert lines[4].strip() == 'autockpt.apply(model, "plan.yaml")'
+
+
+@pytest.mark.parametrize("status", ["measured", "simulated", "unmeasured"])
+def test_numbers_are_called_what_they_are(status: str) -> None:
+    plan = full_plan()
+    if status == "simulated":
+        plan = plan.model_copy(update={"source": "simulated", "measured": None})
+    elif status == "unmeasured":
+        plan = Plan(choices={"layers.*": RECOMPUTE})
+    peak = str(plan).splitlines()[2]
+    assert {"measured": "measured", "simulated": "simulated, not measured", "unmeasured": "written by hand"}[
+        status
+    ] in peak
+
+
+def test_a_notebook_shows_a_tile_for_every_unit_and_nothing_that_names_smuggle_in() -> None:
+    rows = (row("<script>alert(1)</script>", "fits", 400, 1.4, None),)
+    plan = Plan.create(choices(), UNITS, model="<img src=x onerror=y>", baselines=rows)
+    shown = Shown(plan._repr_html_())
+    assert not shown.open
+    assert shown.tags.count("span") == len(BLOCKS)
+    assert not {"script", "img"} & set(shown.tags)
+    assert "<script>alert(1)</script>" in shown.text
