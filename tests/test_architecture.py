@@ -21,16 +21,16 @@ SOURCE = ROOT / "autockpt"
 LAYERS = (
     ("errors", "schema"),
     ("simulator", "solvers", "devices", "history"),
-    ("policies", "workload", "report"),
+    ("policies", "workload", "reporting"),
     ("runtime",),
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning",),
-    ("integrations", "verification", "bench", "explain", "diagnose", "page"),
+    ("integrations", "verification", "bench", "explaining", "diagnose", "page"),
     ("cli", "auto"),
     ("__main__",),
 )
-SIBLINGS = {("schema", "errors"), ("diagnose", "explain"), ("page", "explain")}
+SIBLINGS = {("schema", "errors"), ("diagnose", "explaining"), ("page", "explaining")}
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # third-party packages that whole packages must do without
@@ -40,9 +40,9 @@ WITHOUT = {
     "simulator": ("torch", "optuna", "transformers"),
     "solvers": ("torch", "optuna", "transformers"),
     "history": ("torch", "optuna", "transformers"),
-    "report": ("torch", "optuna", "transformers"),
+    "reporting": ("torch", "optuna", "transformers"),
 }
-ONLY = {"optuna": ("tuning",), "typer": ("cli",), "rich": ("cli", "report")}
+ONLY = {"optuna": ("tuning",), "typer": ("cli",), "rich": ("cli", "reporting")}
 
 
 def modules() -> list[Path]:

@@ -13,7 +13,7 @@ from autockpt.bench.searching import search_for
 from autockpt.bench.store import BenchDirectory
 from autockpt.errors import AutockptError, MeasurementError, UsageError
 from autockpt.measuring import WorkerMeasurer
-from autockpt.report import bench_page, bench_picture
+from autockpt.reporting import bench_page, bench_picture
 from autockpt.schema import Listener, ResolvedBudget, Silence, covers
 from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow, BudgetResult
 from autockpt.schema.suggest import closest

@@ -62,7 +62,7 @@ def bench(
     training's first. A method that cannot run is a row that says so. Writes a table, a picture and JSON.
     """
     from autockpt.bench import run_bench
-    from autockpt.report import listener, print_bench
+    from autockpt.reporting import listener, print_bench
     from autockpt.schema.bench import BenchRequest
 
     limit = duration(timeout)

@@ -108,8 +108,8 @@ def _budget(text: str | None) -> Budget | None:
 
 def _answer(question: Question, as_json: bool) -> None:
     from autockpt.diagnose import diagnose as diagnosed
-    from autockpt.report import listener
-    from autockpt.report.diagnosis_view import print_diagnosis
+    from autockpt.reporting import listener
+    from autockpt.reporting.diagnosis_view import print_diagnosis
 
     with listener(screen.progress()) as watcher:
         said = diagnosed(question, watcher)

@@ -13,7 +13,7 @@ from autockpt.cli.options import DeviceName, named_hardware, plan_at, takes_work
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
-    from autockpt.explain import Question
+    from autockpt.explaining import Question
     from autockpt.schema import Plan
     from autockpt.schema.hardware import Hardware
 
@@ -77,7 +77,7 @@ def explain(
     asked = parse_budget(budget) if budget is not None else None
     loaded = plan_at(plan) if plan is not None else None
     spec = workload_spec(workload, base=loaded.workload if loaded else None, seed=seed)
-    from autockpt.explain import Question
+    from autockpt.explaining import Question
 
     question = Question(
         spec=spec,
@@ -114,9 +114,9 @@ def _hardware(name: str | None, device: str | None, plan: Plan | None) -> Hardwa
 
 
 def _print(question: Question, as_json: bool) -> None:
-    from autockpt.explain import explain as explained
-    from autockpt.report import listener
-    from autockpt.report.explain_view import print_explanation
+    from autockpt.explaining import explain as explained
+    from autockpt.reporting import listener
+    from autockpt.reporting.explain_view import print_explanation
 
     with listener(screen.progress()) as watcher:
         said = explained(question, watcher)
@@ -126,9 +126,9 @@ def _print(question: Question, as_json: bool) -> None:
 
 
 def _print_rules(question: Question, measure: bool, as_json: bool) -> None:
-    from autockpt.explain import rules
-    from autockpt.report import listener
-    from autockpt.report.rules_view import print_rules
+    from autockpt.explaining import rules
+    from autockpt.reporting import listener
+    from autockpt.reporting.rules_view import print_rules
 
     with listener(screen.progress()) as watcher:
         said = rules(question, watcher, measure=measure)

@@ -92,8 +92,8 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: boo
         }
         screen.print_json(json.dumps(data, indent=2))
         return
-    from autockpt.report import print_trials
-    from autockpt.report.trials_view import print_table, when
+    from autockpt.reporting import print_trials
+    from autockpt.reporting.trials_view import print_table, when
 
     console = screen.results()
     begun, last = run.dates()
@@ -135,7 +135,7 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
         data = {"trial": trial.model_dump(mode="json"), "readings": [r.model_dump(mode="json") for r in readings]}
         screen.print_json(json.dumps(data, indent=2))
         return
-    from autockpt.report.trials_view import print_trial
+    from autockpt.reporting.trials_view import print_trial
 
     console = screen.results()
     print_trial(trial, readings, console)
@@ -160,7 +160,7 @@ def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
         }
         screen.print_json(json.dumps(data, indent=2))
         return
-    from autockpt.report.trials_view import print_comparison
+    from autockpt.reporting.trials_view import print_comparison
 
     found = [(name, *(str(row[name]) if row[name] is not None else "—" for row in rows)) for name in rows[0]]
     print_comparison(("first", "second"), found, asked, both, screen.results())  # type: ignore[arg-type]
@@ -169,8 +169,8 @@ def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
 def _in_short(run: RunDirectory) -> dict[str, Any]:
     """One run in a few facts."""
     from autockpt.history.trials import best
-    from autockpt.report.progress import describe_numbers
-    from autockpt.report.trials_view import when
+    from autockpt.reporting.progress import describe_numbers
+    from autockpt.reporting.trials_view import when
 
     trials = run.trials()
     fastest = next(iter(best(trials, 1)), None)

@@ -29,7 +29,7 @@ def progress() -> Console:
 
 def _console(stderr: bool) -> Console:
     """Colour only on terminals and without NO_COLOR; pipes and files get 120 columns unless COLUMNS says otherwise."""
-    from autockpt.report.terminal import SafeConsole
+    from autockpt.reporting.terminal import SafeConsole
 
     console = SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS"):

@@ -195,7 +195,7 @@ def search(
     if rows is not None:
         outcome = _run_batches(request, rows, as_json)
     else:
-        from autockpt.report import print_answer
+        from autockpt.reporting import print_answer
 
         outcome = _run(request)
         screen.show(outcome, print_answer, as_json)
@@ -282,8 +282,8 @@ def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec) -
 
 
 def _run_batches(request: SearchRequest, rows: int, as_json: bool) -> SearchOutcome:
-    from autockpt.report import listener
-    from autockpt.report.batches_view import print_batches
+    from autockpt.reporting import listener
+    from autockpt.reporting.batches_view import print_batches
     from autockpt.tuning import run_search
     from autockpt.tuning.batches import search_batch_sizes
 
@@ -296,7 +296,7 @@ def _run_batches(request: SearchRequest, rows: int, as_json: bool) -> SearchOutc
 
 
 def _run(request: SearchRequest) -> SearchOutcome:
-    from autockpt.report import listener
+    from autockpt.reporting import listener
     from autockpt.tuning import run_search
 
     with listener(screen.progress()) as watcher:

@@ -47,7 +47,7 @@ def trace(
     if as_json:
         _print_json(graph, settings, ops, peak)
         return
-    from autockpt.report import print_device_peak, print_ops, print_summary, summarise
+    from autockpt.reporting import print_device_peak, print_ops, print_summary, summarise
 
     console = screen.results()
     if ops:
@@ -91,7 +91,7 @@ def _trace(spec: WorkloadSpec, plan: Path | None, hardware: Hardware | None) -> 
 def _print_json(graph: Graph, settings: dict[str, Any], whole: bool, peak: DevicePeak | None) -> None:
     import json
 
-    from autockpt.report import summarise
+    from autockpt.reporting import summarise
 
     data: dict[str, Any] = {"settings": settings, "summary": summarise(graph).model_dump(mode="json")}
     if peak is not None:

@@ -48,7 +48,7 @@ def verify(
     steps = _steps(compile)
     loaded = Plan.load(plan)
     spec = workload_spec(workload, base=loaded.workload, seed=seed)
-    from autockpt.report import listener, print_report
+    from autockpt.reporting import listener, print_report
     from autockpt.verification import verify as run_verification
 
     with listener(screen.progress()) as watcher:

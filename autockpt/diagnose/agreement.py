@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from autockpt.diagnose.places import STAGES
 from autockpt.diagnose.purposes import OPTIMIZER, WEIGHTS
-from autockpt.explain.holdings import LOGITS, Ledger
+from autockpt.explaining.holdings import LOGITS, Ledger
 from autockpt.profiling import simulated_memory
 from autockpt.schema import Graph, format_binary
 from autockpt.schema.diagnosis import Agreement, DeviceFailure, Room, SnapshotReading, Stage, Tensor

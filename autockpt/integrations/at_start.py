@@ -15,7 +15,7 @@ from torch import distributed
 from autockpt import errors
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import AutockptError, UsageError
-from autockpt.report.progress import describe_trial
+from autockpt.reporting.progress import describe_trial
 from autockpt.schema import words
 from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import format_binary, parse_budget

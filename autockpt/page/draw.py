@@ -14,7 +14,7 @@ from markupsafe import Markup
 from autockpt.page.contents import Contents
 from autockpt.page.plans import PHASES, Plans, Point
 from autockpt.page.tape import Tape
-from autockpt.report.axis import Axis
+from autockpt.reporting.axis import Axis
 from autockpt.schema import format_binary, words
 
 MARKS = ("circle", "square", "diamond", "triangle", "cross")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autockpt.explain.holdings import COME_AND_GO, GRADIENTS, LOGITS
+from autockpt.explaining.holdings import COME_AND_GO, GRADIENTS, LOGITS
 from autockpt.page.tape import Tape
 from autockpt.schema import Plan, ResolvedBudget, format_binary
 

@@ -17,7 +17,7 @@ from autockpt.page import draw
 from autockpt.page.contents import Contents, as_json, contents_of
 from autockpt.page.plans import PHASES, Point
 from autockpt.page.sentence import why
-from autockpt.report.answer import answer_rows, loading_lines
+from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import format_binary, words
 from autockpt.schema.choices import CHOICE_TYPES
 from autockpt.schema.files import atomic_write, reason

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from autockpt.explain.holdings import AGAIN, BACK, COME_AND_GO, GRADIENTS, KEPT, LOGITS, TEMPORARY, TRANSIENT, Ledger
-from autockpt.explain.kinds import base_name, within
-from autockpt.explain.moment import spans
+from autockpt.explaining.holdings import AGAIN, BACK, COME_AND_GO, GRADIENTS, KEPT, LOGITS, TEMPORARY, TRANSIENT, Ledger
+from autockpt.explaining.kinds import base_name, within
+from autockpt.explaining.moment import spans
 from autockpt.schema import Graph, Op, OpTimes, Storage
 from autockpt.simulator import bytes_timeline
 

@@ -14,7 +14,7 @@ from autockpt.schema.diagnosis import Diagnosis
 from tests.diagnose.logs import FORWARD, message
 from tests.diagnose.snapshots import dumped, training_oom
 from tests.diagnose.test_unpickle import Creates
-from tests.report.test_diagnosis_view import no_plan_fits, planned
+from tests.reporting.test_diagnosis_view import no_plan_fits, planned
 
 
 class Asked:

@@ -16,7 +16,7 @@ from autockpt.schema import (
     Unit,
     WorkloadSpec,
 )
-from tests.report.test_explain_view import MIB, explanation
+from tests.reporting.test_explain_view import MIB, explanation
 
 
 class Asked:
@@ -34,7 +34,7 @@ class Asked:
 @pytest.fixture
 def asked(replace) -> Asked:
     stand_in = Asked()
-    replace("autockpt.explain", explain=stand_in.explain, Question=SimpleNamespace)
+    replace("autockpt.explaining", explain=stand_in.explain, Question=SimpleNamespace)
     return stand_in
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.schema import Plan
-from tests.report.samples import UNITS, choices
+from tests.reporting.samples import UNITS, choices
 
 
 @pytest.fixture

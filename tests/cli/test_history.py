@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.history.rundir import RunDirectory
-from tests.report.samples import trial
+from tests.reporting.samples import trial
 
 
 def make_run(root: Path, budget: str = "60%") -> RunDirectory:

@@ -10,7 +10,7 @@ from autockpt.errors import InfeasibleError
 from autockpt.schema import Listener, Measurement, SearchOutcome, SearchRequest
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from tests.page.samples import make_run
-from tests.report.samples import outcome, trial
+from tests.reporting.samples import outcome, trial
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.schema import RECOMPUTE, Graph, Plan, WorkloadSpec
-from tests.report.samples import small_graph
+from tests.reporting.samples import small_graph
 
 
 class Tracer:

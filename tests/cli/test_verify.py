@@ -6,7 +6,7 @@ import pytest
 
 from autockpt.schema import Check, Plan, VerifyReport, WorkloadSpec
 from autockpt.schema.plan import Steps
-from tests.report.samples import UNITS, choices
+from tests.reporting.samples import UNITS, choices
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from autockpt.schema import (
     Unit,
     plan_hash,
 )
-from tests.report.samples import small_graph
+from tests.reporting.samples import small_graph
 
 DEVICE = DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34)
 ENVIRONMENT = Environment(device=DEVICE, versions={"torch": "2.13.0"}, platform="Linux")

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from autockpt.schema import RECOMPUTE, Plan
-from tests.report.samples import BLOCKS, UNITS, choices, row
+from tests.reporting.samples import BLOCKS, UNITS, choices, row
 from tests.schema.test_plan import full_plan
 
 

@@ -10,7 +10,7 @@ import pytest
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE, SAVE, Measurement, ResolvedBudget, Trial, load_space
 from autockpt.tuning.proposers.sampler import MIB, Study, show_trials
-from tests.report.samples import trial
+from tests.reporting.samples import trial
 
 
 @pytest.mark.parametrize("storage", ["nonsense", "nosuchdriver://someone:secret@nowhere/db"])

@@ -1,0 +1,7 @@
+"""Where the bytes of a step go, why a plan does what it does, and what the rules of thumb are worth on a model."""
+
+from autockpt.explaining.build import explain
+from autockpt.explaining.rules import rules
+from autockpt.explaining.subject import Question
+
+__all__ = ["Question", "explain", "rules"]

@@ -1,0 +1,141 @@
+"""From a plan, a budget or a plain workload to the whole Explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autockpt.explaining.fronts import fronts
+from autockpt.explaining.holdings import Ledger
+from autockpt.explaining.limits import workload_limits
+from autockpt.explaining.moment import curve, moment, peak_op, telling_op
+from autockpt.explaining.subject import Question, Subject, open_subject
+from autockpt.explaining.why import Answers, budget_steps, why
+from autockpt.profiling import said_of
+from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
+from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema.explanation import Explanation, Largest
+
+
+def explain(question: Question, listener: Listener | None = None) -> Explanation:
+    """Where a step's bytes go under a plan, and what other plans would cost; no step is measured.
+
+    Raises UsageError or WorkloadError for a model that cannot be built or has no blocks, PlanError for a plan that does
+    not fit it. A budget that nothing fits is no error: the leanest plan is explained, and ``fits`` is false.
+    """
+    listener = listener or Silence()
+    with open_subject(question, listener) as subject:
+        listener.stage("solving")
+        answers = Answers(subject.profiled, subject.kinds)
+        budget = _resolved(question, answers)
+        chosen = _chosen(subject, answers, budget)
+        graph = subject.tracer.trace(chosen.choices)
+        peak = subject.needs(graph)
+        reserved = peak - graph.peak_bytes - answers.overhead
+        ledger = Ledger(graph, subject.head, answers.overhead, reserved)
+        at, telling = peak_op(graph), telling_op(ledger)
+        device = subject.profiled.predictor.device
+        measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
+        reasons = why(answers, chosen.choices, budget.bytes if budget else None)
+        asked = question.budget or (Budget(text=budget.asked, kind="bytes", size=budget.bytes) if budget else None)
+        steps = budget_steps(answers, asked, budget.bytes if budget else None)
+        limits = _limits(subject, answers, budget, listener)
+        return Explanation(
+            model=question.spec.model,
+            settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
+            device=device.name,
+            plan=chosen.said,
+            status=chosen.status,
+            choices=chosen.choices,
+            source=graph.source,
+            basis=subject.times.basis,
+            basis_note=subject.times.note,
+            budget=budget,
+            peak_bytes=peak,
+            save_all_peak=answers.save_all.peak_bytes,
+            smallest_peak=answers.lean.peak_bytes,
+            measured_peak=measured.peak_bytes if measured else None,
+            measured_seconds=measured.step_seconds if measured else None,
+            beside=tuple(row for row in question.plan.baselines if row.measured) if question.plan and measured else (),
+            holdings=ledger.holdings(at),
+            units=ledger.by_unit(telling),
+            ops=ledger.by_kind(telling),
+            curve=curve(ledger),
+            moment=moment(ledger, telling),
+            fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, chosen.choices),
+            why=reasons,
+            budgets=steps,
+            limits=limits,
+            notes=(*subject.notes, *chosen.notes, *_of_device(question, device.kind)),
+        )
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The plan that is explained."""
+
+    choices: dict[str, Choice]
+    said: str
+    status: PlanStatus
+    notes: tuple[str, ...] = ()
+
+
+def _chosen(subject: Subject, answers: Answers, budget: ResolvedBudget | None) -> _Chosen:
+    question = subject.question
+    if question.plan is not None and subject.choices is not None:
+        same = question.plan.workload is None or question.plan.workload == question.spec
+        status = question.plan.status if same else "unmeasured"
+        notes = () if same else ("the workload is not the one that the plan was made for: its promise does not count",)
+        return _Chosen(dict(subject.choices), str(question.plan_path or "a plan"), status, notes)
+    if budget is None:
+        said = "plain training: every layer saves everything"
+        return _Chosen(answers.save_all.choices, said, "simulated")
+    found = answers.at(budget.bytes)
+    if found is not None:
+        return _Chosen(found.choices, f"the solver's plan for {budget.asked}", "simulated")
+    needs = subject.profiled.needs(answers.lean.peak_bytes)
+    smallest = format_bytes(answers.lean.peak_bytes)
+    note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
+    return _Chosen(answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
+
+
+def _resolved(question: Question, answers: Answers) -> ResolvedBudget | None:
+    """The budget in bytes: the one asked for, else the plan's own."""
+    device = answers.profiled.predictor.device
+    if question.budget is None:
+        return question.plan.budget if question.plan is not None else None
+    capacity = device.capacity_bytes - answers.profiled.used_by_others
+    size = question.budget.resolve(answers.save_all.peak_bytes, answers.lean.peak_bytes, capacity)
+    return ResolvedBudget(asked=question.budget.text, bytes=size, covers=covers(device.kind))
+
+
+def _limits(
+    subject: Subject, answers: Answers, budget: ResolvedBudget | None, listener: Listener
+) -> tuple[Largest, ...]:
+    """The largest sizes under the budget, where there is one and they are wanted."""
+    if budget is None or not subject.question.limits or subject.base.source != "ghost":
+        return ()
+    listener.stage("trying other sizes")
+    lean = subject.profiled.predictor.graph(answers.lean.choices)
+    plans: Mapping[str, tuple[Mapping[str, Choice], Graph]] = {
+        "save everything": ({}, subject.base),
+        "leanest": (answers.lean.choices, lean),
+    }
+    return workload_limits(
+        subject.question.spec,
+        plans,
+        subject.tracer.settings,
+        budget.bytes,
+        lambda spec: subject.question.tracer(spec, fallback=False),
+        subject.needs,
+    )
+
+
+def _of_device(question: Question, kind: str) -> tuple[str, ...]:
+    if question.hardware is not None:
+        return (said_of(question.hardware),)
+    if kind in WITHOUT_STREAMS:
+        return ()
+    return (
+        "bytes are those that tensors hold, and the context: what the caching allocator reserves beyond them is not in",
+    )

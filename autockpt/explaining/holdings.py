@@ -1,0 +1,164 @@
+"""Where the bytes go: every byte of a moment has exactly one purpose, one unit and one kind of op."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autockpt.explaining.kinds import LOSS, OFFLOADED, OTHER, UNMADE, OpKinds, makers
+from autockpt.schema import Graph, Op, Storage
+from autockpt.schema.explanation import Holding, Slice
+from autockpt.schema.names import fold, parse_pattern
+
+REST = "(rest of the model)"
+GRADIENTS, TEMPORARY, CASTS, WORKSPACES = "gradients", "optimizer's own", "weights in another type", "kernel workspaces"
+KEPT, AGAIN, BACK = "kept for backward", "made again", "brought back"
+RESERVED = "fragmentation and margin"
+LOGITS, TRANSIENT = "logits and loss", "transients"
+COME_AND_GO = (KEPT, AGAIN, BACK, LOGITS, TRANSIENT)
+_RESIDENT = {"weight": "weights", "optimizer": "optimizer states", "other": "buffers and batch"}
+_ORDER = ("weights", "optimizer states", "buffers and batch", "at the start", CASTS, GRADIENTS, TEMPORARY, *COME_AND_GO)
+
+
+class Ledger:
+    """Every storage of a graph with its purpose, and who is alive when.
+
+    ``overhead``: bytes of the device's context; ``reserved``: those that its allocator needs beside what tensors hold.
+    """
+
+    def __init__(self, graph: Graph, head: str | None = None, overhead: int = 0, reserved: int = 0) -> None:
+        self.graph, self.overhead, self.reserved = graph, overhead, reserved
+        self.kinds = OpKinds(graph)
+        self.makers = makers(graph)
+        self._loss = _of_logits(graph, head, self.kinds)
+        self._turns = np.array([op.index for op in graph.ops if op.phase in ("backward", "recompute")], dtype=np.int64)
+        self.own = [s for s in graph.storages if s.birth >= 0]
+        self.purposes = {s.id: self._purpose(s) for s in self.own}
+
+    def alive_at(self, op: int) -> list[Storage]:
+        """Storages born in the cycle that are alive while an op runs."""
+        return [s for s in self.own if s.birth <= op and (s.death is None or s.death >= op)]
+
+    def holdings(self, peak_op: int) -> tuple[Holding, ...]:
+        """Bytes by purpose at ``peak_op``, which add up to all that is on the device, and the most at any op."""
+        timelines = self.timelines()
+        rows = [
+            Holding(
+                name=name,
+                peak_bytes=int(line[peak_op]) if len(line) else 0,
+                most_bytes=int(line.max(initial=0)),
+                comes_and_goes=name in COME_AND_GO,
+            )
+            for name, line in timelines.items()
+        ]
+        rows.sort(key=lambda h: (_ORDER.index(h.name) if h.name in _ORDER else len(_ORDER), h.name))
+        if self.overhead:
+            rows.append(Holding(name="device context", peak_bytes=self.overhead, most_bytes=self.overhead))
+        if self.reserved:
+            rows.append(Holding(name=RESERVED, peak_bytes=self.reserved, most_bytes=self.reserved))
+        return tuple(h for h in rows if h.most_bytes)
+
+    def timelines(self) -> dict[str, np.ndarray]:
+        """Bytes of each purpose at every op."""
+        n = len(self.graph.ops)
+        change: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(n + 1, dtype=np.int64))
+        parts = self.graph.resident or {"at the start": self.graph.resident_bytes}
+        for name, size in parts.items():
+            change[name][0] += size
+        for s in self.graph.storages:
+            name = self.purposes[s.id] if s.birth >= 0 else _died_resident(s, parts)
+            if s.birth >= 0:
+                change[name][s.birth] += s.bytes
+            if s.death is not None and s.death + 1 < n:
+                change[name][s.death + 1] -= s.bytes
+        return {name: np.cumsum(c[:n]) for name, c in change.items()}
+
+    def by_unit(self, peak_op: int) -> tuple[Slice, ...]:
+        """What comes and goes at an op, by unit; runs of equal ones folded, the rest of the model last."""
+        sums: dict[str, int] = defaultdict(int)
+        for s in self._coming_and_going(peak_op):
+            sums[s.unit or REST] += s.bytes
+        rest = sums.pop(REST, 0)
+        ordered = {u.name: sums[u.name] for u in self.graph.blocks() if sums.get(u.name)}
+        return (*folded(ordered), *([Slice(name=REST, bytes=rest)] if rest else []))
+
+    def by_kind(self, peak_op: int) -> tuple[Slice, ...]:
+        """The same by the kind of op that made it, most first."""
+        sums: dict[str, int] = defaultdict(int)
+        for s in self._coming_and_going(peak_op):
+            sums[self.kind_of(s)] += s.bytes
+        return tuple(Slice(name=name, bytes=size) for name, size in sorted(sums.items(), key=lambda kv: -kv[1]))
+
+    def kind_of(self, storage: Storage) -> str:
+        """The kind of op that made a storage."""
+        if (op := self.makers.get(storage.id)) is not None:
+            return self.kinds.of(op)
+        if self.purposes[storage.id] == BACK:
+            return OFFLOADED
+        return UNMADE if self.graph.ops[storage.birth].phase == "forward" else OTHER
+
+    def _coming_and_going(self, op: int) -> list[Storage]:
+        return [s for s in self.alive_at(op) if self.purposes[s.id] in COME_AND_GO]
+
+    def _purpose(self, s: Storage) -> str:
+        op = self.makers.get(s.id)
+        if s.kind == "gradient":
+            return GRADIENTS
+        if s.kind == "optimizer":
+            return TEMPORARY
+        if s.kind == "other":
+            return WORKSPACES if op is None else CASTS
+        if s.id in self._loss:
+            return LOGITS
+        phase = self.graph.ops[s.birth].phase
+        if op is None and phase != "forward":
+            return BACK if self.graph.copies else TRANSIENT
+        if phase == "recompute":
+            return AGAIN
+        return KEPT if phase == "forward" and self._reaches_backward(s) else TRANSIENT
+
+    def _reaches_backward(self, s: Storage) -> bool:
+        at = int(np.searchsorted(self._turns, s.birth))
+        return at < len(self._turns) and (s.death is None or s.death >= self._turns[at])
+
+
+def _of_logits(graph: Graph, head: str | None, kinds: OpKinds) -> frozenset[int]:
+    """Storages of the output head's result, of the loss, and of what stands between them, both ways.
+
+    They are followed along the data, outside of units and up to the next op that multiplies matrices: the head's own
+    backward. Without a head only the loss itself is where it begins.
+    """
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.unit is not None or op.phase == "optimizer":
+            continue
+        begins = (op.flops > 0 and _is_head(op, head)) or kinds.of(op) == LOSS
+        if begins or (not op.flops and not found.isdisjoint(op.inputs)):
+            found.update(out.storage for out in op.outputs)
+    return frozenset(found)
+
+
+def _is_head(op: Op, head: str | None) -> bool:
+    return head is not None and op.module == head and op.phase != "backward"
+
+
+def _died_resident(s: Storage, parts: Mapping[str, int]) -> str:
+    """The resident part that a storage of before the cycle belongs to."""
+    name = _RESIDENT.get(s.kind, "buffers and batch")
+    return name if name in parts else next(iter(parts))
+
+
+def folded(sizes: Mapping[str, int]) -> list[Slice]:
+    """Units with equal bytes and names that follow one another as one slice."""
+    out = []
+    for pattern, size in fold(dict(sizes)).items():
+        count = 1 if pattern in sizes else len(parse_pattern(pattern).enumerate())
+        out.append(Slice(name=pattern, bytes=size, count=count))
+    return out
+
+
+def joined(names: Sequence[str]) -> str:
+    """Names of units, folded into ranges: ``model.layers.0-3, model.layers.7``."""
+    return ", ".join(fold(dict.fromkeys(names, 0)))

@@ -1,0 +1,125 @@
+"""Bytes through the step, and what is alive when they are the most."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from autockpt.explaining.holdings import COME_AND_GO, GRADIENTS, TEMPORARY, Ledger, joined
+from autockpt.explaining.kinds import within
+from autockpt.schema import Graph, Op, Phase, Storage
+from autockpt.schema.explanation import Alive, Curve, Moment, Span
+from autockpt.simulator import bytes_timeline
+
+POINTS = 360  # of a curve: more than a terminal has columns
+LISTED = 12  # storages that are listed
+
+
+def peak_op(graph: Graph) -> int:
+    """The first op at which the graph holds the most bytes; 0 for a graph without ops."""
+    timeline = bytes_timeline(graph)
+    return int(np.argmax(timeline)) if len(timeline) else 0
+
+
+def curve(ledger: Ledger, points: int = POINTS) -> Curve:
+    """The bytes of a cycle in at most ``points`` runs of ops, each at its worst op, so that no peak is lost."""
+    graph = ledger.graph
+    lines = ledger.timelines()
+    n = len(graph.ops)
+    total = bytes_timeline(graph) + ledger.overhead + ledger.reserved
+    growing = sum((lines[k] for k in (GRADIENTS, TEMPORARY) if k in lines), np.zeros(n, dtype=np.int64))
+    moving = sum((lines[k] for k in COME_AND_GO if k in lines), np.zeros(n, dtype=np.int64))
+    edges = np.linspace(0, n, min(points, n) + 1, dtype=np.int64)
+    at = [int(a + np.argmax(total[a:b])) for a, b in pairwise(edges)]
+    return Curve(
+        total=tuple(int(total[i]) for i in at),
+        fixed=tuple(int(total[i] - growing[i] - moving[i]) for i in at),
+        growing=tuple(int(growing[i]) for i in at),
+        ops=n,
+        spans=spans(graph.ops),
+        peak_op=peak_op(graph),
+        **_place(graph),
+    )
+
+
+def _place(graph: Graph) -> dict[str, Any]:
+    """Where the peak is, as fields of a Curve."""
+    if not graph.ops:
+        return {}
+    op = graph.ops[peak_op(graph)]
+    return {"peak_target": op.target, "peak_phase": op.phase, "peak_module": op.module}
+
+
+def telling_op(ledger: Ledger) -> int:
+    """The op whose storages are worth a look: that of the peak, or where nothing comes and goes then, of the most."""
+    at = peak_op(ledger.graph)
+    moving = sum(
+        (line for name, line in ledger.timelines().items() if name in COME_AND_GO), np.zeros(1, dtype=np.int64)
+    )
+    return at if at >= len(moving) or moving[at] else int(np.argmax(moving))
+
+
+def spans(ops: Sequence[Op]) -> tuple[Span, ...]:
+    """Runs of forward, backward (recompute is part of it) and optimizer."""
+    out: list[Span] = []
+    for op in ops:
+        phase: Phase = "backward" if op.phase == "recompute" else op.phase
+        start = out.pop().start if out and out[-1].phase == phase else op.index
+        out.append(Span(phase=phase, start=start, stop=op.index + 1))
+    return tuple(out)
+
+
+def moment(ledger: Ledger, at: int, listed: int = LISTED) -> Moment:
+    """The op ``at``, and the largest groups of alike storages that come and go and are alive then."""
+    groups: dict[tuple, list[Storage]] = defaultdict(list)
+    for s in ledger.alive_at(at):
+        if ledger.purposes[s.id] in COME_AND_GO:
+            groups[_alike(ledger, s)].append(s)
+    ranked = sorted(groups.items(), key=lambda item: -sum(s.bytes for s in item[1]))
+    op = ledger.graph.ops[at] if ledger.graph.ops else None
+    return Moment(
+        op=at,
+        target=op.target if op else "",
+        phase=op.phase if op else "forward",
+        module=op.module if op else "",
+        alive=tuple(_described(key, members) for key, members in ranked[:listed]),
+        other_bytes=sum(s.bytes for _, members in ranked[listed:] for s in members),
+        other_count=sum(len(members) for _, members in ranked[listed:]),
+    )
+
+
+def _alike(ledger: Ledger, s: Storage) -> tuple:
+    """What storages of different units have in common when they are the same tensor of equal layers."""
+    op = ledger.makers.get(s.id)
+    meta = max((o for o in op.outputs if o.storage == s.id), key=lambda o: len(o.shape), default=None) if op else None
+    place = within(op.module, s.unit) if op else ""
+    return (
+        ledger.kind_of(s),
+        op.target if op else "",
+        place,
+        s.unit is not None,
+        meta.shape if meta else (),
+        meta.dtype if meta else "",
+        s.bytes,
+        ledger.purposes[s.id],
+    )
+
+
+def _described(key: tuple, members: Sequence[Storage]) -> Alive:
+    kind, target, place, _, shape, dtype, size, purpose = key
+    units = list(dict.fromkeys(s.unit for s in members if s.unit is not None))
+    return Alive(
+        kind=kind,
+        target=target,
+        place=place,
+        units=joined(units),
+        shape=shape,
+        dtype=dtype,
+        bytes=size,
+        count=len(members),
+        purpose=purpose,
+    )

@@ -1,0 +1,233 @@
+"""Rules of thumb about recompute and offload, put to the test on one model."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from contextlib import suppress
+
+from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
+from autockpt.explaining.holdings import Ledger
+from autockpt.explaining.moment import peak_op
+from autockpt.explaining.subject import Question, Subject, open_subject
+from autockpt.measuring import Measurer, WorkerMeasurer
+from autockpt.profiling.predictor import simulation_of
+from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Silence, Unit, WorkloadSpec
+from autockpt.schema.explanation import Reading, Rule, Rules
+from autockpt.workload.configs import find_config
+
+PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
+LORA_RANK = 16  # where the workload has no adapters of its own
+ROUNDS = 5
+_DEEPSPEED = "DeepSpeed-Chat's throughput formula"
+Plans = dict[str, dict[str, Choice]]
+
+
+def rules(question: Question, listener: Listener | None = None, *, measure: bool = False) -> Rules:
+    """Each rule with what it says, what ghost runs and op times predict, and with ``measure`` what real steps say.
+
+    Raises what ``explain`` raises; a plan that the model refuses or that does not fit the device leaves its rules open.
+    """
+    listener = listener or Silence()
+    with open_subject(question, listener) as subject:
+        listener.stage("trying the rules")
+        plans = _plans(subject.base.units)
+        graphs = _graphs(subject, plans)
+        base = subject.base
+        activations = _activations(base, subject.head)
+        plain = simulation_of(base, subject.times.times).step_seconds
+        overhead = subject.profiled.predictor.device.overhead_bytes  # rules speak of what tensors hold
+        predicted = {
+            name: _reading(graph, subject, plain, base.peak_bytes + overhead, activations, overhead)
+            for name, graph in graphs.items()
+        }
+        tables = [*_flops_rules(subject, graphs), *_memory_rules(len(subject.profiled.blocks), predicted)]
+        notes = list(subject.notes)
+        if measure:
+            listener.stage("taking real steps")
+            runnable = {name: plans[name] for name in graphs}
+            measured, said = _measured(question, runnable, activations)
+            tables = [r.model_copy(update={"measured": measured.get(_plan_of(r))}) for r in tables]
+            notes += said
+        return Rules(
+            model=question.spec.model,
+            settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
+            device=subject.profiled.predictor.device.name,
+            basis=subject.times.basis,
+            basis_note=subject.times.note,
+            save_all_peak=base.peak_bytes + overhead,
+            activation_bytes=activations,
+            rules=tuple(tables),
+            notes=tuple(notes),
+        )
+
+
+def _plans(units: tuple[Unit, ...]) -> Plans:
+    """The plans that the rules speak of, by name; those that a model has no units for are left out."""
+    blocks = [u.name for u in units if u.role == "block"]
+    attention = [u.name for u in units if u.role == "attention"]
+    plans: Plans = {
+        PLAIN: {},
+        FULL: dict.fromkeys(blocks, RECOMPUTE),
+        ROOT: dict.fromkeys(blocks, Segment(size=max(1, round(math.sqrt(len(blocks)))))),
+        OFFLOADED: dict.fromkeys(blocks, OFFLOAD),
+    }
+    if attention:
+        plans[ATTENTION] = dict.fromkeys(attention, RECOMPUTE)
+    return plans
+
+
+def _graphs(subject: Subject, plans: Plans) -> dict[str, Graph]:
+    found = {PLAIN: subject.base}
+    for name, choices in plans.items():
+        with suppress(ConflictError):
+            if name not in found:
+                found[name] = subject.tracer.trace(choices)
+    return found
+
+
+def _activations(graph: Graph, head: str | None) -> int:
+    """Bytes that come and go, at the peak of plain training: what the rules mean by memory."""
+    return sum(h.peak_bytes for h in Ledger(graph, head).holdings(peak_op(graph)) if h.comes_and_goes)
+
+
+def _reading(graph: Graph, subject: Subject, plain: float, peak: int, activations: int, overhead: int) -> Reading:
+    seconds = simulation_of(graph, subject.times.times).step_seconds
+    saved = peak - graph.peak_bytes - overhead
+    return Reading(
+        peak_saved=saved / peak,
+        activations_saved=saved / activations if activations else None,
+        time_added=seconds / plain - 1 if plain > 0 else None,
+    )
+
+
+def forwards(graph: Graph, plain: Graph) -> float | None:
+    """FLOPs of a whole step, in forwards of plain training; None where ops have none."""
+    forward = sum(op.flops for op in plain.ops if op.phase == "forward")
+    return sum(op.flops for op in graph.ops) / forward if forward else None
+
+
+def _flops_rules(subject: Subject, graphs: Mapping[str, Graph]) -> list[Rule]:
+    """The factors of DeepSpeed-Chat: 3 forwards' worth a step, 4 with recompute; LoRA takes 1 − 2r/h off either."""
+    spec = subject.question.spec
+    rank = spec.lora
+    if rank is None:
+        trained = [_flops_rule("plain step", 3, graphs.get(PLAIN), graphs[PLAIN])]
+        trained.append(_flops_rule("recompute all", 4, graphs.get(FULL), graphs[PLAIN]))
+        return trained + _lora_rules(spec.model_copy(update={"lora": LORA_RANK}), subject)
+    hidden = hidden_size(spec)
+    if hidden is None:
+        return []
+    return _pair(rank, hidden, graphs[PLAIN], graphs.get(FULL))
+
+
+def _lora_rules(spec: WorkloadSpec, subject: Subject) -> list[Rule]:
+    """The same of this model with adapters, where it takes them."""
+    hidden = hidden_size(spec)
+    if hidden is None:
+        return []
+    try:
+        with subject.question.tracer(spec, fallback=False) as tracer:
+            blocks = [u.name for u in tracer.units if u.role == "block"]
+            return _pair(spec.lora or 0, hidden, tracer.trace(), tracer.trace(dict.fromkeys(blocks, RECOMPUTE)))
+    except AutockptError:
+        return []
+
+
+def _pair(rank: int, hidden: int, plain: Graph, full: Graph | None) -> list[Rule]:
+    off = 1 - 2 * rank / hidden
+    return [
+        _flops_rule(f"plain step, LoRA r={rank}", 3 - off, plain, plain, f"3 − (1 − 2·{rank}/{hidden})"),
+        _flops_rule(f"recompute all, LoRA r={rank}", 4 - off, full, plain, f"4 − (1 − 2·{rank}/{hidden})"),
+    ]
+
+
+def _flops_rule(name: str, factor: float, graph: Graph | None, plain: Graph, formula: str = "") -> Rule:
+    said = f"FLOPs of {formula} = {factor:.2f} forwards" if formula else f"FLOPs of {factor:g} forwards"
+    counted = Reading(factor=forwards(graph, plain)) if graph is not None else None
+    return Rule(name=name, source=_DEEPSPEED, says=said, factor=factor, predicted=counted)
+
+
+def hidden_size(spec: WorkloadSpec) -> int | None:
+    """Width of the model's layers by its configuration; None where it has none."""
+    try:
+        found = getattr(find_config(spec).config.get_text_config(), "hidden_size", None)
+    except (AutockptError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _memory_rules(layers: int, predicted: Mapping[str, Reading]) -> list[Rule]:
+    """The rules about bytes and seconds. Where one names a single number, it stands for five points around it."""
+    root = 1 - math.sqrt(layers) / layers
+    said = [
+        (FULL, "DeepSpeed", "30–50 % less memory, +33 % time", (0.30, 0.50), "peak", (0.28, 0.38)),
+        (FULL, "transformers' guide", "50 % less memory, 20 % slower", (0.45, 0.55), "peak", (0.15, 0.25)),
+        (FULL, "in circulation", "80 % of activations, 20–40 % slower", (0.75, 0.85), "activations", (0.20, 0.40)),
+        (
+            ROOT,
+            "Chen et al. 2016",
+            f"√{layers} of {layers} layers' memory, +33 % time",
+            (max(0.0, root - 0.05), min(1.0, root + 0.05)),
+            "activations",
+            (0.28, 0.38),
+        ),
+        (
+            ATTENTION,
+            "in circulation",
+            "60–75 % of activations, 10–15 % slower",
+            (0.60, 0.75),
+            "activations",
+            (0.10, 0.15),
+        ),
+        (OFFLOADED, "in circulation", "80–90 % of activations, at link speed", (0.80, 0.90), "activations", None),
+    ]
+    return [
+        Rule(
+            name=name,
+            source=source,
+            says=text,
+            memory=memory,
+            of="peak" if of == "peak" else "activations",
+            time=time,
+            predicted=predicted.get(name),
+            note="" if name in predicted else "not for this model",
+        )
+        for name, source, text, memory, of, time in said
+    ]
+
+
+def _plan_of(rule: Rule) -> str:
+    """The plan whose measurement a rule is held against: none for counts of FLOPs."""
+    return rule.name if rule.factor is None else ""
+
+
+def _measured(question: Question, plans: Plans, activations: int) -> tuple[dict[str, Reading], list[str]]:
+    """Readings by plan name from real steps on the device, and what went wrong."""
+    with WorkerMeasurer(question.spec, question.device) as measurer:
+        return take_steps(measurer, plans, activations)
+
+
+def take_steps(measurer: Measurer, plans: Plans, activations: int) -> tuple[dict[str, Reading], list[str]]:
+    """Measure the peak of every plan, then their cycles in turns: the median ratio to plain training counts."""
+    peaks: dict[str, int] = {}
+    notes = []
+    for name, choices in plans.items():
+        try:
+            peaks[name] = measurer.measure(choices, steps=1).peak_bytes
+        except DeviceOutOfMemory:
+            notes.append(f"{name} does not fit the device: not measured")
+    if PLAIN not in peaks:
+        return {}, [*notes, "without plain training there is nothing to compare with"]
+    seconds = measurer.compare({name: plans[name] for name in peaks}, rounds=ROUNDS)
+    out = {}
+    for name, peak in peaks.items():
+        saved = peaks[PLAIN] - peak
+        ratios = [a / b for a, b in zip(seconds[name], seconds[PLAIN], strict=True) if b > 0]
+        out[name] = Reading(
+            peak_saved=saved / peaks[PLAIN],
+            activations_saved=saved / activations if activations else None,
+            time_added=statistics.median(ratios) - 1 if ratios else None,
+        )
+    return out, notes

@@ -1,0 +1,140 @@
+"""What is explained: a workload ghost-run with every uniform plan, op times, and what each choice costs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from autockpt.devices import get_device, process_environment
+from autockpt.explaining.times import Times, of_device, of_hardware
+from autockpt.measuring import environment_of
+from autockpt.profiling import CostModel, UniformRuns, build_profile, simulated_memory, tracer_for
+from autockpt.schema import (
+    SAVE,
+    Budget,
+    Choice,
+    Graph,
+    Listener,
+    Plan,
+    Remake,
+    Selective,
+    WorkloadSpec,
+    load_space,
+)
+from autockpt.schema.hardware import Hardware
+from autockpt.tracing import Tracer
+from autockpt.tuning.opening import traced
+from autockpt.tuning.question import workload_key
+
+SPACE = "knobs"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to explain: a plan, or what fits a budget, or plain training.
+
+    On ``device``, or on ``hardware`` as it is described. ``plan_path`` is the plan's file or run directory.
+    """
+
+    spec: WorkloadSpec
+    plan: Plan | None = None
+    plan_path: Path | None = None
+    budget: Budget | None = None
+    device: str | None = None
+    hardware: Hardware | None = None
+    limits: bool = True
+
+    @property
+    def limit(self) -> int | None:
+        """The budget in bytes, where it is known before anything is traced."""
+        if self.budget is not None:
+            return self.budget.size if self.budget.kind == "bytes" else None
+        return self.plan.budget.bytes if self.plan is not None and self.plan.budget is not None else None
+
+    def tracer(self, spec: WorkloadSpec, *, fallback: bool = True) -> Tracer:
+        """A tracer of a workload on the device, or for the hardware, of this question."""
+        if self.hardware is not None:
+            return tracer_for(self.hardware, spec, fallback=fallback)
+        return Tracer.from_spec(spec, device=get_device(self.device).torch_device, fallback=fallback)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An open workload. ``choices`` are the plan's, by unit name."""
+
+    question: Question
+    tracer: Tracer
+    uniform: UniformRuns
+    times: Times
+    profiled: CostModel
+    choices: Mapping[str, Choice] | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Choice kinds that this model takes."""
+        return tuple(self.uniform)
+
+    @property
+    def head(self) -> str | None:
+        """Name of the model's output head."""
+        return self.tracer.head.name if self.tracer.head is not None else None
+
+    def needs(self, graph: Graph) -> int:
+        """Bytes of the device that a ghost run needs, its context included."""
+        predictor = self.profiled.predictor
+        return predictor.needs(graph) if predictor.needs else graph.peak_bytes + predictor.device.overhead_bytes
+
+    @property
+    def base(self) -> Graph:
+        """The ghost run with every unit on save."""
+        return self.uniform["save"][1]
+
+
+@contextmanager
+def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
+    """Ghost-run and profile the workload of a question; the tracer's process ends with the block.
+
+    Raises UsageError for a model without blocks, PlanError for a plan that does not fit the model, and what the tracer
+    raises.
+    """
+    listener.stage("tracing")
+    with question.tracer(question.spec) as tracer:
+        choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
+        of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
+        found = traced(tracer, load_space(SPACE), of_head=of_head)
+        uniform, head = found.uniform, found.heads
+        times, others = _times(question, uniform, list(head.graphs.values()) if head is not None else [])
+        listener.stage("weighing choices")
+        needs = simulated_memory(question.hardware, question.limit) if question.hardware is not None else None
+        own = _own_sets(choices or {})
+        profiled = build_profile(tracer, times.times, uniform, used_by_others=others, extra=own, needs=needs, head=head)
+        yield Subject(
+            question=question,
+            tracer=tracer,
+            uniform=uniform,
+            times=times,
+            profiled=profiled,
+            choices=choices,
+            notes=(*tracer.notes, *uniform["save"][1].notes, *found.notes),
+        )
+
+
+def _times(question: Question, uniform: UniformRuns, heads: Sequence[Graph]) -> tuple[Times, int]:
+    """Op times, and the bytes of the device that others hold."""
+    if question.hardware is not None:
+        return of_hardware(question.hardware, uniform, heads), 0
+    device = get_device(question.device)
+    environment = environment_of(device, {**process_environment(question.device), **os.environ})
+    times = of_device(
+        environment, uniform, heads, workload_key(question.spec, question.spec.model, {}), question.plan_path
+    )
+    return times, device.used_by_others()
+
+
+def _own_sets(choices: Mapping[str, Choice]) -> tuple[Choice, ...]:
+    """Choices of a plan that no menu has by itself."""
+    return tuple(dict.fromkeys(c for c in choices.values() if isinstance(c, Selective | Remake)))

@@ -1,0 +1,247 @@
+"""The answer on screen: the plans everybody knows beside the one that was found, and how to load it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autockpt.reporting.style import VERDICTS, bullets, plain_table
+from autockpt.schema import Comparison, Plan, SearchOutcome, format_binary, format_bytes, words
+
+_PREDICTED = "predicted step"
+SHORT = 14  # a note of up to this many characters stands beside the plan's name, a longer one under the table
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """One line of the table, worked out: bytes, seconds and ratios, None where unknown."""
+
+    name: str
+    verdict: str
+    peak_bytes: int | None
+    simulated: bool
+    headroom_bytes: int | None
+    step: str
+    overhead: float | None
+    overhead_predicted: bool
+    predicted_bytes: int | None
+    predicted_seconds: float | None
+    ours: bool
+    note: str = ""
+    host_bytes: int = 0
+
+
+def answer_rows(rows: tuple[Comparison, ...], budget_bytes: int) -> list[AnswerRow]:
+    """Work out headroom, and overhead over the row *none*: both measured where they are, else both predicted."""
+    none = next((r for r in rows if r.name == "none"), None)
+    return [_row(r, none, budget_bytes, ours=i == len(rows) - 1) for i, r in enumerate(rows)]
+
+
+def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool) -> AnswerRow:
+    predicted, measured = row.predicted, row.measured
+    peak = measured.peak_bytes if measured else predicted.peak_bytes if predicted else None
+    both_measured = bool(measured and none and none.measured)
+    return AnswerRow(
+        name=row.name,
+        verdict=_verdict(row, peak, budget_bytes),
+        peak_bytes=peak,
+        simulated=measured is None,
+        headroom_bytes=None if peak is None else budget_bytes - peak,
+        step=words.step_time(measured) if measured else "",
+        overhead=_overhead(row, none, both_measured),
+        overhead_predicted=not both_measured,
+        predicted_bytes=predicted.peak_bytes if predicted else None,
+        predicted_seconds=predicted.step_seconds if predicted else None,
+        ours=ours,
+        note=row.note,
+        host_bytes=measured.host_bytes if measured else predicted.host_bytes if predicted else 0,
+    )
+
+
+def _verdict(row: Comparison, peak: int | None, budget_bytes: int) -> str:
+    """What was not measured fits as far as its ghost run says."""
+    if row.verdict == "not_measured" and peak is not None:
+        return "over_budget" if peak > budget_bytes else "simulated"
+    return row.verdict
+
+
+def _overhead(row: Comparison, none: Comparison | None, both_measured: bool) -> float | None:
+    """Share of extra step time over saving everything; None for the row itself and where a number is missing."""
+    if none is None or row is none:
+        return None
+    ours, base = (row.measured, none.measured) if both_measured else (row.predicted, none.predicted)
+    if ours is None or base is None or not ours.step_seconds or not base.step_seconds:
+        return None
+    return ours.step_seconds / base.step_seconds - 1
+
+
+def print_answer(outcome: SearchOutcome, console: Console) -> None:
+    """Print the whole answer: job, budget, table, notes, the plan and the lines that load it."""
+    console.print(_heading(outcome))
+    rows = answer_rows(outcome.rows, outcome.budget.bytes)
+    if rows:
+        console.print()
+        table = answer_table(rows, console)
+        console.print(table)
+        beneath = table.columns[-1].header != _PREDICTED and any(r.predicted_bytes is not None for r in rows)
+        modelled = [r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None]
+        if beneath or any(modelled):
+            console.print("~ simulated, not measured", style="dim")
+    console.print()
+    console.print(bullets(_remarks(outcome, rows)))
+    if outcome.plan is not None:
+        _print_plan(outcome, outcome.plan, console)
+
+
+def answer_table(rows: list[AnswerRow], console: Console) -> Table:
+    """The comparison; where a line does not hold it all, what was predicted stands under what was measured."""
+    if all(row.predicted_bytes is None for row in rows):  # compiled steps
+        return _table(rows, wide=False)
+    wide = _table(rows, wide=True)
+    unbounded = console.options.update(max_width=1000)
+    return wide if wide.__rich_measure__(console, unbounded).maximum <= console.width else _table(rows, wide=False)
+
+
+def _table(rows: list[AnswerRow], *, wide: bool) -> Table:
+    table = plain_table()
+    table.add_column("plan", no_wrap=wide)
+    table.add_column("fits", no_wrap=True)
+    for title in ("peak", "headroom", "step", "overhead"):
+        table.add_column(title, justify="right", no_wrap=True)
+    if host := any(row.host_bytes for row in rows):  # where something is offloaded
+        table.add_column("host", justify="right", no_wrap=True)
+    if wide:
+        table.add_column("predicted peak", justify="right", no_wrap=True)
+        table.add_column(_PREDICTED, justify="right", no_wrap=True)
+    for row in rows:
+        cells = _cells(row, wide, host)
+        table.add_row(*cells, style="bold" if row.ours else None)
+    return table
+
+
+def _cells(row: AnswerRow, wide: bool, host: bool) -> list[Text]:
+    word, colour = VERDICTS.get(row.verdict, (row.verdict, ""))
+    predicted_peak = format_binary(row.predicted_bytes) if row.predicted_bytes is not None else ""
+    predicted_step = words.seconds(row.predicted_seconds) if row.predicted_seconds is not None else ""
+    peak = _peak_cell(row, wide)
+    step = Text(row.step or (f"~{predicted_step}" if predicted_step else "—"))
+    if not wide and not row.simulated:
+        peak.append(f"\n~{predicted_peak}" if predicted_peak else "", style="dim not bold")
+        step.append(f"\n~{predicted_step}" if predicted_step else "", style="dim not bold")
+    name = Text(row.name)
+    if row.note and len(row.note) <= SHORT:
+        name.append(f"{'  ' if wide else chr(10)}{row.note}", style="dim not bold")
+    cells = [
+        name,
+        Text(word, style=colour),
+        peak,
+        Text("—" if row.headroom_bytes is None else format_binary(row.headroom_bytes)),
+        step,
+        _overhead_cell(row),
+        *([Text(format_binary(row.host_bytes) if row.host_bytes else "—")] if host else []),
+    ]
+    return [*cells, Text(predicted_peak, style="dim"), Text(predicted_step, style="dim")] if wide else cells
+
+
+def _overhead_cell(row: AnswerRow) -> Text:
+    if row.overhead is None:
+        return Text("—")
+    return Text(f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}")
+
+
+def _peak_cell(row: AnswerRow, wide: bool) -> Text:
+    if row.peak_bytes is None:
+        return Text("—")
+    if not row.simulated:
+        return Text(format_bytes(row.peak_bytes) if wide else format_binary(row.peak_bytes))
+    if row.verdict in ("over_budget", "out_of_memory"):
+        return Text(f"does not fit\n(simulated {format_binary(row.peak_bytes)})")
+    return Text(f"simulated {format_binary(row.peak_bytes)}")
+
+
+def _heading(outcome: SearchOutcome) -> Text:
+    text = Text()
+    model = outcome.plan.model.name if outcome.plan else outcome.settings.get("model")
+    text.append(f"{model} " if model else "", style="bold")
+    text.append(f"on {outcome.device.name}")
+    if outcome.source == "simulated" and not outcome.dry_run:
+        text.append(" (simulated)")
+    if facts := words.facts({k: v for k, v in outcome.settings.items() if k != "model"}):
+        text.append(f"\n{facts}", style="dim")
+    budget = outcome.budget
+    text.append(f"\nBudget {budget.asked}: {format_bytes(budget.bytes)}")
+    if budget.headroom:
+        text.append(f" (with {format_bytes(budget.headroom_bytes)} more left free: headroom {budget.headroom})")
+    if budget.covers:
+        text.append(f", for {budget.covers}", style="dim")
+    if outcome.plan is not None and (host := outcome.plan.host_budget_bytes) is not None:
+        text.append(f"\nHost budget: {format_bytes(host)}")
+    return text
+
+
+def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
+    """What the table does not say."""
+    remarks = []
+    if outcome.interrupted:
+        so_far = "this is the best so far" if outcome.plan else "nothing that fits was measured yet"
+        remarks.append(f"Interrupted: {so_far}. The same command again continues.")
+    if not outcome.binding:
+        remarks.append("Saving everything fits this budget: nothing has to be given up, and the plan is to save all.")
+    if outcome.dry_run:
+        remarks.append("Dry run: nothing was measured, all numbers are simulated.")
+    elif outcome.source == "simulated":
+        remarks.append(f"Nothing was measured: all numbers are simulated for {outcome.device.name}.")
+    if not outcome.dry_run:
+        remarks.append(_effort(outcome))
+    remarks += [f"{r.name}: {r.note}" for r in rows if len(r.note) > SHORT]
+    if outcome.set_aside:
+        remarks.append(f"What stood there before is kept as {outcome.set_aside}.")
+    return remarks + list(outcome.notes)
+
+
+def _effort(outcome: SearchOutcome) -> str:
+    total = sum(s.seconds for s in outcome.stages if not s.part)
+    parts = ", ".join(f"{s.name} {words.seconds(s.seconds)}" for s in outcome.stages if s.seconds >= 0.1)
+    text = f"{words.counted(outcome.measured_trials, 'trial')} {outcome.source}"
+    text += f", {outcome.resumed} of them in earlier runs," if outcome.resumed else ""
+    text += f" in {words.seconds(total)}" + (f" ({parts})" if parts else "") if outcome.stages else ""
+    return f"{text}. {outcome.stopped[:1].upper()}{outcome.stopped[1:]}".rstrip(". ") + "."
+
+
+def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
+    choices = plan.expand_planned()
+    console.print()
+    console.print(
+        Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {_status(plan)}")
+    )
+    for pattern, choice in plan.choices.items():
+        console.print(Text(f"  {pattern}: {choice}"), style="dim", soft_wrap=True)
+    if outcome.plan_path is None:
+        return
+    console.print()
+    written = Text.assemble("Written to ", (str(outcome.plan_path), "bold"), ". To train with it:")
+    if plan.status == "simulated":
+        written = Text.assemble(
+            "Written to ",
+            (str(outcome.plan_path), "bold"),
+            f". On the device, `autockpt verify {outcome.plan_path}` holds it against real steps, and "
+            f"`autockpt search --resume {outcome.plan_path}` goes on with measured ones. To train with it:",
+        )
+    console.print(written, soft_wrap=True)
+    console.print()
+    for line in loading_lines(str(outcome.plan_path)):
+        console.print(Text(f"    {line}", style="cyan"), soft_wrap=True)
+
+
+def _status(plan: Plan) -> str:
+    name = plan.environment.device.name if plan.environment is not None else ""
+    return f"simulated for {name}" if plan.status == "simulated" and name else plan.status
+
+
+def loading_lines(path: str) -> tuple[str, str, str]:
+    """The three lines that load a plan."""
+    return "import autockpt", f"handle = autockpt.apply(model, {json.dumps(path, ensure_ascii=False)})", "print(handle)"

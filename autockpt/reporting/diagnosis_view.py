@@ -1,0 +1,225 @@
+"""``autockpt diagnose`` on screen: what happened, what filled the device, and what helps."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autockpt.reporting import area
+from autockpt.reporting.answer import answer_rows, answer_table
+from autockpt.reporting.sparkline import can_draw
+from autockpt.reporting.style import bullets, plain_table
+from autockpt.schema import format_binary, words
+from autockpt.schema.diagnosis import CommandReading, DeviceFailure, Diagnosis, Room, SnapshotReading
+
+_BAR = 20
+SNAPSHOT_RULE = (
+    "Purposes are read off the stacks, so they are likely, not certain: modules built, loaded or moved are weights, "
+    "frames of an optimizer its states, recorded blocks without a Python stack what backward made, gradients among "
+    "it, calls of forward activations."
+)
+
+
+def print_diagnosis(said: Diagnosis, console: Console) -> None:
+    """Print it all, a heading per question."""
+    if said.command is not None and said.command.missing:  # nothing below holds without it
+        console.print(bullets(said.command.missing))
+        console.print()
+    _opening(said, console)
+    if said.log is not None and said.log.failures:
+        _reported(said.log.failures[0], console)
+    if said.snapshot is not None:
+        _snapshot(said.snapshot, console)
+    if said.command is not None:
+        _command(said.command, console)
+    if said.agreement is not None and said.room is not None:
+        _simulated(said, said.room, console)
+        _prescription(said, said.room, console)
+    if said.unprescribed:
+        _title("No prescription", console)
+        console.print(Text(said.unprescribed))
+    if said.advice:
+        _title("Besides" if said.room is not None else "What helps", console)
+        console.print(bullets(said.advice))
+    if said.notes:
+        console.print()
+        console.print(bullets(said.notes))
+
+
+def _title(text: str, console: Console) -> None:
+    console.print()
+    console.print(Text(text, style="bold"))
+
+
+def _opening(said: Diagnosis, console: Console) -> None:
+    if said.verdict:
+        console.print(Text(said.verdict, style="bold"))
+    if said.model is not None:
+        facts = words.job(said.settings)
+        console.print(Text(", ".join(filter(None, (said.model, facts))), style="dim"))
+
+
+def _reported(failure: DeviceFailure, console: Console) -> None:
+    rows = [
+        ("in tensors", failure.allocated),
+        ("reserved by PyTorch, unused", failure.cached),
+        ("context and the like", failure.overhead),
+        ("others on the device", failure.others),
+        ("free", failure.free),
+    ]
+    known = [(name, size) for name, size in rows if size is not None]
+    if not known:
+        return
+    _title("What the message says", console)
+    table = _two_columns()
+    for name, size in known:
+        table.add_row(Text(name), Text(format_binary(size)))
+    if failure.capacity is not None:
+        table.add_section()
+        table.add_row(Text("the device"), Text(format_binary(failure.capacity)), style="bold")
+    console.print(table)
+
+
+def _two_columns() -> Table:
+    table = plain_table(show_header=False)
+    table.add_column("", overflow="fold")
+    table.add_column("", justify="right", no_wrap=True)
+    return table
+
+
+def _snapshot(said: SnapshotReading, console: Console) -> None:
+    _title("What the snapshot holds, when memory ran out" if said.at_oom else "What the snapshot holds", console)
+    table = _two_columns()
+    rows = [*said.purposes.items()] if said.purposes else [("in use", said.allocated)]
+    for name, size in [*rows, ("reserved, unused", said.inactive)]:
+        table.add_row(Text(name), Text(format_binary(size)))
+    table.add_section()
+    table.add_row(Text(f"reserved, in {words.counted(said.segments, 'segment')}"), Text(format_binary(said.reserved)))
+    console.print(table)
+    if said.with_stacks:
+        _title("The largest, by who asked for them", console)
+        console.print(_groups(said))
+        console.print(Text(SNAPSHOT_RULE, style="dim"))
+
+
+def _groups(said: SnapshotReading) -> Table:
+    table = plain_table()
+    table.add_column("all", justify="right", no_wrap=True)
+    table.add_column("blocks", justify="right", no_wrap=True)
+    table.add_column("purpose", no_wrap=True)
+    table.add_column("asked for in", overflow="fold")
+    for g in said.groups:
+        where = str(g.frame) if g.frame is not None else ""
+        table.add_row(*(Text(c) for c in (format_binary(g.bytes), f"{g.count:,}", g.purpose, where)))
+    if said.other_count:
+        rest = (format_binary(said.other_bytes), f"{said.other_count:,}", "", "smaller ones")
+        table.add_row(*(Text(c) for c in rest), style="dim")
+    return table
+
+
+def _command(said: CommandReading, console: Console) -> None:
+    _title("What was taken from the command", console)
+    table = plain_table(show_header=False)
+    for _ in range(3):
+        table.add_column("", overflow="fold")
+    for t in said.taken:
+        table.add_row(Text(t.flag), Text(t.option), Text(t.note, style="dim"))
+    if said.taken:
+        console.print(table)
+    lines = [*said.overruled]
+    if said.not_understood:
+        lines.append(f"not understood, and left out: {', '.join(said.not_understood)}")
+    if said.harmless:
+        lines.append(f"without effect on a step's memory: {', '.join(said.harmless)}")
+    if not said.taken:
+        lines.append("nothing: no flag in it says anything about memory")
+    if lines:
+        console.print(bullets(lines))
+
+
+def _simulated(said: Diagnosis, room: Room, console: Console) -> None:
+    assert said.agreement is not None
+    over = said.agreement.stage is not None
+    _title(f"What fills it, by a ghost run, {'where it runs over' if over else 'at the peak'}", console)
+    marks = area.BLOCK if can_draw(console.encoding) else area.PLAIN
+    total = max(1, sum(h.peak_bytes for h in said.holdings))
+    table = plain_table(show_header=False)
+    table.add_column("", overflow="fold")
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for h in said.holdings:
+        if h.peak_bytes:
+            share = h.peak_bytes / total
+            cells = (h.name, format_binary(h.peak_bytes), words.share(share), area.bar(share, _BAR, marks))
+            table.add_row(*(Text(c) for c in cells))
+    table.add_section()
+    table.add_row(Text("together"), Text(format_binary(total)), Text(""), Text(""), style="bold")
+    console.print(table)
+    console.print(bullets(said.agreement.verdicts))
+
+
+def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
+    _title("Prescription", console)
+    console.print(Text(_room(room)))
+    if said.fits_already and said.choices:
+        console.print(
+            Text(
+                "By the simulation the job fits without a plan. Describe it as it ran (--batch-size, --seq-len, "
+                "--run), or take one of these by its peak:"
+            )
+        )
+    if said.choices:
+        console.print()
+        console.print(answer_table(answer_rows(said.rows, room.budget), console))
+        console.print(Text("~ simulated, not measured", style="dim"))
+        console.print()
+        console.print(Text(f"Plan  {words.strip(said.choices)}   {words.tally(said.choices)}, simulated", style="bold"))
+        _how_to(said, console)
+        return
+    smallest = f": the leanest needs {format_binary(said.smallest_peak)}" if said.smallest_peak is not None else ""
+    console.print(Text(f"No plan alone fits{smallest}.", style="bold"))
+    if not said.ways:
+        console.print(Text("Nothing that was tried fits: take a smaller model, or a larger device."))
+        return
+    console.print(Text("What would, each ghost-run with one choice on all layers; simulated, not measured:"))
+    console.print(_ways(said))
+
+
+def _room(room: Room) -> str:
+    others = f", {format_binary(room.others)} are held by others" if room.others else ""
+    return (
+        f"For {format_binary(room.budget)} of a device with {format_binary(room.capacity)}{others}; the context takes "
+        f"{format_binary(room.overhead)} of it ({room.said})."
+    )
+
+
+def _how_to(said: Diagnosis, console: Console) -> None:
+    if said.plan_path is not None:
+        lines = [
+            f"autockpt.apply(model, {str(said.plan_path)!r})  # before training",
+            f"autockpt search --resume {said.plan_path} --budget auto  # on the device: measure it and do better",
+        ]
+    else:
+        lines = ['--plan-out plan.yaml writes it; autockpt.apply(model, "plan.yaml") applies it']
+    console.print()
+    for line in lines:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _ways(said: Diagnosis) -> Table:
+    table = plain_table()
+    table.add_column("change", overflow="fold")
+    table.add_column("peak", justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("per token", justify="right", no_wrap=True)
+    table.add_column("with", overflow="fold")
+    table.add_column("what changes", overflow="fold")
+    for way in said.ways:
+        step = f"~{words.seconds(way.step_seconds)}" if way.step_seconds is not None else ""
+        cells = (way.options, format_binary(way.peak_bytes), step, f"~{way.relative_cost:.2f}×", way.plan, way.effect)
+        table.add_row(*(Text(c) for c in cells))
+    table.caption = "per token: simulated seconds over those of the leanest plan of the job as it was"
+    table.caption_justify, table.caption_style = "left", "dim"
+    return table

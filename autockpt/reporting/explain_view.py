@@ -1,0 +1,235 @@
+"""``autockpt explain`` on screen: where the bytes go, when they are the most, and what giving some up costs."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from autockpt.reporting import area
+from autockpt.reporting.explain_words import (
+    basis_mark,
+    choice_words,
+    largest_words,
+    place_words,
+    reason_words,
+    shape_words,
+)
+from autockpt.reporting.sparkline import can_draw
+from autockpt.reporting.style import bullets, plain_table
+from autockpt.schema import format_binary, format_bytes, words
+from autockpt.schema.explanation import Explanation, Front, Slice
+
+WIDE = 108  # columns from which two tables stand side by side
+LABEL = 11  # columns of the chart's axis
+UNITS, KINDS, ALIVE = 6, 9, 8  # lines of each table
+ROWS = 9
+
+
+def print_explanation(said: Explanation, console: Console) -> None:
+    """Print it all, a heading per question."""
+    marks = area.BLOCK if can_draw(console.encoding) else area.PLAIN
+    console.print(_heading(said))
+    _title("Where the bytes go", console)
+    console.print(_holdings(said, marks, 12 if console.width < WIDE else 24))
+    at_peak = said.moment.op == said.curve.peak_op
+    when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
+    _title(f"What comes and goes, {when}: {format_binary(sum(s.total for s in said.units))}", console)
+    console.print(_side_by_side(_slices("unit", said.units, UNITS), _slices("kind of op", said.ops, KINDS), console))
+    _title("Bytes over time, op by op", console)
+    _chart(said, marks, console)
+    _title("The largest alive then" if at_peak else f"The largest alive at op {said.moment.op:,}", console)
+    console.print(_alive(said, console.width))
+    for front in said.fronts:
+        _title(f"Choices for {front.units}", console)
+        console.print(_front(front, said, marks))
+    if said.why is not None:
+        _title("Why this plan", console)
+        console.print(bullets(reason_words(said)))
+    if said.budgets:
+        _title("Other budgets and sizes", console)
+        console.print(_budgets(said, marks))
+        if said.limits:
+            console.print(bullets(largest_words(said)))
+    if said.notes or said.basis_note:
+        console.print()
+        console.print(bullets((_rests_on(said), *said.notes)))
+
+
+def _title(text: str, console: Console) -> None:
+    console.print()
+    console.print(Text(text, style="bold"))
+
+
+def _heading(said: Explanation) -> Text:
+    text = Text()
+    text.append(said.model, style="bold")
+    text.append(f" on {said.device}, {said.plan} ({said.status})")
+    if facts := words.job(said.settings):
+        text.append(f"\n{facts}", style="dim")
+    text.append("\nPeak ")
+    text.append(format_bytes(said.peak_bytes), style="bold")
+    if said.budget is not None:
+        room = said.budget.bytes - said.peak_bytes
+        state = f"{format_binary(room)} free" if room >= 0 else f"{format_binary(-room)} too much"
+        text.append(f" of {format_binary(said.budget.bytes)} (budget {said.budget.asked}): ")
+        text.append(state, style="green" if room >= 0 else "red")
+    head = any("block" not in choice.roles for choice in said.choices.values())  # the same in all plans here
+    text.append(f"; {'every layer on save' if head else 'save everything'} {format_binary(said.save_all_peak)}, ")
+    text.append(f"leanest plan {format_binary(said.smallest_peak)} (simulated)")
+    if said.measured_peak is not None and said.measured_seconds is not None:
+        text.append(f"\nMeasured: {format_bytes(said.measured_peak)}, a step {words.seconds(said.measured_seconds)}")
+    text.append(f"\n{words.strip(said.choices)}  {words.tally(said.choices)}", style="dim")
+    return text
+
+
+def _holdings(said: Explanation, marks: area.Marks, width: int) -> Table:
+    table = plain_table()
+    table.add_column("", no_wrap=True)
+    table.add_column("at the peak", justify="right", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("most at any op", justify="right", no_wrap=True)
+    for h in said.holdings:
+        share = h.peak_bytes / max(1, said.peak_bytes)
+        filled = area.bar(share, width, marks)
+        held = (format_binary(h.peak_bytes), words.share(share)) if h.peak_bytes else ("—", "")
+        table.add_row(*(Text(c) for c in (h.name, *held, filled, format_binary(h.most_bytes))))
+    table.add_section()
+    table.add_row(Text("peak"), Text(format_binary(said.peak_bytes)), Text("100.0 %"), style="bold")
+    return table
+
+
+def _slices(title: str, slices: tuple[Slice, ...], most: int) -> Table:
+    """The largest slices; the rest in one line."""
+    total = max(1, sum(s.total for s in slices))
+    ranked = sorted(slices, key=lambda s: -s.total)
+    shown, rest = (ranked, []) if len(ranked) <= most else (ranked[: most - 1], ranked[most - 1 :])
+    several = any(s.count > 1 for s in slices)
+    table = plain_table()
+    table.add_column(title, overflow="fold")
+    for name in ("each", "all", "share") if several else ("all", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for s in shown:
+        name = f"{s.name} ×{s.count}" if s.count > 1 else s.name
+        each = [Text(format_binary(s.bytes) if s.count > 1 else "")] if several else []
+        table.add_row(Text(name), *each, Text(format_binary(s.total)), Text(words.share(s.total / total)))
+    if rest:
+        size = sum(s.total for s in rest)
+        each = [Text("")] if several else []
+        table.add_row(Text(f"{len(rest)} more"), *each, Text(format_binary(size)), Text(words.share(size / total)))
+    return table
+
+
+def _side_by_side(left: Table, right: Table, console: Console) -> Table | Group:
+    if console.width < WIDE:
+        return Group(left, Text(), right)
+    grid = Table.grid(padding=(0, 4, 0, 0))
+    grid.add_row(left, right)
+    return grid
+
+
+def _chart(said: Explanation, marks: area.Marks, console: Console) -> None:
+    columns = max(20, min(console.width, 132) - LABEL - 2)
+    budget = said.budget.bytes if said.budget is not None else None
+    drawn = area.draw(said.curve, columns, ROWS, marks, budget)
+    pad = " " * (LABEL + 1)
+    size, at = format_binary(said.peak_bytes), drawn.peak_column
+    right = f"{marks.peak} {size}"
+    mark = " " * at + right if at + len(right) <= columns else f"{size} {marks.peak}".rjust(at + 1)
+    console.print(Text(pad + mark, style="bold"), no_wrap=True, overflow="crop")
+    for label, line in drawn.lines:
+        console.print(Text(f"{label:>{LABEL}}{marks.axis}{line}"), no_wrap=True, overflow="crop")
+    bottom = f"{format_binary(drawn.low) if drawn.low else '0':>{LABEL}} "
+    ruled = area.ruler(said.curve.spans, said.curve.ops, columns)
+    console.print(Text(bottom + ruled, style="dim"), no_wrap=True, overflow="crop")
+    legend = f"{marks.fixed} there all the time   {marks.growing} gradients, optimizer   {marks.bar} comes and goes"
+    console.print(Text(pad + legend, style="dim"))
+    c = said.curve
+    where = f" in {c.peak_module}" if c.peak_module else ""
+    console.print(Text(f"Peak at op {c.peak_op:,} of {c.ops:,}: {c.peak_target}, {c.peak_phase}{where}"))
+
+
+def _alive(said: Explanation, width: int) -> Table:
+    table = plain_table()
+    table.add_column("all", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("made by", no_wrap=True)
+    table.add_column("in", overflow="fold", min_width=24)
+    table.add_column("shape", no_wrap=True)
+    if width >= WIDE:
+        table.add_column("what for", no_wrap=True)
+    for a in said.moment.alive[:ALIVE]:
+        place = place_words(a)
+        cells = [
+            format_binary(a.total),
+            f"×{a.count}" if a.count > 1 else "",
+            a.kind,
+            place,
+            shape_words(a),
+            *([a.purpose] if width >= WIDE else []),
+        ]
+        table.add_row(*(Text(c) for c in cells))
+    rest = said.moment.alive[ALIVE:]
+    size = sum(a.total for a in rest) + said.moment.other_bytes
+    count = sum(a.count for a in rest) + said.moment.other_count
+    if count:
+        table.add_row(Text(format_binary(size)), Text(f"×{count}"), Text("smaller ones"), style="dim")
+    return table
+
+
+def _front(front: Front, said: Explanation, marks: area.Marks) -> Table:
+    tilde = basis_mark(said.basis)
+    table = plain_table()
+    table.add_column("", no_wrap=True)
+    table.add_column("choice", overflow="fold")
+    for title in ("keeps", "extra time", "per MiB freed"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("taken", no_wrap=True)
+    most = max((b.kept_bytes for b in front.bargains), default=0)
+    for b in front.bargains:
+        freed = most - b.kept_bytes
+        price = f"{tilde}{words.seconds(b.extra_seconds / freed * 2**20)}" if freed > 0 else ""
+        extra = f"{tilde}{words.seconds(b.extra_seconds)}" if b.extra_seconds else "0"
+        taken = f"{b.taken} of {front.count}" if b.taken else ""
+        taken += " (beaten by another)" if b.dominated else ""
+        cells = (
+            marks.ours if b.taken else "",
+            choice_words(b.choice),
+            format_binary(b.kept_bytes),
+            extra,
+            price,
+            taken.strip(),
+        )
+        table.add_row(*(Text(c) for c in cells), style="bold" if b.taken else None)
+    if front.left_out:
+        more = f"{words.counted(front.left_out, 'choice')} left out: another keeps no more and costs no more"
+        table.caption, table.caption_justify, table.caption_style = more, "left", "dim"
+    return table
+
+
+def _budgets(said: Explanation, marks: area.Marks) -> Table:
+    tilde = basis_mark(said.basis)
+    table = plain_table()
+    table.add_column("", no_wrap=True)
+    for title in ("budget", "", "peak", "overhead"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("plan", overflow="fold")
+    for step in said.budgets:
+        reach = step.reach
+        overhead = "—" if reach is None or reach.overhead is None else tilde + words.share(reach.overhead, signed=True)
+        cells = (
+            marks.ours if step.ours else "",
+            format_binary(step.budget_bytes),
+            step.label,
+            "nothing fits" if reach is None else format_binary(reach.peak_bytes),
+            overhead,
+            "" if reach is None else words.tally(reach.choices),
+        )
+        table.add_row(*(Text(c) for c in cells), style="bold" if step.ours else None)
+    return table
+
+
+def _rests_on(said: Explanation) -> str:
+    how = "a ghost run" if said.source == "ghost" else "a recorded real step"
+    return f"Bytes are simulated by {how}, seconds too: {said.basis_note}."

@@ -1,0 +1,135 @@
+"""``autockpt trace`` on screen: the table per unit, bytes over time, where the peak is and whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autockpt.reporting import sparkline
+from autockpt.reporting.graph_summary import GraphSummary, UnitSummary
+from autockpt.reporting.style import bullets, plain_table
+from autockpt.reporting.terminal import shown
+from autockpt.schema import DevicePeak, Graph, format_binary, format_bytes, words
+
+WIDE = 100
+_KINDS = {
+    "resident": "weights, optimizer states and batch",
+    "activation": "activations",
+    "gradient": "gradients",
+    "optimizer": "optimizer",
+    "weight": "weights",
+    "other": "other",
+}
+
+
+def print_summary(summary: GraphSummary, settings: Mapping[str, object], console: Console) -> None:
+    """Print a summary of a traced step. ``settings``: resolved facts of the workload."""
+    if facts := words.facts(settings):
+        console.print(Text(facts, style="dim"))
+    how = "ghost run" if summary.source == "ghost" else "a real step, recorded"
+    counts = (
+        f"{words.counted(summary.ops, 'op')} of {words.counted(summary.kinds_of_ops, 'kind')}",
+        words.flops(summary.flops),
+        words.counted(summary.micro_batches, "micro-batch", "micro-batches"),
+    )
+    console.print(Text(f"{', '.join(counts)} ({how})"))
+    console.print()
+    console.print(unit_table(summary, console.width))
+    console.print()
+    print_timeline(summary, console)
+    if summary.notes:
+        console.print()
+        console.print(bullets(summary.notes))
+
+
+def unit_table(summary: GraphSummary, width: int) -> Table:
+    """One row per run of equal units, sub-units indented under their block. Narrow screens go without classes."""
+    wide = width >= WIDE
+    table = plain_table()
+    table.add_column("unit", overflow="fold")
+    table.add_column("", justify="right", no_wrap=True)
+    if wide:
+        table.add_column("class", overflow="fold")
+    for title in ("saved", "boundary", "FLOPs", "share"):
+        table.add_column(title, justify="right", no_wrap=True)
+    block = ""
+    for row in summary.units:
+        name = f"  {row.name.removeprefix(block)}" if row.inner else row.name
+        table.add_row(*_cells(row, name, wide), style="dim" if row.inner else None)
+        block = block if row.inner else row.name
+    table.add_section()
+    total = UnitSummary(name="all", saved_bytes=summary.saved_bytes, boundary_bytes=0, flops=summary.flops, share=1.0)
+    table.add_row(*_cells(total, "all", wide), style="bold")
+    return table
+
+
+def _cells(row: UnitSummary, name: str, wide: bool) -> list[Text]:
+    return [
+        Text(name),
+        Text(f"×{row.count}" if row.count > 1 else ""),
+        *([Text(row.cls)] if wide else []),
+        Text(format_binary(row.saved_bytes)),
+        Text(format_binary(row.boundary_bytes) if row.boundary_bytes else "—"),
+        Text(words.flops(row.flops)),
+        Text(words.share(row.share)),
+    ]
+
+
+def print_device_peak(peak: DevicePeak, device: str, memory_bytes: int, console: Console) -> None:
+    """What the device's allocator makes of a step. ``memory_bytes``: what the device has."""
+    answer = "fits" if peak.fits else "does not fit"
+    console.print(
+        f"On {device}, simulated: {format_bytes(peak.total)}, {answer} in {format_binary(memory_bytes)}; "
+        f"tensors {format_binary(peak.allocated)} (matrix workspaces {format_binary(peak.workspace)} of it), "
+        f"fragmentation {format_binary(peak.fragmentation)}, context {format_binary(peak.context)}"
+    )
+
+
+def print_timeline(summary: GraphSummary, console: Console) -> None:
+    """The sparkline with its phases under it, and the peak in words."""
+    width = max(20, min(console.width, 120))
+    levels = sparkline.BLOCKS if sparkline.can_draw(console.encoding) else sparkline.ASCII
+    values = sparkline.resample(summary.timeline, width)
+    peak = summary.peak
+    column = values.index(max(values))
+    console.print(f"Bytes over time, op by op: from {format_binary(min(values))} to {format_bytes(peak.bytes)}")
+    console.print(Text(sparkline.sparkline(values, min(values), peak.bytes, levels)), no_wrap=True, overflow="crop")
+    console.print(Text(_ruler(summary, width), style="dim"), no_wrap=True, overflow="crop")
+    console.print(Text(" " * column + "^ peak" if column < width - 6 else "peak ^".rjust(column + 1)), no_wrap=True)
+    where = f" in {peak.module}" if peak.module else ""
+    console.print(Text(f"Peak {format_bytes(peak.bytes)} at op {peak.op:,}: {peak.target}, {peak.phase}{where}"))
+    held = ", ".join(f"{_KINDS.get(k, k)} {format_binary(v)}" for k, v in peak.by_kind.items() if v)
+    details = [
+        f"made of {held}",
+        f"most of what comes and goes is held by {peak.owner}: {format_binary(peak.owner_bytes)}",
+    ]
+    if summary.copied_bytes:
+        details.append(f"moved off the device during the step: {format_bytes(summary.copied_bytes)}")
+    console.print(bullets(details, mark=" "))
+
+
+def _ruler(summary: GraphSummary, width: int) -> str:
+    """Phase names under the part of the line that they take; a bar where each begins."""
+    line = [" "] * width
+    for span in summary.spans:
+        start = span.start * width // max(1, summary.ops)
+        stop = max(start + 1, span.stop * width // max(1, summary.ops))
+        label = f"|{span.phase}"[: stop - start]
+        line[start : start + len(label)] = label
+    return "".join(line).rstrip()
+
+
+def print_ops(graph: Graph, console: Console) -> None:
+    """One line per op, as wide as it is: for ``less -S`` and ``grep``."""
+    # past rich, which would turn the tabs into spaces
+    print("op\tphase\ttarget\tmodule\toutputs\tbytes\tFLOPs\tdevice bytes", file=console.file)
+    size = {s.id: s.bytes for s in graph.storages}
+    born = {s.id: s.birth for s in graph.storages}
+    for op, held in zip(graph.ops, graph.timeline(), strict=True):
+        outputs = " ".join(f"{o.dtype}{list(o.shape)}" for o in op.outputs)
+        fresh = sum(size.get(i, 0) for i in {o.storage for o in op.outputs} if born.get(i) == op.index)
+        cells = (op.index, op.phase, op.target, op.module or "-", outputs or "-", fresh, op.flops, held)
+        print("\t".join(shown(str(c)) for c in cells), file=console.file)

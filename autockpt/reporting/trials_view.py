@@ -1,0 +1,236 @@
+"""``autockpt history`` on screen: the trials of a run, their Pareto front, one trial in full, two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autockpt.reporting.progress import STATES
+from autockpt.reporting.style import plain_table
+from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
+from autockpt.schema.choices import CHOICE_TYPES
+from autockpt.schema.names import fold
+
+WIDE = 100
+
+
+def when(seconds: float) -> str:
+    """A time of day, in the machine's own zone: ``2026-11-22 17:05``."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def legend(trials: Iterable[Trial]) -> str:
+    """What the letters of some trials' choices mean."""
+    kinds = {choice.kind for trial in trials for choice in trial.choices.values()} | {"save"}
+    known = {t.model_fields["kind"].default: t.letter for t in CHOICE_TYPES}
+    said = ", ".join(f"{letter} {kind}" for kind, letter in known.items() if kind in kinds)
+    return f"A letter for each layer, first to last: {said}; a small letter: in a part of the layer alone"
+
+
+def print_trials(trials: Sequence[Trial], front: Sequence[Trial], console: Console) -> None:
+    """Print trials in the order given, a ``*`` at those on the front, then the front by itself."""
+    print_table(trials, front, console)
+    counted = "simulated" if any(t.state == "simulated" for t in front) else "measured"
+    console.print(Text(f"Pareto front (no other {counted} trial is both faster and leaner)", style="bold"))
+    console.print(front_table(front) if front else "  nothing was measured yet")
+
+
+def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Console) -> None:
+    """Print trials in the order given, and what the letters mean."""
+    console.print(trials_table(trials, {t.number for t in front}, console.width))
+    console.print()
+    console.print(Text(legend(trials), style="dim"))
+    if any(t.state == "simulated" for t in trials):
+        console.print(Text("~ simulated, not measured", style="dim"))
+    console.print()
+
+
+def trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
+    """Number, encoding, peak, step time, verdict, hash and the choices in one line."""
+    table = plain_table()
+    table.add_column("", no_wrap=True)
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("encoding", no_wrap=True)
+    table.add_column("peak", justify="right", no_wrap=True)
+    if wide := width >= WIDE:
+        table.add_column("predicted", justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    table.add_column("plan", no_wrap=True)
+    table.add_column("choices", overflow="fold")
+    for trial in trials:
+        table.add_row(*_cells(trial, trial.number in front, wide=wide, room=max(12, width - (74 if wide else 66))))
+    return table
+
+
+def _cells(trial: Trial, on_front: bool, *, wide: bool, room: int) -> list[Text]:
+    measured, predicted = trial.measured, trial.predicted
+    step = words.step_time(measured) if measured else ""
+    if not step and predicted and predicted.step_seconds:
+        step = f"~{words.seconds(predicted.step_seconds)}"
+    return [
+        Text("*" if on_front else ""),
+        Text(str(trial.number)),
+        Text(trial.encoding if trial.encoding != "baseline" else trial.name),
+        Text(format_binary(measured.peak_bytes) if measured else "—"),
+        *([Text(format_binary(predicted.peak_bytes) if predicted else "—")] if wide else []),
+        Text(step or "—"),
+        _fits(trial),
+        Text(trial.plan_hash[:8]),
+        Text(words.strip(trial.choices, room)),
+    ]
+
+
+def _fits(trial: Trial) -> Text:
+    if trial.state == "duplicate":
+        return Text(f"= {trial.duplicate_of}" if trial.duplicate_of is not None else "known", style="dim")
+    if trial.state == "out_of_memory":
+        return Text("OOM", style="red")
+    if trial.state == "failed":
+        return Text("failed", style="red")
+    return Text("yes", style="green") if trial.feasible else Text("no", style="red")
+
+
+def _score_time(trial: Trial) -> str:
+    if trial.measured is not None:
+        return words.step_time(trial.measured)
+    return f"~{words.seconds(trial.score_seconds)}" if trial.score is not None and trial.score.step_seconds else "—"
+
+
+def front_table(front: Sequence[Trial]) -> Table:
+    """The front, leanest first."""
+    table = plain_table()
+    for title, justify in (("peak", "right"), ("step", "right"), ("fits", "left"), ("#", "right"), ("name", "left")):
+        table.add_column(title, justify=justify, no_wrap=title != "name")  # type: ignore[arg-type]
+    for trial in front:
+        if trial.score is not None:
+            peak, step = format_binary(trial.score.peak_bytes), _score_time(trial)
+            table.add_row(Text(peak), Text(step), _fits(trial), Text(str(trial.number)), Text(trial.name))
+    return table
+
+
+def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> None:
+    """One trial in full; ``readings`` are all lines that were written about it, oldest first."""
+    console.print(Text(f"Trial {trial.number}: {trial.name}", style="bold"))
+    verdict = STATES[trial.state] or ("fits the budget" if trial.feasible else "over the budget")
+    console.print(Text(f"{verdict}{f': {trial.message}' if trial.message else ''}"), soft_wrap=True)
+    facts = [f"proposed as {trial.encoding}", f"plan {trial.plan_hash}"]
+    if trial.duplicate_of is not None:
+        facts.append(f"the same plan as trial {trial.duplicate_of}")
+    if trial.elapsed_seconds:
+        facts.append(f"ended {words.seconds(trial.elapsed_seconds)} after the search began")
+    console.print(Text(", ".join(facts), style="dim"), soft_wrap=True)
+    console.print()
+    console.print(_beside(trial))
+    measured = measurements(readings)
+    if len(measured) > 1:
+        console.print()
+        console.print(Text("Measured more than once; the last one counts", style="bold"))
+        console.print(_readings(measured))
+    if trial.parameters:
+        console.print()
+        said = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.parameters.items())
+        console.print(Text(f"Parameters: {said}"), soft_wrap=True)
+    console.print()
+    console.print(Text(f"{words.strip(trial.choices)}   {words.tally(trial.choices)}"))
+    for pattern, choice in fold(trial.choices).items():
+        console.print(Text(f"  {pattern}: {choice}", style="dim"), soft_wrap=True)
+
+
+def measurements(readings: Sequence[Trial]) -> list[Measurement]:
+    """The different measurements among a trial's lines: it is written again, too, when it is judged."""
+    found: list[Measurement] = []
+    for trial in readings:
+        if trial.measured is not None and (not found or found[-1] != trial.measured):
+            found.append(trial.measured)
+    return found
+
+
+def _beside(trial: Trial) -> Table:
+    """Prediction beside measurement."""
+    table = plain_table()
+    for title in ("", "predicted", "measured", "measured over predicted"):
+        table.add_column(title, justify="left" if not title else "right")
+    predicted, measured = trial.predicted, trial.measured
+    ratio = (
+        measured.step_seconds / predicted.step_seconds - 1
+        if measured and predicted and predicted.step_seconds
+        else None
+    )
+    table.add_row(
+        "peak",
+        format_binary(predicted.peak_bytes) if predicted else "—",
+        format_bytes(measured.peak_bytes) if measured else "—",
+        _more(measured.peak_bytes - predicted.peak_bytes) if measured and predicted else "—",
+    )
+    table.add_row(
+        "step",
+        words.seconds(predicted.step_seconds) if predicted and predicted.step_seconds else "—",
+        words.step_time(measured) if measured else "—",
+        words.share(ratio, signed=True) if ratio is not None else "—",
+    )
+    if (predicted and predicted.host_bytes) or (measured and measured.host_bytes):
+        table.add_row(
+            "host",
+            format_binary(predicted.host_bytes) if predicted else "—",
+            format_binary(measured.host_bytes) if measured else "—",
+            _more(measured.host_bytes - predicted.host_bytes) if measured and predicted else "—",
+        )
+    return table
+
+
+def _more(size: int) -> str:
+    return f"{'+' if size > 0 else ''}{format_binary(size)}"
+
+
+def _readings(measured: Sequence[Measurement]) -> Table:
+    table = plain_table()
+    for title in ("", "peak", "step", "cycles", "seconds of each cycle"):
+        table.add_column(title, justify="left" if title.startswith("seconds") else "right")
+    for number, reading in enumerate(measured, 1):
+        times = ", ".join(f"{t:.4g}" for t in reading.times) or "—"
+        table.add_row(
+            str(number), format_binary(reading.peak_bytes), words.step_time(reading), str(reading.steps), Text(times)
+        )
+    return table
+
+
+def print_comparison(
+    names: tuple[str, str],
+    found: Sequence[tuple[str, str, str]],
+    asked: Sequence[tuple[str, str, str]],
+    both: Sequence[tuple[Trial, Trial]],
+    console: Console,
+) -> None:
+    """Two runs side by side: what came of them, what was asked differently, and plans that both tried."""
+    for title, rows in (("What came of them", found), ("What was asked differently", asked)):
+        console.print(Text(title, style="bold"))
+        if not rows:
+            console.print("  nothing: it is the same question")
+        else:
+            table = plain_table()
+            for head in ("", *names):
+                table.add_column(head, overflow="fold")
+            for row in rows:
+                table.add_row(*map(Text, row))
+            console.print(table)
+        console.print()
+    console.print(Text("Plans that both tried", style="bold"))
+    if not both:
+        console.print("  none")
+        return
+    table = plain_table()
+    for head in ("#", "#", "step", "step", "peak", "peak", "choices"):
+        table.add_column(head, justify="left" if head == "choices" else "right", overflow="fold")
+    for one, other in both:
+        table.add_row(
+            *(str(t.number) for t in (one, other)),
+            *(_score_time(t) for t in (one, other)),
+            *(format_binary(t.score.peak_bytes) if t.score else "—" for t in (one, other)),
+            Text(words.strip(one.choices, 24)),
+        )
+    console.print(table)

@@ -1,0 +1,92 @@
+"""Whole explanations of a small real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autockpt.errors import PlanError, UsageError, WorkloadError
+from autockpt.explaining import Question, explain
+from autockpt.schema import Plan, WorkloadSpec, parse_budget
+
+pytestmark = pytest.mark.slow
+
+SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32)
+
+
+def loaded(tmp_path: Path, choices: str) -> Plan:
+    (tmp_path / "plan.yaml").write_text(f"autockpt: 1\nchoices:\n{choices}")
+    return Plan.load(tmp_path / "plan.yaml")
+
+
+def test_a_budget(tmp_path: Path) -> None:
+    said = explain(Question(SPEC.model_copy(update={"pad_to": 32}), budget=parse_budget("50%act")))
+    assert said.fits and said.budget is not None and said.smallest_peak <= said.peak_bytes <= said.budget.bytes
+    assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
+    assert max(said.curve.total) == said.peak_bytes
+    front, head = said.fronts
+    assert head.units == "lm_head" and {str(b.choice) for b in head.bargains} <= {"save", "chunked_softmax"}
+    assert sum(b.taken for b in front.bargains) == front.count == len(said.choices)
+    assert said.why is not None and said.why.chosen.peak_bytes == said.peak_bytes and said.why.best is None
+    assert any(step.ours for step in said.budgets)
+    sizes = {(limit.dimension, limit.plan): limit for limit in said.limits}
+    assert len(sizes) == 2, "with padding to a length of its own, the sequence's does not count"
+    for dimension in ("batch size",):
+        save, lean = sizes[dimension, "save everything"], sizes[dimension, "leanest"]  # type: ignore[index]
+        assert lean.value is not None and lean.peak_bytes is not None and lean.peak_bytes <= said.budget.bytes
+        assert lean.value >= lean.now > (save.value or 0), "this budget needs a plan at the size of now"
+    assert said.model_validate_json(said.model_dump_json()) == said
+
+
+def test_a_plan_by_hand_with_a_chunked_head_and_an_impossible_budget(tmp_path: Path) -> None:
+    choices = "  model.layers.0-1: recompute\n  model.layers.2.mlp: recompute\n  lm_head: chunked_loss\n"
+    plan = loaded(tmp_path, choices)
+    question = Question(SPEC, plan=plan, budget=parse_budget("1MB"), limits=False)
+    said = explain(question)
+    assert said.status == "unmeasured" and not said.fits and said.limits == ()
+    assert str(said.choices["lm_head"]).startswith("chunked_loss")
+    assert said.smallest_peak > 10**6 and said.budgets[-1].reach is None
+    assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
+
+
+def test_a_peak_in_the_optimizer_is_said_and_the_activations_shown_all_the_same() -> None:
+    said = explain(Question(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8)))
+    assert said.curve.peak_phase == "optimizer" and said.moment.op != said.curve.peak_op
+    most = sum(h.most_bytes for h in said.holdings if h.comes_and_goes)
+    shown = sum(s.total for s in said.units)
+    assert 0 < shown == sum(s.total for s in said.ops) <= most
+    assert not any(h.peak_bytes for h in said.holdings if h.comes_and_goes)
+
+
+def test_plain_training_has_no_limits() -> None:
+    said = explain(Question(SPEC))
+    assert said.budget is None and said.limits == () and said.peak_bytes == said.save_all_peak
+    assert said.why is not None and said.why.faster is None and said.why.leaner is not None
+
+
+@pytest.mark.parametrize(
+    ("question", "error"),
+    [
+        (Question(WorkloadSpec(model="llama-tinny")), WorkloadError),
+    ],
+)
+def test_models_that_cannot_be_built(question: Question, error: type[Exception]) -> None:
+    with pytest.raises((error, UsageError)):
+        explain(question)
+
+
+def test_a_plan_of_another_model(tmp_path: Path) -> None:
+    with pytest.raises(PlanError):
+        explain(Question(SPEC, plan=loaded(tmp_path, "  transformer.h.0-3: recompute\n")))
+
+
+def test_a_model_without_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flat.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    return torch.nn.Linear(4, 4), torch.ones(2, 4), lambda model, batch: model(batch).sum()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="no repeated blocks"):
+        explain(Question(WorkloadSpec(model="flat:make")))

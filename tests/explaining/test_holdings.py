@@ -1,0 +1,110 @@
+"""The bytes of real ghost runs, added up in every way there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import pytest
+
+from autockpt.explaining.holdings import Ledger
+from autockpt.explaining.kinds import OTHER
+from autockpt.explaining.moment import curve, moment, peak_op
+from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, WorkloadSpec
+from autockpt.tracing import Tracer
+from tests.reporting.samples import small_graph
+
+MODELS = ("gpt2-tiny", "mixtral-tiny", "vit-tiny")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def traced(request: pytest.FixtureRequest) -> Iterator[tuple[Tracer, dict[str, Graph]]]:
+    """Ghost runs of a model under three plans."""
+    with Tracer.from_spec(WorkloadSpec(model=request.param, batch_size=2, accumulate=2)) as tracer:
+        blocks = [u.name for u in tracer.units if u.role == "block"]
+        plans: Mapping[str, dict[str, Choice]] = {
+            "none": {},
+            "recompute": dict.fromkeys(blocks, RECOMPUTE),
+            "mixed": {n: OFFLOAD if i % 2 else RECOMPUTE for i, n in enumerate(blocks)},
+        }
+        yield tracer, {name: tracer.trace(choices) for name, choices in plans.items()}
+
+
+def head(tracer: Tracer) -> str | None:
+    return tracer.head.name if tracer.head else None
+
+
+def test_every_byte_of_the_peak_is_told_exactly_once(traced: tuple[Tracer, dict[str, Graph]]) -> None:
+    tracer, graphs = traced
+    for graph in graphs.values():
+        ledger, at = Ledger(graph, head(tracer), overhead=1234), peak_op(graph)
+        holdings = ledger.holdings(at)
+        assert sum(h.peak_bytes for h in holdings) == graph.peak_bytes + 1234
+        moving = sum(h.peak_bytes for h in holdings if h.comes_and_goes)
+        assert sum(s.total for s in ledger.by_unit(at)) == moving > 0
+        assert sum(s.total for s in ledger.by_kind(at)) == moving
+        m = moment(ledger, at, listed=5)
+        assert sum(a.total for a in m.alive) + m.other_bytes == moving and len(m.alive) == 5
+        assert all(h.most_bytes >= h.peak_bytes >= 0 for h in holdings)
+
+
+def test_every_byte_of_every_moment_is_told_exactly_once(traced: tuple[Tracer, dict[str, Graph]]) -> None:
+    tracer, graphs = traced
+    for graph in graphs.values():
+        lines = Ledger(graph, head(tracer)).timelines()
+        assert [int(v) for v in np.sum(list(lines.values()), axis=0)] == list(graph.timeline())
+        assert all(int(line.min()) >= 0 for line in lines.values())
+
+
+def test_hardly_anything_is_made_by_an_unknown_op(traced: tuple[Tracer, dict[str, Graph]]) -> None:
+    tracer, graphs = traced
+    for graph in graphs.values():
+        ledger = Ledger(graph, head(tracer))
+        own = [s for s in ledger.own if s.kind == "activation"]
+        unknown = sum(s.bytes for s in own if ledger.kind_of(s) == OTHER)
+        assert unknown <= 0.01 * sum(s.bytes for s in own)
+
+
+def test_purposes_follow_the_plan(traced: tuple[Tracer, dict[str, Graph]]) -> None:
+    tracer, graphs = traced
+    most = {
+        plan: {h.name: h.most_bytes for h in Ledger(g, head(tracer)).holdings(peak_op(g))} for plan, g in graphs.items()
+    }
+    assert "made again" not in most["none"] and "brought back" not in most["none"]
+    assert most["recompute"]["made again"] > 0 and "brought back" not in most["recompute"]
+    assert most["recompute"]["kept for backward"] < most["none"]["kept for backward"]
+    assert most["mixed"]["brought back"] > 0
+    assert most["none"]["gradients"] == most["recompute"]["gradients"] >= most["none"]["weights"]
+    if head(tracer):
+        logits = most["none"]["logits and loss"]
+        assert (
+            2 * tracer.settings["batch_size"] * tracer.settings["seq_len"] * 512 <= logits < most["none"]["weights"] * 2
+        )
+
+
+def test_the_curve_keeps_the_peak(traced: tuple[Tracer, dict[str, Graph]]) -> None:
+    tracer, graphs = traced
+    for graph in graphs.values():
+        for points in (7, 360):
+            c = curve(Ledger(graph, head(tracer), overhead=10), points)
+            assert max(c.total) == graph.peak_bytes + 10 and len(c.total) == len(c.fixed) == len(c.growing) <= points
+            assert all(t >= f + g >= 0 for t, f, g in zip(c.total, c.fixed, c.growing, strict=True))
+            assert c.spans[0].start == 0 and c.spans[-1].stop == c.ops == len(graph.ops)
+            assert [s.phase for s in c.spans[:2]] == ["forward", "backward"] and c.spans[-1].phase == "optimizer"
+
+
+def test_equal_units_are_one_line() -> None:
+    graph = small_graph()
+    ledger = Ledger(graph, "head")
+    at = 9  # both blocks are through their forward
+    by_unit = {s.name: (s.bytes, s.count) for s in ledger.by_unit(at)}
+    assert by_unit["h.0-1"] == (150, 2)
+    inner = next(a for a in moment(ledger, at).alive if a.place == "attn" and a.bytes == 100)
+    assert (inner.units, inner.count, inner.total, inner.purpose) == ("h.0-1", 2, 200, "kept for backward")
+
+
+def test_a_graph_without_ops_is_no_error() -> None:
+    graph = Graph(resident_bytes=5, signatures=(), ops=(), storages=())
+    ledger = Ledger(graph)
+    assert peak_op(graph) == 0
+    assert curve(ledger).total == () and moment(ledger, 0).alive == ()

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import pytest
+
+from autockpt.reporting import area
+from autockpt.reporting.explain_view import print_explanation
+from autockpt.reporting.explain_words import difference, reason_words
+from autockpt.reporting.rules_view import print_rules
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Comparison, Measurement, ResolvedBudget
+from autockpt.schema.explanation import (
+    Alive,
+    Bargain,
+    BudgetStep,
+    Curve,
+    Explanation,
+    Front,
+    Holding,
+    Largest,
+    Moment,
+    Reach,
+    Reading,
+    Rule,
+    Rules,
+    Slice,
+    Span,
+    Why,
+)
+from tests.reporting.samples import console
+
+MIB = 2**20
+NAMES = [f"model.layers.{i}" for i in range(32)]
+CHOICES: dict[str, Choice] = {n: RECOMPUTE if i < 20 else SAVE for i, n in enumerate(NAMES)}
+
+
+def reach(peak: int, seconds: float, recomputed: int) -> Reach:
+    choices: dict[str, Choice] = {n: RECOMPUTE if i < recomputed else SAVE for i, n in enumerate(NAMES)}
+    return Reach(peak_bytes=peak * MIB, step_seconds=seconds, overhead=seconds - 1, choices=choices)
+
+
+def curve() -> Curve:
+    total = tuple(MIB * t for t in (500, 600, 700, 900, 800, 700, 600, 550))
+    growing = tuple(MIB * t for t in (0, 0, 0, 0, 50, 100, 100, 50))
+    return Curve(
+        total=total,
+        fixed=(500 * MIB,) * 8,
+        growing=growing,
+        ops=800,
+        spans=(
+            Span(phase="forward", start=0, stop=350),
+            Span(phase="backward", start=350, stop=700),
+            Span(phase="optimizer", start=700, stop=800),
+        ),
+        peak_op=320,
+        peak_target="aten.mm.default",
+        peak_phase="backward",
+        peak_module="lm_head",
+    )
+
+
+def explanation(**changes: object) -> Explanation:
+    alive = Alive(
+        kind="activation function",
+        target="aten.silu.default",
+        place="mlp.act_fn",
+        units="model.layers.20-31",
+        shape=(4, 2048, 14336),
+        dtype="bf16",
+        bytes=10 * MIB,
+        count=12,
+        purpose="kept for backward",
+    )
+    said = Explanation(
+        model="llama-8b",
+        settings={"dtype": "bf16", "batch_size": 4, "seq_len": 2048},
+        device="NVIDIA RTX 4090",
+        plan="the solver's plan for 24GB",
+        status="simulated",
+        choices=CHOICES,
+        basis="modelled",
+        basis_note="seconds are modelled by a roofline of rtx4090",
+        budget=ResolvedBudget(asked="950MiB", bytes=950 * MIB),
+        peak_bytes=900 * MIB,
+        save_all_peak=1400 * MIB,
+        smallest_peak=700 * MIB,
+        holdings=(
+            Holding(name="weights", peak_bytes=500 * MIB, most_bytes=500 * MIB),
+            Holding(name="gradients", peak_bytes=0, most_bytes=300 * MIB),
+            Holding(name="kept for backward", peak_bytes=400 * MIB, most_bytes=400 * MIB, comes_and_goes=True),
+        ),
+        units=(Slice(name="model.layers.20-31", bytes=30 * MIB, count=12), Slice(name="(rest)", bytes=40 * MIB)),
+        ops=tuple(Slice(name=f"kind {i}", bytes=(12 - i) * MIB) for i in range(12)),
+        curve=curve(),
+        moment=Moment(
+            op=320,
+            target="aten.mm.default",
+            phase="backward",
+            module="lm_head",
+            alive=(alive,) * 3,
+            other_bytes=9,
+            other_count=2,
+        ),
+        fronts=(
+            Front(
+                units="model.layers.0-31",
+                cls="LlamaDecoderLayer",
+                count=32,
+                bargains=(
+                    Bargain(choice=SAVE, kept_bytes=30 * MIB, extra_seconds=0.0, taken=12),
+                    Bargain(choice=RECOMPUTE, kept_bytes=2 * MIB, extra_seconds=0.028, taken=20, dominated=True),
+                    Bargain(choice=OFFLOAD, kept_bytes=0, extra_seconds=0.06),
+                ),
+                left_out=3,
+            ),
+        ),
+        why=Why(chosen=reach(900, 1.5, 20), leaner=reach(872, 1.53, 21), faster=reach(956, 1.4, 18)),
+        budgets=(
+            BudgetStep(budget_bytes=1400 * MIB, label="100%act", reach=reach(1400, 1.0, 0)),
+            BudgetStep(budget_bytes=950 * MIB, label="950MiB", reach=reach(900, 1.5, 20), ours=True),
+            BudgetStep(budget_bytes=MIB, label="0%act", reach=None),
+        ),
+        limits=(
+            Largest(dimension="batch size", plan="save everything", value=None, now=4),
+            Largest(dimension="batch size", plan="leanest", value=11, peak_bytes=940 * MIB, now=4),
+        ),
+        notes=("a note",),
+    )
+    return said.model_copy(update=changes)
+
+
+def printed(width: int, encoding: str = "utf-8", **changes: object) -> str:
+    screen, raw = console(width, encoding)
+    print_explanation(explanation(**changes), screen)
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_an_explanation_on_screen(width: int) -> None:
+    text = printed(width)
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines) and "…" not in text and "\x1b" not in text
+    assert len(lines) < 100, "two screens"
+    said = " ".join(text.split())
+    assert "Peak 900 MiB (944 MB) of 950 MiB (budget 950MiB): 50.0 MiB free" in said
+    assert "leanest plan 700 MiB (simulated)" in said
+    assert "weights 500 MiB 55.6 %" in said and "gradients — 300 MiB" in said
+    assert "model.layers.20-31 ×12 30.0 MiB 360 MiB 90.0 %" in said and "4 more" in said
+    assert "Peak at op 320 of 800: aten.mm.default, backward in lm_head" in said
+    assert "4×2048×14336 bf16" in said and "12 of 32" in said and "beaten by another" in said
+    assert "needs 28.0 MiB less and is ~30.0 ms slower, ~1.07 ms per MiB: 1 layer from save to recompute" in said
+    assert "needs 56.0 MiB more and is ~100 ms faster" in said and "2 layers from recompute to save" in said
+    assert "nothing fits" in said and "none fits saving everything, 11 with the leanest plan; now 4" in said
+    assert "seconds are modelled by a roofline of rtx4090" in said and "a note" in said
+
+
+def test_measured_seconds_have_no_tilde() -> None:
+    assert "~" not in printed(100, basis="measured")
+    assert "Measured: 1.00 MiB (1.05 MB), a step 2 s" in printed(100, measured_peak=MIB, measured_seconds=2.0)
+
+
+def test_poor_encodings_get_plain_characters() -> None:
+    text = printed(80, "cp1252")
+    assert "█" not in text and "#" in text and "░" not in text
+
+
+def test_the_chart() -> None:
+    drawn = area.draw(curve(), 8, 5)
+    rows = [line for _, line in drawn.lines]
+    assert rows[0][3] == "█" and rows[0].strip() == "█", "only the peak reaches the top"
+    assert drawn.peak_column == 3 and drawn.high == 900 * MIB and 0 < drawn.low < 500 * MIB
+    assert rows[-1] == "░" * 8 and "▒" in rows[-3] + rows[-2]
+    whole = area.draw(curve(), 8, 5, budget=5000 * MIB)
+    assert whole.lines == drawn.lines, "a budget far away is not drawn"
+    near = area.draw(curve(), 8, 5, budget=1000 * MIB)
+    assert near.high == 1000 * MIB and near.lines[0][1].count("┄") == 7 and "budget" in near.lines[0][0]
+    narrow = area.draw(curve(), 3, 4)
+    assert max(line.count("█") for _, line in narrow.lines) >= 1, "no peak is lost"
+    assert area.draw(Curve(total=(), fixed=(), growing=(), ops=0, spans=(), peak_op=0), 4, 2).lines[0][1] == ""
+
+
+def test_the_ruler() -> None:
+    assert area.ruler(curve().spans, 800, 32) == "|forward      |backward     |opt"
+
+
+def test_what_changes_between_plans() -> None:
+    assert difference(CHOICES, CHOICES) == "the same choices"
+    assert difference({"a": SAVE}, {"b": RECOMPUTE}) == "1 layer from save to recompute"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_rules_on_screen(width: int) -> None:
+    screen, raw = console(width)
+    reading = Reading(peak_saved=0.4, activations_saved=0.7, time_added=0.3)
+    rules = (
+        Rule(
+            name="recompute all", source="somebody", says="much", memory=(0.6, 0.8), time=(0.2, 0.4), predicted=reading
+        ),
+        Rule(
+            name="recompute all",
+            source="others",
+            says="more",
+            memory=(0.75, 0.85),
+            predicted=reading,
+            measured=Reading(activations_saved=0.8, time_added=0.25),
+        ),
+        Rule(name="plain step", source="x", says="3 forwards", factor=3, predicted=Reading(factor=2.0)),
+    )
+    said = Rules(
+        model="m", device="d", basis="nominal", basis_note="rates", save_all_peak=10, activation_bytes=5, rules=rules
+    )
+    print_rules(said, screen)
+    text = raw.getvalue().decode()
+    assert all(len(line) <= width for line in text.splitlines())
+    words = " ".join(text.split())
+    assert "70.0 % less, ~+30.0 % time" in words and "holds" in words and "no: saves less" in words
+    assert "2.00 forwards" in words and "no: less work" in words and "not measured" in words
+    assert "Nothing was measured" not in words
+    poor, raw = console(80, "cp1252")
+    rooted = said.model_copy(update={"rules": (rules[0].model_copy(update={"says": "√4 − 1"}),)})
+    print_rules(rooted, poor)
+    assert "sqrt 4 - 1" in raw.getvalue().decode("cp1252") and "--measure" in raw.getvalue().decode("cp1252")
+
+
+def test_nominal_rates_rank_nothing_above_what_a_plan_says_was_measured() -> None:
+    better = reach(700, 1.0, 10)
+    why = Why(chosen=reach(800, 1.12, 20), best=better, leaner=None, faster=None)
+    plain = Measurement(peak_bytes=900 * MIB, step_seconds=1.0)
+    row = Comparison(name="none", verdict="over_budget", measured=plain)
+    nominal = {"basis": "nominal", "why": why}
+    assert "faster a step" in "".join(reason_words(explanation(**nominal)))
+    said = reason_words(explanation(**nominal, status="measured", measured_seconds=1.05, beside=(row,)))
+    assert "faster" not in "".join(said) and "A step took 1.05 s, 5.0 % over saving everything" in said[0]
+    assert "none took 1 s with 900 MiB" in said[1]

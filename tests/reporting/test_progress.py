@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from autockpt.reporting.progress import BarListener, LineListener, describe_trial, listener
+from autockpt.schema import Trial
+from tests.reporting.samples import console, trial
+
+
+def test_elsewhere_there_is_a_line_per_trial() -> None:
+    screen, raw = console(40)
+    ticks = iter(range(100))
+    with LineListener(screen, clock=lambda: float(next(ticks))) as lines:
+        lines.stage("trace")
+        lines.stage("search", 3)
+        lines.trial(trial(0), trial(0))
+        lines.trial(trial(1, state="out_of_memory", feasible=False, measured=None), trial(0))
+        lines.advance()
+        lines.note("a note")
+    text = raw.getvalue().decode()
+    assert len(text.splitlines()) == 5 and "[   3.0 s] trial   0  margin 0.02" in text
+    assert "448 ms ±0.8 %, 441 MiB  fits  best so far" in text and "~451 ms, 441 MiB  out of memory" in text
+
+
+def test_compiling_is_said_apart_from_the_step() -> None:
+    known = trial(0).measured
+    assert known is not None
+    compiled = trial(0, measured=known.model_copy(update={"compile_seconds": 35.3}))
+    assert "441 MiB  compiled in 35.3 s" in describe_trial(compiled, None)
+    assert "compiled" not in describe_trial(trial(0), None)
+
+
+def test_every_end_of_a_trial_has_words() -> None:
+    def said(**changes: object) -> str:
+        return describe_trial(trial(4, **changes), None)
+
+    assert "same plan as trial 2" in said(state="duplicate", duplicate_of=2)
+    assert "over the budget" in said(feasible=False)
+    assert "predicted over" in said(state="predicted_over", measured=None, feasible=False)
+    assert said(state="failed", measured=None, predicted=None, message="the worker died").endswith("the worker died")
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    file = io.StringIO()
+    screen = Console(file=file, width=100, force_terminal=True)
+    watcher = listener(screen)
+    assert isinstance(watcher, BarListener)
+    best: Trial = trial(0)
+    with watcher:
+        watcher.advance()
+        watcher.stage("profile")
+        watcher.stage("search", 5)
+        watcher.trial(best, None)
+        watcher.trial(best, best)
+        watcher.note("a note")
+    text = file.getvalue()
+    assert "a note" in text and "search" in text and "best 448 ms" in text
+
+
+def test_a_pipe_gets_lines() -> None:
+    assert isinstance(listener(console()[0]), LineListener)

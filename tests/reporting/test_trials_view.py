@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from autockpt.reporting.trials_view import print_trials
+from autockpt.reporting.verify_view import print_report
+from autockpt.schema import RECOMPUTE, Check, VerifyReport
+from tests.reporting.samples import console, trial
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_trials_and_their_front(width: int) -> None:
+    trials = [
+        trial(0, encoding="baseline", name="recompute all"),
+        trial(1),
+        trial(2, state="out_of_memory", feasible=False, measured=None),
+        trial(3, state="duplicate", duplicate_of=1),
+        trial(4, feasible=False, state="over_budget"),
+        trial(5, choices={f"h.{i}": RECOMPUTE for i in range(100)}),
+    ]
+    screen, raw = console(width)
+    print_trials(trials, [trials[1]], screen)
+    text = raw.getvalue().decode()
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines) and "…" not in text
+    assert next(line for line in lines if line.startswith("*")).split()[1] == "1"
+    assert "recompute all" in text and "OOM" in text and "= 1" in text and "R×100" in text
+    assert "....ORRRRRRR" in text and trials[0].plan_hash[:8] in text and "Pareto" in text
+
+
+def test_nothing_measured_yet() -> None:
+    screen, raw = console()
+    print_trials([], [], screen)
+    assert "nothing was measured yet" in raw.getvalue().decode()
+
+
+def test_a_verification_on_screen() -> None:
+    checks = (
+        Check(name="gradients", state="passed", detail="bit-equal to plain training at 4 × 256"),
+        Check(name="peak", state="failed", detail="470 MiB measured, 441 MiB promised"),
+        Check(name="step time", state="skipped", detail="no promise"),
+    )
+    for kept, verdict in ((checks, "does not keep"), (checks[:1], "keeps its promise"), (checks[2:], "Nothing could")):
+        screen, raw = console()
+        print_report(VerifyReport(checks=kept, notes=("a note",)), screen)
+        text = raw.getvalue().decode()
+        assert verdict in text and "a note" in text
+    assert not VerifyReport(checks=checks).passed and VerifyReport(checks=checks[:1]).passed
