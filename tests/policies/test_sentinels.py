@@ -245,6 +245,22 @@ def test_kernels_that_do_not_repeat_are_compared_within_rounding() -> None:
             step(model)
 
 
+@pytest.mark.parametrize("kind", ("remake", "selective"))
+def test_sketches_are_no_ops_of_the_unit(kind: str) -> None:
+    """A call that is watched on a device whose kernels do not repeat themselves holds no more than another."""
+    case = CASES["gpt2"]
+    model = case.make()
+    choices = case.choices(model, parse_choice(kind))
+    kept = {}
+    for mode in ("off", "all"):
+        with attach(model, choices, sentinels=mode) as session:
+            if (known := session.sentinels.rounding) is not None:
+                session.sentinels.rounding = Rounding(lambda device: False, known.sketch, known.tolerance)
+            case.step(model, case.batch(), use_cache=False).backward()
+            kept[mode] = bytes_alive_after(lambda: case.step(model, case.batch(), use_cache=False))
+    assert kept["all"] <= kept["off"] + (1 << 18)  # fingerprints, and 64 sums of each tensor
+
+
 def test_other_kinds_of_tensors_are_said_to_be_unchecked() -> None:
     class Sparse(torch.autograd.Function):
         @staticmethod
