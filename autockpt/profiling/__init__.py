@@ -4,6 +4,7 @@ from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_pea
 from autockpt.profiling.foresight import (
     SimulatedMemory,
     memory_at_hand,
+    needed_on,
     said_of,
     simulated_memory,
     torch_device,
@@ -52,6 +53,7 @@ __all__ = [
     "leanest",
     "measure_op_times",
     "memory_at_hand",
+    "needed_on",
     "nominal_op_times",
     "point_bytes",
     "refused_choices",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,14 +52,21 @@ class AtHand:
     caches: bool = True
 
 
-def memory_at_hand(device: DeviceInfo) -> SimulatedMemory | None:
+def memory_at_hand(device: DeviceInfo, budget: int | None = None) -> SimulatedMemory | None:
     """What graphs need of an accelerator at hand: whole segments of its allocator, not the bytes of tensors alone.
 
-    None for devices that give tensors what they ask for. What libraries take besides is not known; real steps judge.
+    None for devices that give tensors what they ask for. ``budget``: bytes that it is kept to (default: all there are).
+    What libraries take besides is not known; real steps judge.
     """
     if device.kind in WITHOUT_STREAMS:
         return None
-    return SimulatedMemory(AtHand(device.capacity_bytes, device.overhead_bytes), safety=0.0)
+    at_hand = SimulatedMemory(AtHand(device.capacity_bytes, device.overhead_bytes), safety=0.0)
+    return at_hand if budget is None else at_hand.within(budget)
+
+
+def needed_on(device: DeviceInfo) -> Callable[[Graph], int]:
+    """Bytes that a ghost run takes of a device at hand, its own overhead included."""
+    return memory_at_hand(device) or (lambda graph: graph.peak_bytes + device.overhead_bytes)
 
 
 def simulated_memory(hardware: Hardware, budget: int | None = None) -> SimulatedMemory:

@@ -11,20 +11,19 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
 from autockpt.devices import get_device, process_environment
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.measuring import environment_of
-from autockpt.profiling import torch_device, uniform_graphs
+from autockpt.profiling import uniform_graphs
 from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
-from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, nominal, predictions
+from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, on_device, predictions
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.stages import save_plan_copy
-from autockpt.tuning.targets.simulated import modelled, within
+from autockpt.tuning.targets.simulated import on_hardware
 
 FEWEST = 3  # candidates of the first search of a size
 KINDS = ("save", "recompute", "recompute_offload", "offload")
@@ -196,14 +195,10 @@ def foreseen_sizes(request: SearchRequest, rows: int, sizes: list[int], listener
 
 def _judge(request: SearchRequest, kinds: list[str]) -> WhatIf:
     """What variants of the job are judged by, on the device or simulated."""
-    if (hardware := request.hardware) is not None:
-        budget = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
-        return WhatIf(budget, torch_device(hardware), partial(modelled, hardware), tuple(kinds), hardware=hardware)
+    if request.hardware is not None:
+        return on_hardware(request, request.hardware, kinds)
     device = get_device(request.device)
-    environment = environment_of(device, process_environment(request.device))
-    room = environment.device.capacity_bytes - device.used_by_others()
-    budget = min(request.budget.resolve(0, 0, room), room)
-    return WhatIf(budget, device.torch_device, nominal(environment), tuple(kinds), seconds=False)
+    return on_device(request, device, environment_of(device, process_environment(request.device)), kinds)
 
 
 def variant(spec: WorkloadSpec, rows: int, size: int) -> WorkloadSpec:

@@ -6,22 +6,23 @@ Every change is judged with the same choice on every layer, so a search after it
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, get_args
 
 import torch
 
+from autockpt.devices import Device
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, InfeasibleError
 from autockpt.profiling import (
     CostModel,
     MemoryModel,
     Predictor,
     UniformRuns,
+    memory_at_hand,
     nominal_op_times,
-    simulated_memory,
     tracer_for,
     uniform_graphs,
 )
@@ -73,14 +74,15 @@ class Change:
 class WhatIf:
     """What variants are judged by: their budget in bytes, the device they would run on, and its op times.
 
-    ``kinds`` are the choices that are allowed; ``seconds``: whether op times are good for more than ranking. Where the
-    device is simulated ``hardware`` says what it is: its memory is modelled then, and what only it can follow is tried.
+    ``kinds`` are the choices that are allowed; ``needs`` says what a ghost run takes where that is more than its
+    tensors; ``seconds``: whether op times are good for more than ranking; ``hardware``: what a simulated device is.
     """
 
     budget_bytes: int
     device: torch.device
     times: Times
     kinds: tuple[str, ...]
+    needs: MemoryModel | None
     seconds: bool = True
     hardware: Hardware | None = None
 
@@ -90,10 +92,13 @@ class WhatIf:
             return tracer_for(self.hardware, spec, fallback=False)
         return Tracer.from_spec(spec, device=self.device, fallback=False)
 
-    @property
-    def needs(self) -> MemoryModel | None:
-        """What a ghost run takes of the device, where that is more than its tensors and the context."""
-        return None if self.hardware is None else simulated_memory(self.hardware, self.budget_bytes)
+
+def on_device(request: SearchRequest, device: Device, environment: Environment, kinds: Iterable[str]) -> WhatIf:
+    """Variants of the job on a device at hand, within what others leave of it, at nominal rates of its kind."""
+    room = environment.device.capacity_bytes - device.used_by_others()
+    budget = min(request.budget.resolve(0, 0, room), room)
+    times, needs = partial(nominal_op_times, environment), memory_at_hand(environment.device, budget)
+    return WhatIf(budget, device.torch_device, lambda g: times(*g), tuple(kinds), needs, seconds=False)
 
 
 def nothing_fits(
@@ -132,7 +137,7 @@ def out_of_memory(error: DeviceOutOfMemory, smallest_peak: int) -> InfeasibleErr
 @contextmanager
 def naming_alternatives(
     found: Traced,
-    overhead_bytes: int,
+    needs: Callable[[Graph], int],
     clock: Clock,
     request: SearchRequest | None = None,
     what_if: Callable[[], WhatIf] | None = None,
@@ -140,7 +145,7 @@ def naming_alternatives(
     """A budget that nothing fits is said with what would fit: changes of the job, or chunks of its output head.
 
     Changes are looked for where the budget is no share of the job's own peak, and where ``request`` says how the job is
-    made and ``what_if`` how variants of it are judged: a live model has none. ``overhead_bytes`` are the device's own.
+    made and ``what_if`` how variants of it are judged: a live model has none. ``needs``: bytes that ghost runs take.
     """
     try:
         yield
@@ -156,7 +161,7 @@ def naming_alternatives(
             raise with_alternatives(error, ways) from None
         if request is not None and (request.allow_inexact or request.hardware is not None):
             raise
-        raise in_chunks(error, found, overhead_bytes) from None
+        raise in_chunks(error, found, needs) from None
 
 
 def alternatives(
@@ -189,25 +194,20 @@ def alternatives(
     return tuple(sorted(found, key=lambda way: (SHARD in way.options, way.relative_cost))[:MOST])
 
 
-def in_chunks(error: InfeasibleError, found: Traced, overhead_bytes: int) -> InfeasibleError:
+def in_chunks(error: InfeasibleError, found: Traced, needs: Callable[[Graph], int]) -> InfeasibleError:
     """The same error; its remedy names inexact choices where a ghost run shows that they lower the smallest peak."""
     tracer = found.tracer
     if tracer.head is None:
         return error
     choices, graph = min(found.uniform.values(), key=lambda pair: pair[1].peak_bytes)
-    chunked = tracer.trace({**choices, tracer.head.name: ChunkedLoss(tokens=CHUNKS[0])}).peak_bytes
-    if chunked >= graph.peak_bytes * (1 - WORTH):
+    chunked = tracer.trace({**choices, tracer.head.name: ChunkedLoss(tokens=CHUNKS[0])})
+    if chunked.peak_bytes >= graph.peak_bytes * (1 - WORTH):
         return error
     remedy = (
         f"{error.remedy} Or add --allow-inexact: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
-        f"{format_bytes(chunked + overhead_bytes)}, with gradients equal up to rounding."
+        f"{format_bytes(needs(chunked))}, with gradients equal up to rounding."
     )
     return InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak)
-
-
-def nominal(environment: Environment) -> Times:
-    """Nominal rates of the kind of device."""
-    return lambda graphs: nominal_op_times(environment, *graphs)
 
 
 def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:

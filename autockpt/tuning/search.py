@@ -19,6 +19,7 @@ from autockpt.profiling import (
     leanest,
     measure_op_times,
     memory_at_hand,
+    needed_on,
     nominal_op_times,
     refused_choices,
     used_by_others,
@@ -40,7 +41,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
-from autockpt.tuning.infeasible import WhatIf, naming_alternatives, nominal, out_of_memory
+from autockpt.tuning.infeasible import naming_alternatives, on_device, out_of_memory
 from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.paired_timing import Pairing
@@ -83,8 +84,8 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
         variables = {**process_environment(request.device), **os.environ}
         here = environment_of(device, variables) if worker is None else worker.environment
-        what_if = partial(_what_if, request, found, device, here)
-        stack.enter_context(naming_alternatives(found, here.device.overhead_bytes, clock, request, what_if))
+        what_if = partial(on_device, request, device, here, found.uniform)
+        stack.enter_context(naming_alternatives(found, needed_on(here.device), clock, request, what_if))
         question = question_of(request, found, request.budget)
         if worker is None:
             outcome = _dry_run(question, found, clock, device, here)
@@ -163,7 +164,7 @@ def search(
             found = traced(tracer, chosen, allow_inexact)
         environment = measurer.environment
         if not allow_inexact:
-            stack.enter_context(naming_alternatives(found, environment.device.overhead_bytes, clock))
+            stack.enter_context(naming_alternatives(found, needed_on(environment.device), clock))
         said = (*step.notes, *found.uniform["save"][1].notes, *found.notes)
         question = Question(
             name=type(step.model).__name__,
@@ -226,13 +227,6 @@ def _directory_of_live(
     return RunDirectory.enter(out, identity, model=question.name, device=environment.device.kind, budget=budget)
 
 
-def _what_if(request: SearchRequest, found: Traced, device: Device, environment: Environment) -> WhatIf:
-    """Variants of the job on this device."""
-    room = environment.device.capacity_bytes - device.used_by_others()
-    budget_bytes = min(request.budget.resolve(0, 0, room), room)
-    return WhatIf(budget_bytes, device.torch_device, nominal(environment), tuple(found.uniform), seconds=False)
-
-
 def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> CostModel:
     """Op times, menus and predictions of the workload on the measurer's device."""
     device = measurer.environment.device
@@ -249,7 +243,7 @@ def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Cloc
                 head=found.heads,
             )
     except DeviceOutOfMemory as error:
-        raise out_of_memory(error, leanest(found.uniform)[1].peak_bytes) from None
+        raise out_of_memory(error, needed_on(device)(leanest(found.uniform)[1])) from None
     return build_profile(
         found.tracer,
         times,

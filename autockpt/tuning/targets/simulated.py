@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,8 +85,8 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
             tracer = stack.enter_context(tracer_for(hardware, request.workload))
             found = _traced(stack, request, tracer, hardware)
         budget, capped = within(request.budget, hardware)
-        what_if = partial(_what_if, request, found, hardware)
-        stack.enter_context(naming_alternatives(found, hardware.context_bytes, clock, request, what_if))
+        what_if = partial(on_hardware, request, hardware, found.space.choices)
+        stack.enter_context(naming_alternatives(found, simulated_memory(hardware), clock, request, what_if))
         question = question_of(request, found, budget, (*capped, said_of(hardware)))
         question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
         with clock.stage("profile"):
@@ -154,11 +154,11 @@ def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: in
     return transplanted(small, found.base, found.tracer.trace, needs)
 
 
-def _what_if(request: SearchRequest, found: Traced, hardware: Hardware) -> WhatIf:
+def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]) -> WhatIf:
     """Variants of the job on this hardware."""
-    budget_bytes = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
-    kinds, times = tuple(found.space.choices), partial(modelled, hardware)
-    return WhatIf(budget_bytes, torch_device(hardware), times, kinds, hardware=hardware)
+    budget = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
+    times, needs = partial(modelled, hardware), simulated_memory(hardware, budget)
+    return WhatIf(budget, torch_device(hardware), times, tuple(kinds), needs, hardware=hardware)
 
 
 def modelled(hardware: Hardware, graphs: Sequence[Graph]) -> OpTimes:

@@ -10,8 +10,17 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.runtime import apply
-from autockpt.schema import OFFLOAD, RECOMPUTE
-from autockpt.workload import Step
+from autockpt.schema import (
+    OFFLOAD,
+    RECOMPUTE,
+    SearchRequest,
+    Silence,
+    WorkloadSpec,
+    load_space,
+    parse_budget,
+)
+from autockpt.tuning.batches import foreseen_sizes, variant
+from autockpt.workload import Step, build, discover_units
 from tests.standin.inside.scenarios import Model
 
 standin = torch.get_device_module("standin")
@@ -42,6 +51,19 @@ def test_peaks_are_the_allocators_and_plans_lower_them(schedule):
     assert runner.measure({}, steps=1).peak_bytes == plain.peak_bytes
     for choices in (OFFLOAD_ALL, RECOMPUTE_ALL):
         assert runner.measure(choices, steps=2).peak_bytes < plain.peak_bytes
+
+
+def test_variants_of_a_job_are_judged_by_what_the_allocator_takes():
+    """Batch sizes, as the alternatives to a job that does not fit, go by the same rules as plans do."""
+    spec = WorkloadSpec(model="llama-tiny", seq_len=128)
+    space = load_space("knobs").restricted(("save", "recompute"))
+    asked = SearchRequest(budget=parse_budget("1GB"), workload=spec, space=space, device="standin")
+    known = foreseen_sizes(asked, 16, [8, 16], Silence())
+    workload = build(variant(spec, 16, 16), "standin")
+    units = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
+    runner = StepRunner(workload, get_device("standin"))
+    for kind, choices in (("save", {}), ("recompute", dict.fromkeys(units, RECOMPUTE))):
+        assert known.peaks[16][kind] == pytest.approx(runner.measure(choices, steps=1).peak_bytes, rel=0.05)
 
 
 def test_out_of_memory_is_told_and_nothing_is_left_behind(schedule):
