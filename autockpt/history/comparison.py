@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autockpt.history.trials import distinct
 from autockpt.schema.trial import Trial
 
 
@@ -24,5 +23,5 @@ def _written(value: Any) -> str:
 
 def in_both(first: Sequence[Trial], second: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
     """Plans that both runs have numbers of, by the first's."""
-    known = {trial.plan_hash: trial for trial in distinct(second) if trial.score is not None}
-    return [(t, known[t.plan_hash]) for t in distinct(first) if t.score is not None and t.plan_hash in known]
+    known = {trial.plan_hash: trial for trial in second if trial.score is not None}
+    return [(t, known[t.plan_hash]) for t in first if t.score is not None and t.plan_hash in known]

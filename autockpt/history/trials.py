@@ -41,19 +41,9 @@ def ranked(trials: Sequence[Trial], by: str = "time") -> list[Trial]:
     return sorted(trials, key=SORT_KEYS[by])
 
 
-def distinct(trials: Sequence[Trial]) -> list[Trial]:
-    """One trial per plan, in order of number: the latest that was measured (or simulated), else the latest."""
-    by_plan: dict[str, Trial] = {}
-    for trial in sorted(trials, key=lambda t: t.number):
-        known = by_plan.get(trial.plan_hash)
-        if known is None or trial.score is not None or known.score is None:
-            by_plan[trial.plan_hash] = trial
-    return sorted(by_plan.values(), key=lambda t: t.number)
-
-
 def best(trials: Sequence[Trial], count: int = 1) -> list[Trial]:
-    """The ``count`` fastest plans that were measured (or simulated) and fit, fastest first; one trial per plan."""
-    fitting = [t for t in distinct(trials) if t.feasible and t.score is not None]
+    """The ``count`` fastest plans that were measured (or simulated) and fit, fastest first."""
+    fitting = [t for t in trials if t.feasible and t.score is not None]
     return ranked(fitting)[:count]
 
 
@@ -63,7 +53,7 @@ def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
     Over the budget or not: the front shows what another budget would buy. Of plans with equal numbers the first stays.
     """
     front: list[Trial] = []
-    known = [t for t in distinct(trials) if t.score is not None]
+    known = [t for t in trials if t.score is not None]
     for trial in sorted(known, key=lambda t: (_or_last(peak_bytes(t)), t.score_seconds, t.number)):
         if not front or trial.score_seconds < front[-1].score_seconds:
             front.append(trial)

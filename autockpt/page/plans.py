@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autockpt.history.rundir import RunDirectory
-from autockpt.history.trials import distinct, pareto_front
+from autockpt.history.trials import pareto_front
 from autockpt.profiling import build_problem
 from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
 from autockpt.schema.words import USELESS_NOISE
@@ -101,7 +101,7 @@ def plans_of(
     for number, point in enumerate(model.walk() if model is not None else ()):
         if plan_hash(point.choices) not in {t.plan_hash for t in trials if t.score is not None}:
             points[f"p{number}"] = point
-    answer = next((f"t{t.number}" for t in distinct(trials) if t.plan_hash == best), None)
+    answer = next((f"t{t.number}" for t in trials if t.plan_hash == best), None)
     points = {key: _keyed(key, point) for key, point in points.items()}
     return Plans(
         points=points,

@@ -11,24 +11,3 @@ from autockpt.reporting.progress import BarListener, LineListener, listener
 from autockpt.reporting.trace_view import print_device_peak, print_ops, print_summary
 from autockpt.reporting.trials_view import print_trials
 from autockpt.reporting.verify_view import print_report
-
-__all__ = [
-    "BarListener",
-    "GraphSummary",
-    "LineListener",
-    "answer_rows",
-    "bench_page",
-    "bench_picture",
-    "hardware_rows",
-    "listener",
-    "print_answer",
-    "print_bench",
-    "print_device_peak",
-    "print_estimates",
-    "print_hardware",
-    "print_ops",
-    "print_report",
-    "print_summary",
-    "print_trials",
-    "summarise",
-]

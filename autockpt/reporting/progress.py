@@ -27,7 +27,6 @@ STATES = {
     "simulated": "",
     "out_of_memory": "out of memory",
     "over_budget": "over the budget",
-    "duplicate": "known already",
     "predicted_over": "predicted over the budget",
     "failed": "failed",
 }
@@ -124,8 +123,6 @@ def describe_trial(trial: Trial, best: Trial | None) -> str:
     """One line: number, name, what became of it, and whether it is the best so far."""
     # a trial that fits while there is no best one: the budget is not known in bytes yet
     verdict = STATES[trial.state] or ("over the budget" if not trial.feasible else "fits" if best else "")
-    if trial.state == "duplicate" and trial.duplicate_of is not None:
-        verdict = f"same plan as trial {trial.duplicate_of}"
     numbers = describe_numbers(trial)
     compiling = trial.measured.compile_seconds if trial.measured is not None else 0.0
     compiled = f"compiled in {words.seconds(compiling)}" if compiling >= SHOWN else ""

@@ -86,8 +86,6 @@ def _cells(trial: Trial, on_front: bool, *, wide: bool, room: int) -> list[Text]
 
 
 def _fits(trial: Trial) -> Text:
-    if trial.state == "duplicate":
-        return Text(f"= {trial.duplicate_of}" if trial.duplicate_of is not None else "known", style="dim")
     if trial.state == "out_of_memory":
         return Text("OOM", style="red")
     if trial.state == "failed":
@@ -119,8 +117,6 @@ def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> No
     verdict = STATES[trial.state] or ("fits the budget" if trial.feasible else "over the budget")
     console.print(Text(f"{verdict}{f': {trial.message}' if trial.message else ''}"), soft_wrap=True)
     facts = [f"proposed as {trial.encoding}", f"plan {trial.plan_hash}"]
-    if trial.duplicate_of is not None:
-        facts.append(f"the same plan as trial {trial.duplicate_of}")
     if trial.elapsed_seconds:
         facts.append(f"ended {words.seconds(trial.elapsed_seconds)} after the search began")
     console.print(Text(", ".join(facts), style="dim"), soft_wrap=True)

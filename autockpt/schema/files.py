@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -17,7 +16,6 @@ from pathlib import Path
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 """What the system calls a disk or a quota that is full."""
 _LOCK = ".autockpt-lock"
-_BEFORE_LOCKS = re.compile(r"autockpt-[a-z0-9_]{8}")  # folders of versions that did not lock them
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
@@ -102,9 +100,7 @@ def _remove_abandoned(parent: Path) -> None:
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
                 continue
-            if _BEFORE_LOCKS.fullmatch(folder.name) and os.listdir(folder) == ["worker.log"]:
-                shutil.rmtree(folder)
-            elif (folder / _LOCK).exists():
+            if (folder / _LOCK).exists():
                 descriptor = open_regular(folder / _LOCK, os.O_RDWR)
                 try:
                     if try_lock(descriptor):

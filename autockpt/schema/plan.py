@@ -110,15 +110,6 @@ class Plan(Data):
     def _repr_html_(self) -> str:
         return planview.html(self)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_eager(cls, data: Any) -> Any:
-        """Plans once had a key of their own for eager steps."""
-        if not isinstance(data, Mapping) or not isinstance(data.get("eager"), Mapping):
-            return data
-        rest = {key: value for key, value in data.items() if key != "eager"}
-        return rest | {"otherwise": {"eager": data["eager"], **rest.get("otherwise", {})}}
-
     @field_validator("choices", mode="before")
     @classmethod
     def _read_choices(cls, value: Any) -> Any:

@@ -114,19 +114,18 @@ def with_otherwise(text: str, document: Document, otherwise: Any) -> str:
     """A file's text with the section ``otherwise`` in the place of the one that it has, else behind ``measured``."""
     places, lines = document.lines, text.splitlines(keepends=True)
     section = _section("otherwise", otherwise)
-    old = [places[key,] for key in ("otherwise", "eager") if (key,) in places]
-    for number in sorted(old or [places.get(("measured",), len(lines))], reverse=True):
-        begin, end = number - 1, number
-        while end < len(lines) and lines[end][0].isspace():
-            end += 1
-        while not lines[end - 1].strip():
-            end -= 1
-        if not old:
-            begin = end
-        elif begin > 0 and lines[begin - 1].startswith("# the same choices in steps"):
-            begin -= 1
-        lines[begin:end] = [section.lstrip() if old else section]
-        section = ""
+    old = places.get(("otherwise",))
+    end = old or places.get(("measured",), len(lines))
+    begin = end - 1
+    while end < len(lines) and lines[end][0].isspace():
+        end += 1
+    while not lines[end - 1].strip():
+        end -= 1
+    if old is None:
+        begin = end
+    elif begin > 0 and lines[begin - 1].startswith("# the same choices in steps"):
+        begin -= 1
+    lines[begin:end] = [section if old is None else section.lstrip()]
     return "".join(lines)
 
 

@@ -144,19 +144,15 @@ class Listener(Protocol):
 
     def stage(self, name: str, total: int | None = None) -> None:
         """A stage begins (and the one before it has ended): "trace", "profile", …; ``total`` steps where known."""
-        ...
 
     def advance(self, steps: int = 1) -> None:
         """The current stage came this much further."""
-        ...
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         """A trial ended; ``best`` is the best feasible one so far, perhaps this one. Advances the stage by one."""
-        ...
 
     def note(self, text: str) -> None:
         """Something the user should know now."""
-        ...
 
 
 class Silence:

@@ -42,7 +42,7 @@ class Measurement(Data):
     graphs: int = Field(default=0, description="graphs that a plan for compiled training is compiled to")
 
 
-TrialState = Literal["measured", "simulated", "out_of_memory", "over_budget", "duplicate", "predicted_over", "failed"]
+TrialState = Literal["measured", "simulated", "out_of_memory", "over_budget", "predicted_over", "failed"]
 
 
 class Trial(Data):
@@ -61,7 +61,6 @@ class Trial(Data):
     predicted: Prediction | None = None
     measured: Measurement | None = None
     parameters: dict[str, float | int | str] = Field(default_factory=dict)
-    duplicate_of: int | None = None
     message: str = ""
     elapsed_seconds: float = Field(default=0.0, description="wall time since the search began, when this trial ended")
 

@@ -15,10 +15,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from autockpt.history.statistics import compare_until, judge
+from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import Choice, SearchRequest, WorkloadSpec, load_space, parse_budget, parse_choice
 from autockpt.tuning import run_search
+from tests.evidence.until import compare_until
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 SPEC = WorkloadSpec(model=str(RESULTS / "search_cpu_202611" / "six_layers.json"), batch_size=4, seq_len=128)

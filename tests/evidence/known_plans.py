@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from autockpt.history.statistics import compare_until, judge
+from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import (
     RECOMPUTE,
@@ -28,6 +28,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.tuning import run_search
+from tests.evidence.until import compare_until
 
 SPEC = WorkloadSpec(model="llama-small", batch_size=2)
 BUDGETS = ("40%act", "60%act", "80%act")

@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from autockpt.history.statistics import compare_until
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import RECOMPUTE, Choice, SearchRequest, WorkloadSpec, load_space, parse_budget
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
+from tests.evidence.until import compare_until
 
 LLAMA = Path(__file__).resolve().parents[2] / "results" / "choices_cpu_202611" / "llama8.json"
 SPEC = WorkloadSpec(model=str(LLAMA), batch_size=8, seq_len=256, optimizer="none")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from autockpt.history.statistics import (
     Interval,
-    compare_until,
     judge,
     median_interval,
     noise,
@@ -64,30 +63,6 @@ def test_robust_interval_is_hardly_moved_by_two_disturbed_rounds():
     robust, plain_t = ratio_interval(ours, base, robust=True), ratio_interval(ours, base)
     assert robust.half_width < 0.01 < plain_t.half_width
     assert abs(robust.value - 1) < 0.01
-
-
-def test_measuring_until_sure_keeps_its_promise_and_stops_early():
-    rng = random.Random(1)
-    results = [
-        compare_until(lambda n: (log_normal(rng, n, 0.008), log_normal(rng, n, 0.008)), within=0.005)
-        for _ in range(300)
-    ]
-    assert share_covering([r.ratio for r in results], 1.0) >= 0.90
-    assert all(r.settled == (r.ratio.half_width <= 0.005) for r in results)
-    assert all(10 <= r.rounds <= 60 for r in results)
-    assert plain.mean(r.rounds for r in results) < 50
-
-
-def test_measuring_until_sure_says_when_the_rounds_ran_out():
-    rng = random.Random(2)
-    result = compare_until(lambda n: (log_normal(rng, n, 0.2), log_normal(rng, n, 0.2)), within=0.001, at_most=23)
-    assert not result.settled
-    assert result.rounds == 23 == len(result.base)
-
-
-def test_measuring_until_sure_stops_where_nothing_more_comes():
-    result = compare_until(lambda n: ([1.0, 1.1][:n], [1.0, 1.0][:n]) if n == 10 else ([], []), within=1e-6)
-    assert (result.rounds, result.settled) == (2, False)
 
 
 @given(st.lists(seconds, min_size=1, max_size=60))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.history.trials import SORT_KEYS, best, distinct, pareto_front, ranked
+from autockpt.history.trials import SORT_KEYS, best, pareto_front, ranked
 from autockpt.schema.trial import Measurement, Prediction, Trial
 
 
@@ -39,17 +39,6 @@ def test_best_is_the_fastest_measured_plan_that_fits():
     assert numbers(best(trials)) == [2]
     assert numbers(best(trials, 5)) == [2, 1]
     assert best(trials[:1]) == []
-
-
-def test_a_plan_measured_again_counts_with_its_latest_time():
-    """The first reading of plan a was lucky."""
-    trials = [trial(0, 50, 1.0, plan="a"), trial(1, 50, 1.5, plan="b"), trial(2, 50, 2.0, plan="a", encoding="final")]
-    assert numbers(best(trials, 2)) == [1, 2]
-
-
-def test_a_duplicate_without_a_measurement_does_not_hide_the_one_that_has_it():
-    trials = [trial(0, 50, 1.0, plan="a"), trial(1, plan="a", state="duplicate", duplicate_of=0)]
-    assert numbers(distinct(trials)) == numbers(best(trials)) == [0]
 
 
 def test_ranking_by_each_key():

@@ -36,7 +36,6 @@ def test_every_end_of_a_trial_has_words() -> None:
     def said(**changes: object) -> str:
         return describe_trial(trial(4, **changes), None)
 
-    assert "same plan as trial 2" in said(state="duplicate", duplicate_of=2)
     assert "over the budget" in said(feasible=False)
     assert "predicted over" in said(state="predicted_over", measured=None, feasible=False)
     assert said(state="failed", measured=None, predicted=None, message="the worker died").endswith("the worker died")

@@ -145,22 +145,6 @@ def test_what_was_measured_otherwise_goes_into_the_file_and_nothing_else_changes
     assert path.read_text().count("otherwise:") == 1 and path.read_text().count("mine") == before.count("mine")
 
 
-def test_plans_that_were_written_when_eager_steps_had_a_key_of_their_own(tmp_path: Path) -> None:
-    full_plan().model_copy(update={"compile": "layers"}).save(tmp_path / "plan.yaml")
-    text = (tmp_path / "plan.yaml").read_text()
-    old = "\n# the same choices in steps that are not compiled\neager:\n  peak_bytes: 7\n  step_seconds: 0.5\n"
-    path = write(tmp_path, text.replace("\n# what everybody", f"{old}\n# what everybody"))
-    eager, whole = Measurement(peak_bytes=7, step_seconds=0.5), Measurement(peak_bytes=8, step_seconds=0.25)
-    plan = Plan.load(path)
-    assert plan.otherwise == {"eager": eager}
-    plan.noting("model", whole).save_otherwise(path)
-    assert Plan.load(path).otherwise == {"eager": eager, "model": whole}
-    assert "eager:" in path.read_text() and "\neager:" not in path.read_text()
-    assert "that are not compiled\n" not in path.read_text()
-    with pytest.raises(ValueError, match="made for these steps"):
-        plan.noting("layers", whole)
-
-
 def test_a_plan_that_changed_while_it_was_measured_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     full_plan(dict.fromkeys(BLOCKS, RECOMPUTE)).save(path)

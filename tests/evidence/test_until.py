@@ -1,0 +1,33 @@
+"""Measuring until a ratio is known covers the truth as often as it says, and stops."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+from tests.evidence.until import compare_until
+from tests.history.test_statistics import log_normal, share_covering
+
+
+def test_measuring_until_sure_keeps_its_promise_and_stops_early():
+    rng = random.Random(1)
+    results = [
+        compare_until(lambda n: (log_normal(rng, n, 0.008), log_normal(rng, n, 0.008)), within=0.005)
+        for _ in range(300)
+    ]
+    assert share_covering([r.ratio for r in results], 1.0) >= 0.90
+    assert all(r.settled == (r.ratio.half_width <= 0.005) for r in results)
+    assert all(10 <= r.rounds <= 60 for r in results)
+    assert statistics.mean(r.rounds for r in results) < 50
+
+
+def test_measuring_until_sure_says_when_the_rounds_ran_out():
+    rng = random.Random(2)
+    result = compare_until(lambda n: (log_normal(rng, n, 0.2), log_normal(rng, n, 0.2)), within=0.001, at_most=23)
+    assert not result.settled
+    assert result.rounds == 23 == len(result.base)
+
+
+def test_measuring_until_sure_stops_where_nothing_more_comes():
+    result = compare_until(lambda n: ([1.0, 1.1][:n], [1.0, 1.0][:n]) if n == 10 else ([], []), within=1e-6)
+    assert (result.rounds, result.settled) == (2, False)
