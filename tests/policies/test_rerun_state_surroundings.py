@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.policies.rerun_state import surroundings
-from autockpt.policies.rerun_state.surroundings import numpy_words, python_state
+from autockpt.policies.rerun_state.surroundings import numpy_words, put_python, python_state
 
 DRAWS = (random.random, lambda: random.gauss(0, 1), lambda: random.getrandbits(70), lambda: random.shuffle([1, 2, 3]))
 
@@ -25,7 +25,7 @@ def test_pythons_state_is_what_getstate_says(seed, draws, more):
         draw()
         assert python_state() != was
     drawn = [random.random(), random.gauss(0, 1), random.gauss(0, 1)]
-    state.put_back()
+    put_python(state)
     assert random.getstate() == before and python_state() == state
     for draw in draws:
         draw()
@@ -37,7 +37,10 @@ def test_without_the_quick_way_the_state_is_the_same(monkeypatch):
     random.gauss(0, 1)
     quick = python_state()
     monkeypatch.setattr(surroundings, "_python_words", lambda: None)
-    assert python_state() == quick
+    slow, drawn = python_state(), random.random()
+    for state in (quick, slow):
+        put_python(state)
+        assert python_state() == slow and random.random() == drawn
 
 
 def test_draws_from_numpy_are_seen():

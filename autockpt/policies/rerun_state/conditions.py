@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -12,13 +11,10 @@ from autockpt.devices import random_states
 from autockpt.errors import ConflictError
 
 Place = tuple[str, int]
-
-
-class _Autocast(NamedTuple):
-    """Per kind of device whether autocast is on and its type; whether casts of weights are cached."""
-
-    kinds: tuple[tuple[str, bool, torch.dtype], ...]
-    cache: bool
+_Autocast = tuple[bool, list[tuple[str, bool, torch.dtype]]]
+"""Whether casts of weights are cached; per kind of device whether autocast is on, and its type."""
+_CPU = torch.device("cpu")
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 
 
 class Conditions:
@@ -30,13 +26,12 @@ class Conditions:
     __slots__ = ("_autocast", "_cpu", "_default_device", "_devices")
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        places = {
-            (t.device.type, t.device.index or 0) for t in tensors if t is not None and not (t.is_cpu or t.is_meta)
-        }
+        elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
+        places = sorted({(device.type, device.index or 0) for device in elsewhere}) if elsewhere else ()
         self._cpu = torch.get_rng_state()
-        self._devices = [(place, _random_state(place)) for place in sorted(places)]
-        self._autocast = _autocast_now({kind for kind, _ in places})
-        self._default_device = torch.get_default_device()
+        self._devices = [(place, _random_state(place)) for place in places]
+        self._autocast = _autocast_now(places)
+        self._default_device = _default_device()
 
     @property
     def places(self) -> list[Place]:
@@ -50,11 +45,12 @@ class Conditions:
         for place, state in self._devices:
             random_states.set_random_state(*place, state)
         with ExitStack() as stack:
-            if self._default_device != torch.get_default_device():
+            if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
-            if self._autocast != _autocast_now({kind for (kind, _), _ in self._devices}):
-                for kind, enabled, dtype in self._autocast.kinds:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._autocast.cache))
+            if self._autocast != _autocast_now(self.places):
+                cache, kinds = self._autocast
+                for kind, enabled, dtype in kinds:
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
             yield
 
 
@@ -83,7 +79,12 @@ def _random_state(place: Place) -> torch.Tensor:
         ) from error
 
 
-def _autocast_now(kinds: set[str]) -> _Autocast:
-    known = sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
-    states = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in (*known, "cpu")]
-    return _Autocast(tuple(states), torch.is_autocast_cache_enabled())
+def _autocast_now(places: Iterable[Place]) -> _Autocast:
+    kinds = ["cpu", *dict.fromkeys(kind for kind, _ in places if torch.amp.is_autocast_available(kind))]
+    states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return torch.is_autocast_cache_enabled(), states
+
+
+def _default_device() -> torch.device:
+    """Where tensors are made that say nothing of it: a mode tells, and to ask for one takes long."""
+    return torch.get_default_device() if _function_modes() else _CPU

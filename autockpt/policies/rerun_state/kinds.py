@@ -34,6 +34,7 @@ SMALL_BYTES = 1 << 16
 which a step must not need more memory than in others."""
 ABSENT = object()
 _PLAIN = (bool, int, str, bytes)
+_PLAIN_TENSORS, _STRIDED = frozenset((torch.Tensor, nn.Parameter, nn.Buffer)), torch.strided
 _SEQUENCES = tuple({type(iter(kind)) for kind in ([], (), "", b"", bytearray(), range(0), range(1 << 70))})
 _COUNTED = tuple({type(iter(view)) for view in ({}.keys(), {}.values(), {}.items(), set())})
 _FORWARDS = (*(v for v in vars(itertools).values() if isinstance(v, type)), map, filter, zip, enumerate, reversed)
@@ -279,9 +280,8 @@ def _has(tensor: torch.Tensor, print: int | None) -> bool:
 
 def place_of(tensor: torch.Tensor) -> int:
     """The memory that a plain tensor lies in; 0 for all others, and where FSDP has taken it away."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
-        return 0
-    return tensor.untyped_storage()._cdata
+    plain = type(tensor) in _PLAIN_TENSORS and tensor.layout is _STRIDED
+    return tensor.untyped_storage()._cdata if plain else 0
 
 
 def fingerprint(tensor: torch.Tensor) -> int | None:

@@ -12,7 +12,7 @@ import itertools
 import operator
 import os
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType
 from typing import Any, Protocol
@@ -101,46 +101,69 @@ class Quiet:
         self._fixed = walk.fixed  # by whose ids they are known
         settled = [node for node in self.nodes if not isinstance(node.kind, Global)]
         self.known = (walk.fixed.keys() | {id(node.obj) for node in settled}) - {id(node.obj) for node in self.lively}
-        self._others, self._views, self._cells = [], [], []
+        self._others, self._cells, self._views = list[Node](), list[CellType](), list[Any]()
+        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
         for node in settled:
+            kind = node.kind
             if node.name.endswith(HOOKS):  # they go with the hooks themselves
                 continue
-            if isinstance(node.kind, Fields):
-                self._views.append(dict.values(node.obj))
+            if isinstance(kind, Fields):
+                left = {*kind.hidden, *HOOKS} if kind.hidden else ()
+                if left and (keys := [key for key in node.taken if key not in left]):
+                    self._getters.append((operator.itemgetter(*keys, keys[0]), node.obj))
+                else:
+                    self._views.append(dict.values(node.obj))
             elif isinstance(node.obj, type):
                 self._views.append(vars(node.obj).values())
-            elif type(node.obj) in (list, CellType):
-                (self._views if type(node.obj) is list else self._cells).append(node.obj)
+            elif type(node.obj) is list:
+                self._views.append(node.obj)
+            elif type(node.obj) is CellType:
+                self._cells.append(node.obj)
             else:
                 self._others.append(node)
+        self._fields = [fields for _, fields in self._getters]
         homes: dict[int, tuple[dict[str, Any], list[str]]] = {}
         for node in self.nodes:
             if isinstance(node.kind, Global):
                 homes.setdefault(id(node.obj), (node.obj, []))[1].append(node.kind.key)
-        self._getters = [(operator.itemgetter(*keys, keys[0]), home) for home, keys in homes.values()]
-        self._values = self._now()
+        self._getters += [(operator.itemgetter(*keys, keys[0]), home) for home, keys in homes.values()]
+        self._tensors = [node.obj for node in self.tensors]
+        self._learn()
 
-    def _now(self) -> list[Any]:
-        named = itertools.chain.from_iterable([get(home) for get, home in self._getters])
+    def _learn(self) -> None:
+        self._full, self._empty = [v for v in self._views if len(v)], [v for v in self._views if not len(v)]
+        self._sized = [*self._full, *self._fields]
+        self._lengths = list(map(len, self._sized))
         try:
-            return [*itertools.chain.from_iterable(self._views), *named, *map(_contents, self._cells)]
-        except (KeyError, ValueError):  # an empty cell, a global that is gone
-            return []
+            self._values: list[Any] | None = list(self._now())
+        except (KeyError, ValueError):  # a global that is gone, an empty cell
+            self._values = None
+
+    def _now(self) -> Iterator[Any]:
+        parts = itertools.chain(self._full, [get(home) for get, home in self._getters])
+        return itertools.chain(itertools.chain.from_iterable(parts), map(_contents, self._cells))
+
+    def _same(self) -> bool:
+        """Whether all that is in containers is the very same. No slower than it must be: every call asks twice."""
+        if self._values is None or any(self._empty) or list(map(len, self._sized)) != self._lengths:
+            return False
+        try:
+            return all(map(operator.is_, self._now(), self._values))
+        except (KeyError, ValueError):
+            return False
 
     def changed(self) -> list[Node]:
         """Those that hold something else now. Tensors are not among them: they may change between calls."""
-        now = self._now()
-        same = len(now) == len(self._values) and all(map(operator.is_, now, self._values))
-        if same:
+        if self._same():
             return [node for node in self._others if not node.unchanged()]
         changed = [node for node in self.nodes if not node.unchanged()]
         if not changed:  # other objects of the same value
-            self._values = now
+            self._learn()
         return changed
 
     def marks(self) -> list[tuple[int, int, bool]]:
         """What tells of each tensor that it was changed: version, memory, whether it needs a gradient."""
-        return [(t.obj._version, place_of(t.obj), t.obj.requires_grad) for t in self.tensors]
+        return [(tensor._version, place_of(tensor), tensor.requires_grad) for tensor in self._tensors]
 
 
 class UnitState:
@@ -179,6 +202,9 @@ class UnitState:
         memory.calls[self._training] += quiet is None
         changed = [node for node in self._still if not node.unchanged()] + (quiet.changed() if quiet else [])
         tensors = self._changed_tensors()
+        self._over = True
+        if not (changed or tensors or self._still):
+            return
         self.doubts = [node for node in changed if _written_unseen(node)]
         doubts, known = set(map(id, self.doubts)), set(memory.lively)
         changed = [node for node in changed if id(node) not in doubts]
@@ -199,7 +225,6 @@ class UnitState:
         still = [node for node in still if id(node) not in doubts]
         self._still = [_trimmed(n) for n in still if n.name != ARGUMENT or n.kind is not TENSORS]
         self._versions = {id(node.obj): node.obj._version for node in changed if node.kind is TENSORS}
-        self._over = True
 
     def settle(self, same: bool) -> None:
         """Whether the unit did the same again. Raises ConflictError where it did not."""
@@ -221,6 +246,9 @@ class UnitState:
             nodes += [*self._quiet.changed(), *self._quiet_tensors()]
         # which parameters a module has is looked after by the replay, as FSDP exchanges them
         nodes = [*self._changing, *(node for node in nodes if not isinstance(node.kind, Parameters))]
+        if not nodes:
+            yield
+            return
         held = [node._replace(taken=node.kind.take(node.obj, close=True)) for node in nodes]
         unread, forwards = Unread(self._memory.unit), list[Node]()
         try:
