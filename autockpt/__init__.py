@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from autockpt.errors import AutockptError
     from autockpt.history.openrun import Run, open_run
     from autockpt.integrations.transformers import AutockptCallback
+    from autockpt.public import explain, report, search
     from autockpt.runtime import apply
     from autockpt.schema.plan import Plan
     from autockpt.tracing import trace
-    from autockpt.tuning import estimate, search
+    from autockpt.tuning import estimate
     from autockpt.verification import verify
     from autockpt.workload import Step
 
@@ -33,8 +34,10 @@ _HOME = {
     "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
     "estimate": "autockpt.tuning",
+    "explain": "autockpt.public",
     "open_run": "autockpt.history.openrun",
-    "search": "autockpt.tuning",
+    "report": "autockpt.public",
+    "search": "autockpt.public",
     "trace": "autockpt.tracing",
     "verify": "autockpt.verification",
 }
@@ -48,7 +51,9 @@ __all__ = [
     "__version__",
     "apply",
     "estimate",
+    "explain",
     "open_run",
+    "report",
     "search",
     "trace",
     "verify",

@@ -133,7 +133,7 @@ def in_python(text: str) -> str:
         words = _IN_PYTHON.get(match[1])
         if words is None:
             return match[0]
-        return words if words.endswith("=") else words + (match[2] or "")
+        return words if words.endswith("=") else words + " " if match[2] else words.removesuffix(" of rank")
 
     return _OPTION.sub(said, text)
 

@@ -27,7 +27,7 @@ LAYERS = (
     ("profiling",),
     ("tuning",),
     ("integrations", "verification", "bench", "explaining", "diagnose", "page"),
-    ("cli", "auto"),
+    ("cli", "auto", "public"),
     ("__main__",),
 )
 SIBLINGS = {("schema", "errors"), ("diagnose", "explaining"), ("page", "explaining")}

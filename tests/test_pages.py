@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import re
@@ -215,3 +216,22 @@ def test_a_simulated_search(autockpt: Autockpt) -> None:
 def test_a_trace(autockpt: Autockpt) -> None:
     command = next(c for c in commands_of(ROOT / "docs" / "simulation.md") if c.startswith("autockpt trace"))
     assert json.loads(autockpt(*small(command), "--json"))["summary"]["peak"]["bytes"]
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel runs them: in one namespace, the last expression of each cell shown."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    shown = []
+    for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        *before, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module(before, []), "notebook", "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), "notebook", "eval"), names)
+            shown.append(value._repr_html_() if hasattr(value, "_repr_html_") else value)
+        else:
+            exec(compile(ast.Module([last], []), "notebook", "exec"), names)
+    assert any(isinstance(value, str) and "<table>" in value for value in shown)
+    assert (tmp_path / "runs").is_dir()

@@ -9,13 +9,11 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import DeviceName, named_hardware, plan_at, takes_workload, workload_spec
+from autockpt.cli.options import DeviceName, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from autockpt.explaining import Question
-    from autockpt.schema import Plan
-    from autockpt.schema.hardware import Hardware
 
 
 @guarded
@@ -74,43 +72,26 @@ def explain(
         raise UsageError(
             f"--hardware models a device that is not at hand; {other} needs one", remedy="Give one of them."
         )
+    from autockpt.explaining import Question
+    from autockpt.explaining.subject import hardware_for
+    from autockpt.history.trialplan import plan_at
+
     asked = parse_budget(budget) if budget is not None else None
     loaded = plan_at(plan) if plan is not None else None
     spec = workload_spec(workload, base=loaded.workload if loaded else None, seed=seed)
-    from autockpt.explaining import Question
-
     question = Question(
         spec=spec,
         plan=loaded,
         plan_path=plan,
         budget=asked,
         device=device,
-        hardware=_hardware(hardware, device, loaded),
+        hardware=hardware_for(hardware, device, loaded),
         limits=limits,
     )
     if rules:
         _print_rules(question, measure, as_json)
     else:
         _print(question, as_json)
-
-
-def _hardware(name: str | None, device: str | None, plan: Plan | None) -> Hardware | None:
-    """The device that is modelled: the one named, else the one that a simulated plan was simulated for.
-
-    Raises UsageError where that is not among those described.
-    """
-    if name is not None or device is not None or plan is None or plan.source != "simulated":
-        return named_hardware(name)
-    if plan.environment is None or (planned := plan.environment.versions.get("simulated")) is None:
-        return None  # a dry run on the device at hand
-    from search_spaces.hardware import list_hardware
-
-    if planned not in list_hardware():
-        raise UsageError(
-            f"the plan was simulated for {planned}, which is not among the devices described here",
-            remedy="Add --hardware with the file that describes it, or --device to explain the plan for this machine.",
-        )
-    return named_hardware(planned)
 
 
 def _print(question: Question, as_json: bool) -> None:

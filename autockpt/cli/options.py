@@ -15,7 +15,6 @@ from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
     from autockpt.history.rundir import RunDirectory
-    from autockpt.schema import Plan
     from autockpt.schema.hardware import Hardware
     from autockpt.schema.workload import WorkloadSpec
 
@@ -173,24 +172,6 @@ def run_at(run: Path, out: Path) -> RunDirectory:
 
     known = not run.exists() and len(run.parts) == 1 and (out / run).exists()
     return RunDirectory.open(out / run if known else run)
-
-
-def plan_at(path: Path) -> Plan:
-    """The plan of a file, or of a run's directory. Raises RunDirectoryError for a run without one."""
-    from autockpt.schema import Plan
-
-    if not path.is_dir():
-        return Plan.load(path)
-    from autockpt.errors import RunDirectoryError
-    from autockpt.history.rundir import RunDirectory
-
-    plan = RunDirectory.open(path).plan()
-    if plan is None:
-        raise RunDirectoryError(
-            f"{path} holds no plan: its search found none, or has not ended",
-            remedy="The command in its command.txt continues it.",
-        )
-    return plan
 
 
 def listed(text: str) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,22 +18,16 @@ Answer = TypeVar("Answer", bound="Data")
 
 def results() -> Console:
     """The console for results."""
-    return _console(stderr=False)
+    from autockpt.reporting.terminal import console
+
+    return console(stderr=False)
 
 
 def progress() -> Console:
     """The console for progress, notes and errors."""
-    return _console(stderr=True)
+    from autockpt.reporting.terminal import console
 
-
-def _console(stderr: bool) -> Console:
-    """Colour only on terminals and without NO_COLOR; pipes and files get 120 columns unless COLUMNS says otherwise."""
-    from autockpt.reporting.terminal import SafeConsole
-
-    console = SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS"):
-        console.width = 120
-    return console
+    return console(stderr=True)
 
 
 def show(answer: Answer, printer: Callable[[Answer, Console], None], as_json: bool) -> None:

@@ -17,7 +17,6 @@ from autockpt.cli.options import (
     duration,
     listed,
     named_hardware,
-    plan_at,
     takes_workload,
     workload_spec,
 )
@@ -153,6 +152,7 @@ def search(
     --hardware they are simulated instead. Without --model a built-in shape is planned for: llama-1b on a GPU; where
     there is none, llama-1b on a simulated rtx4090; with --device cpu a small one, measured.
     """
+    from autockpt.history.trialplan import plan_at
     from autockpt.schema import SearchRequest, parse_budget, parse_size
 
     start = None if resume is None else plan_at(resume)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autockpt.devices import get_device, process_environment
+from autockpt.errors import UsageError
 from autockpt.explaining.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
 from autockpt.profiling import CostModel, UniformRuns, build_profile, simulated_memory, tracer_for
@@ -28,6 +29,7 @@ from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning.opening import traced
 from autockpt.tuning.question import workload_key
+from search_spaces.hardware import list_hardware, load_hardware
 
 SPACE = "knobs"
 
@@ -59,6 +61,26 @@ class Question:
         if self.hardware is not None:
             return tracer_for(self.hardware, spec, fallback=fallback)
         return Tracer.from_spec(spec, device=get_device(self.device).torch_device, fallback=fallback)
+
+
+def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Hardware | None:
+    """The device that is modelled: the one named, else the one that a simulated plan was simulated for; or None.
+
+    Raises UsageError where that is not among those described.
+    """
+    if name is not None:
+        return load_hardware(name)
+    if device is not None or plan is None or plan.source != "simulated" or plan.environment is None:
+        return None
+    planned = plan.environment.versions.get("simulated")
+    if planned is None:
+        return None  # a dry run on the device at hand
+    if planned not in list_hardware():
+        raise UsageError(
+            f"the plan was simulated for {planned}, which is not among the devices described here",
+            remedy="Add --hardware with the file that describes it, or --device to explain the plan for this machine.",
+        )
+    return load_hardware(planned)
 
 
 @dataclass(frozen=True)

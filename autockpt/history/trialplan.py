@@ -1,6 +1,8 @@
-"""The plan of one trial, as a search would have written it had that trial been its answer."""
+"""The plan of a run, and of one trial, as a search would have written it had that trial been its answer."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
@@ -8,6 +10,19 @@ from autockpt.schema.graph import Unit
 from autockpt.schema.plan import Plan, PlanStatus
 from autockpt.schema.trial import Trial
 from autockpt.schema.workload import WorkloadSpec
+
+
+def plan_at(path: Path) -> Plan:
+    """The plan of a file, or of a run's directory. Raises RunDirectoryError for a run without one."""
+    if not path.is_dir():
+        return Plan.load(path)
+    plan = RunDirectory.open(path).plan()
+    if plan is None:
+        raise RunDirectoryError(
+            f"{path} holds no plan: its search found none, or has not ended",
+            remedy="The command in its command.txt continues it.",
+        )
+    return plan
 
 
 def trial_of(run: RunDirectory, number: int) -> Trial:

@@ -121,7 +121,7 @@ def calling_trainer() -> Any:
         frame = frame.f_back
     raise UsageError(
         "AutockptCallback(budget=…) was called by something else than a Trainer of transformers",
-        remedy="Use autockpt.search(model, batch, …) there, and autockpt.apply.",
+        remedy="Use autockpt.search(autockpt.Step(model, batch, …)) there, and autockpt.apply.",
     )
 
 

@@ -157,7 +157,8 @@ class CostModel:
     def needs(self, smallest_peak: int) -> str:
         """What the leanest plan's bytes go to, in one line."""
         gradients = sum(s.bytes for s in self.base.storages if s.kind == "gradient")
-        parts = dict(self.base.resident) | {"gradients": gradients}
+        own = self.predictor.device.overhead_bytes
+        parts = dict(self.base.resident) | {"gradients": gradients, "the device's own context": own}
         rest = smallest_peak - sum(parts.values())
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         return f"It holds {listed}, and at least {format_bytes(max(0, rest))} of activations and transients."

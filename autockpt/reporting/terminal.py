@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -26,3 +27,11 @@ class SafeConsole(Console):
                 yield Segment(shown(segment.text), segment.style)
             else:
                 yield segment
+
+
+def console(stderr: bool) -> Console:
+    """Colour only on terminals and without NO_COLOR; pipes and files get 120 columns unless COLUMNS says otherwise."""
+    made = SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not made.is_terminal and not os.environ.get("COLUMNS"):
+        made.width = 120
+    return made

@@ -74,7 +74,7 @@ def _of_bitsandbytes(given: Mapping[str, Any]) -> dict[str, Any]:
     if method not in ("bitsandbytes", "bits_and_bytes"):
         raise UsageError(
             f"--quantization {method} cannot be planned for: only bitsandbytes' 4 and 8 bits can",
-            remedy="Use a bitsandbytes configuration, or measure the live model with autockpt.search(model, batch).",
+            remedy="Use a bitsandbytes configuration, or search the live model: autockpt.search(autockpt.Step(…)).",
         )
     return {k: v for k, v in given.items() if k != "quant_method" and not k.startswith("_")}
 

@@ -1,0 +1,208 @@
+"""What the command line answers, asked from Python by the same names: ``search``, ``explain``, ``report``.
+
+A model is named as there (``llama-8b``, a folder, a class), its workload given as keyword arguments by the names of
+the command line's options: ``batch_size``, ``seq_len``, ``lora``, …. ``search`` also takes a live ``Step``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from autockpt.errors import UsageError, python_door
+from autockpt.explaining import Question
+from autockpt.explaining import explain as explained
+from autockpt.explaining.subject import hardware_for
+from autockpt.history.rundir import RunDirectory
+from autockpt.history.trialplan import plan_at
+from autockpt.page import compare_page, write_page, write_text
+from autockpt.reporting import listener
+from autockpt.reporting.explain_view import print_explanation
+from autockpt.reporting.terminal import console
+from autockpt.schema import (
+    Budget,
+    Plan,
+    SearchRequest,
+    SearchSpace,
+    Silence,
+    WorkloadSpec,
+    load_space,
+    parse_budget,
+    parse_size,
+)
+from autockpt.schema.explanation import Explanation
+from autockpt.schema.plan import CompileMode
+from autockpt.tuning import run_search
+from autockpt.tuning import search as search_live
+from autockpt.tuning.batches import search_batch_sizes
+from autockpt.workload import Step
+from search_spaces.hardware import load_hardware
+
+
+@python_door
+def search(
+    step: Step | str,
+    *,
+    budget: str | Budget = "auto",
+    hardware: str | None = None,
+    device: str | None = None,
+    compile: CompileMode | None = None,
+    dry_run: bool = False,
+    global_batch: int | None = None,
+    headroom: str | None = None,
+    host_budget: str | int | None = None,
+    allow_inexact: bool = False,
+    space: str | SearchSpace = "knobs",
+    trials: int = 30,
+    timeout: float | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    again: bool = False,
+    progress: bool = True,
+    **workload: Any,
+) -> Plan:
+    """The fastest plan that fits a budget, for a live training step or for a model by its name.
+
+    ``step`` is an ``autockpt.Step``, searched in this process on its own device, or the name of a model, which another
+    process builds and measures with ``workload`` (``batch_size=8, seq_len=2048, lora=16``). ``hardware`` ("rtx4090",
+    or a file) simulates a device that need not be here, ``device``, ``compile``, ``dry_run`` and ``global_batch`` (rows
+    per optimizer update: batch size and accumulation are then found, too, and are in the plan's ``workload``) are those
+    of the command line; all of these need a model's name.
+
+    ``budget`` is text such as "24GB", "60%", "60%act" or "auto" (all there is), ``headroom`` ("2%", "500MB") is left
+    free of it, ``host_budget`` ("8GB", or bytes) bounds what offloading may claim of host memory. With
+    ``allow_inexact`` output head and loss may run over chunks of tokens: gradients are then equal up to rounding.
+    ``timeout`` is in seconds, ``out`` the folder that keeps the run (None: nothing is kept). A search that came to its
+    end there answers from its record, unless ``again``. ``progress`` is a bar on a terminal's standard error, lines
+    elsewhere.
+
+    A live model's weights, optimizer, gradients and random state are the caller's again afterwards, bit for bit.
+    Raises UsageError for what does not go together, WorkloadError for a step that does not run, InfeasibleError where
+    nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was found.
+    """
+    _refuse_both(hardware, device)
+    with ExitStack() as stack:
+        watcher = stack.enter_context(listener(console(stderr=True))) if progress else Silence()
+        common: dict[str, Any] = {"allow_inexact": allow_inexact, "trials": trials, "timeout": timeout, "seed": seed}
+        if isinstance(step, Step):
+            named = {"hardware": hardware, "device": device, "compile": compile, "global_batch": global_batch}
+            given = [name for name, value in named.items() if value is not None] + ["dry_run"] * dry_run + [*workload]
+            if given:
+                raise UsageError(
+                    f"{given[0]}= does not go with a live step, which is measured where its model is",
+                    remedy='Leave it out, or give the model\'s name instead: autockpt.search("llama-8b", …).',
+                )
+            return search_live(
+                step,
+                budget=budget,
+                headroom=headroom,
+                host_budget=host_budget,
+                space=space,
+                out=out,
+                again=again,
+                listener=watcher,
+                **common,
+            )
+        if not isinstance(step, str):
+            raise UsageError(
+                f"a {type(step).__name__} is no training step",
+                remedy="Give autockpt.Step(model, batch, optimizer=optimizer), or a model's name.",
+            )
+        request = SearchRequest(
+            budget=parse_budget(budget).with_headroom(headroom),
+            workload=_workload(step, workload, seed),
+            space=load_space(space) if isinstance(space, str) else space,
+            compile=compile,
+            device=device,
+            hardware=None if hardware is None else load_hardware(hardware),
+            host_budget=parse_size(host_budget) if isinstance(host_budget, str) else host_budget,
+            out=Path(out if out is not None else stack.enter_context(tempfile.TemporaryDirectory())),
+            dry_run=dry_run,
+            again=again,
+            **common,
+        )
+        if global_batch is not None:
+            outcome = search_batch_sizes(request, global_batch, run_search, watcher).outcome
+        else:
+            outcome = run_search(request, watcher)
+    if outcome.plan is None:
+        raise KeyboardInterrupt
+    return outcome.plan
+
+
+@python_door
+def explain(
+    plan: Plan | str | Path | None = None,
+    *,
+    model: str | None = None,
+    budget: str | Budget | None = None,
+    hardware: str | None = None,
+    device: str | None = None,
+    limits: bool = True,
+    show: bool = True,
+    **workload: Any,
+) -> Explanation:
+    """Where a step's bytes go, why a plan does what it does, and what other plans would cost. No step is measured.
+
+    ``plan`` is a plan, its file, or a run's directory; without one, what fits ``budget`` is explained for ``model``, or
+    plain training. What ``model`` and ``workload`` do not say is as in the plan. ``limits`` also looks for the largest
+    batch and sequence. ``show`` prints it as the command line does. Bytes and seconds in what is returned.
+    """
+    _refuse_both(hardware, device)
+    loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
+    name = model or (loaded.workload.model if loaded is not None and loaded.workload is not None else None)
+    if name is None:
+        raise UsageError("no model was named", remedy='Give model="llama-8b", or a plan that a search made.')
+    base = loaded.workload.model_dump() if loaded is not None and loaded.workload is not None else {}
+    question = Question(
+        spec=_workload(name, {**base, **workload}),
+        plan=loaded,
+        plan_path=None if plan is None or isinstance(plan, Plan) else Path(plan),
+        budget=None if budget is None else parse_budget(budget),
+        device=device,
+        hardware=hardware_for(hardware, device, loaded),
+        limits=limits,
+    )
+    said = explained(question)
+    if show:
+        print_explanation(said, console(stderr=False))
+    return said
+
+
+@python_door
+def report(run: str | Path, other: str | Path | None = None, *, report_out: str | Path | None = None) -> Path:
+    """Write a run (or two, compared) as one offline HTML page; returns where it lies.
+
+    ``report_out`` is the file; by default ``report.html`` in the run, or ``compare-<name>.html`` in the second.
+    Raises RunDirectoryError where there is no run, or the file cannot be written.
+    """
+    first, target = RunDirectory.open(run), None if report_out is None else Path(report_out)
+    if other is None:
+        return write_page(first, target)
+    second = RunDirectory.open(other)
+    return write_text(compare_page(first, second), target or second.path / f"compare-{first.path.resolve().name}.html")
+
+
+def _refuse_both(hardware: str | None, device: str | None) -> None:
+    if hardware is not None and device is not None:
+        raise UsageError(
+            f"hardware={hardware!r} simulates a device and device={device!r} measures on one",
+            remedy="Leave one of the two out.",
+        )
+
+
+def _workload(model: str, given: dict[str, Any], seed: int = 0) -> WorkloadSpec:
+    """Raises UsageError for a name or a value that workloads do not have."""
+    try:
+        return WorkloadSpec.model_validate({"seed": seed, **given, "model": model})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        raise UsageError(
+            f"{field}={given.get(field)!r}: {first['msg'].lower()}",
+            remedy=f"What describes a workload: {', '.join(WorkloadSpec.model_fields)}.",
+        ) from None

@@ -1,0 +1,72 @@
+"""Python asks what the command line asks, by the same names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autockpt
+from autockpt.errors import UsageError
+from autockpt.schema import load_space
+
+pytestmark = pytest.mark.slow
+
+SPACE = load_space("knobs").restricted(("save", "recompute"))
+JOB = {"batch_size": 4, "seq_len": 64}
+
+
+def test_a_model_by_its_name_is_planned_for_a_card_explained_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = autockpt.search(
+        "llama-tiny", budget="60%act", hardware="rtx4090", trials=1, space=SPACE, out=tmp_path, progress=False, **JOB
+    )
+    assert plan.status == "simulated"
+    assert plan.workload is not None and plan.workload.batch_size == 4
+    assert capsys.readouterr().err == ""
+    (directory,) = tmp_path.iterdir()
+    assert autockpt.open_run(directory).plan == plan
+    said = autockpt.explain(directory, limits=False)
+    assert said.choices == plan.expand_planned()
+    assert said.device.startswith("NVIDIA GeForce RTX 4090")
+    assert "llama-tiny" in capsys.readouterr().out
+    page = autockpt.report(directory, report_out=tmp_path / "page.html")
+    assert "<!doctype html>" in page.read_text(encoding="utf-8")
+
+
+def test_a_live_step_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)))
+    step = autockpt.Step(model, torch.ones(8, 32), loss=lambda model, batch: model(batch).sum())
+    assert autockpt.search(step, budget="100%", trials=1, space=SPACE).choices
+    assert "trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "word"),
+    [
+        ({"hardware": "rtx4090"}, "hardware="),
+        ({"batch_size": 2}, "batch_size="),
+        ({"dry_run": True}, "dry_run="),
+    ],
+)
+def test_what_does_not_go_with_a_live_step_is_refused_by_name(asked: dict[str, Any], word: str) -> None:
+    step = autockpt.Step(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda model, batch: model(batch).sum())
+    with pytest.raises(UsageError, match=word):
+        autockpt.search(step, budget="1GB", progress=False, **asked)
+
+
+def test_what_is_no_step_and_what_no_workload_has_are_errors_with_a_remedy() -> None:
+    with pytest.raises(UsageError, match="no training step") as caught:
+        autockpt.search(nn.Linear(2, 2), budget="1GB", progress=False)  # type: ignore[arg-type]
+    assert "autockpt.Step(model, batch" in caught.value.remedy
+    with pytest.raises(UsageError, match="batchsize") as caught:
+        autockpt.search("llama-tiny", budget="1GB", hardware="rtx4090", progress=False, batchsize=2)
+    assert "batch_size" in caught.value.remedy
+    with pytest.raises(UsageError, match="simulates a device"):
+        autockpt.explain(model="llama-tiny", hardware="rtx4090", device="cpu")
+    with pytest.raises(UsageError, match="no model"):
+        autockpt.explain(budget="1GB")
