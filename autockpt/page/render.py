@@ -46,7 +46,7 @@ def write_text(text: str, path: Path) -> Path:
         atomic_write(path, text)
     except OSError as error:
         raise RunDirectoryError(
-            f"{path} cannot be written: {reason(error)}", remedy="Give another file: --report-out, report_out= in Python."
+            f"{path} cannot be written: {reason(error)}", remedy="Give another file: --report-out, or report_out=."
         ) from None
     return path
 
