@@ -287,18 +287,21 @@ class Queues {
   uint64_t issued(int stream) const { return streams_[stream].issued; }
 
   void synchronize(int stream) {
+    ++counts["host waits"];
     run_until(stream, streams_[stream].issued);
     join(host_, streams_[stream].clock);
     raise_error();
   }
 
   void synchronize() {
+    ++counts["host waits"];
     run_all();
     for (auto& s : streams_) join(host_, s.clock);
     raise_error();
   }
 
   void synchronize(const Mark& mark) {
+    ++counts["host waits"];
     run_until(mark.stream, mark.index);
     join(host_, mark.clock);
     raise_error();

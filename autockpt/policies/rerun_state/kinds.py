@@ -17,7 +17,7 @@ import sys
 import types
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autockpt.policies import fingerprints
-from autockpt.policies.fingerprints import quietly
+from autockpt.policies.fingerprints import quietly, stream_of
 
 COPIED_BYTES = 1 << 28
 """Tensors and arrays up to this size are copied where that is needed to put them back."""
@@ -62,6 +62,10 @@ class Kind:
     def unchanged(self, obj: Any, taken: Any) -> bool:
         """Whether it holds what was ``taken``."""
         return self.take(obj, close=False) == taken
+
+    def same(self, obj: Any, taken: Any) -> bool | torch.Tensor:
+        """The same; a truth on a device, which the host has not waited for, where only that device knows."""
+        return self.unchanged(obj, taken)
 
     def put(self, obj: Any, taken: Any) -> None:
         """Make it hold that again, in place. Raises NotPutBackError."""
@@ -222,14 +226,18 @@ class Counts(Kind):
 
 
 class TensorTaken(NamedTuple):
-    """``alias`` holds the memory, ``bits`` what was in it, ``print`` a fingerprint of that; None where not taken."""
+    """``alias`` holds the memory, ``bits`` what was in it, ``print`` a fingerprint of that; None where not taken.
+
+    ``stream`` is the one that the last two were queued on.
+    """
 
     version: int
     place: int
     trains: bool
     alias: torch.Tensor | None
     bits: torch.Tensor | None
-    print: int | None
+    print: torch.Tensor | None
+    stream: Any = None
 
 
 class Tensors(Kind):
@@ -248,17 +256,25 @@ class Tensors(Kind):
             bits = alias.clone() if copied and weight else None
         if copied and not weight:
             bits = alias.clone()
-        return TensorTaken(version, place, obj.requires_grad, alias, bits, None if copied else fingerprint(obj))
+        print = None if copied else fingerprint(obj)
+        stream = None if without_values() else stream_of(obj.device)
+        return TensorTaken(version, place, obj.requires_grad, alias, bits, print, stream)
 
     def unchanged(self, obj: Any, taken: TensorTaken) -> bool:
+        return bool(self.same(obj, taken))
+
+    def same(self, obj: Any, taken: TensorTaken) -> bool | torch.Tensor:
         if (obj._version, obj.requires_grad, place_of(obj)) != (taken.version, taken.trains, taken.place):
             return False
         if without_values():
             return True
-        if taken.bits is not None:
-            with quietly():
-                return torch.equal(obj, taken.bits)
-        return _has(obj, taken.print)
+        if taken.bits is None:
+            return _has(obj, taken)
+        if (obj.shape, obj.dtype) != (taken.bits.shape, taken.bits.dtype):
+            return False
+        _wait_for(taken)
+        with quietly():
+            return torch.equal(obj, taken.bits) if obj.is_cpu else (obj == taken.bits).all()
 
     def put(self, obj: Any, taken: TensorTaken) -> None:
         if place_of(obj) != taken.place:
@@ -266,16 +282,42 @@ class Tensors(Kind):
                 raise NotPutBackError
             obj.data = taken.alias
         if taken.bits is not None:
+            _wait_for(taken)
             obj.data.copy_(taken.bits)
-        elif obj._version != taken.version or not _has(obj, taken.print):
+        elif obj._version != taken.version or not _has(obj, taken):
             raise NotPutBackError
         if obj.is_leaf:
             obj.requires_grad_(taken.trains)
 
 
-def _has(tensor: torch.Tensor, print: int | None) -> bool:
+def still_holds(taken: TensorTaken) -> bool:
+    """Whether the memory that was looked at has what it had then."""
+    return taken.alias is not None and bool(_has(taken.alias, taken))
+
+
+def _has(tensor: torch.Tensor, taken: TensorTaken) -> bool | torch.Tensor:
     """Whether it has this fingerprint. FSDP takes the memory away between forward and backward, as it does values."""
-    return print is None or (now := fingerprint(tensor)) is None or now == print
+    if taken.print is None or (now := fingerprint(tensor)) is None:
+        return True
+    _wait_for(taken)
+    with quietly():
+        return now == taken.print
+
+
+def _wait_for(taken: TensorTaken) -> None:
+    """What is queued from now on comes after what was taken."""
+    if taken.stream is not None and (here := stream_of(taken.stream.device)) != taken.stream:
+        here.wait_event(taken.stream.record_event())
+
+
+def read(truths: Sequence[torch.Tensor]) -> list[bool]:
+    """What is true on devices; the host waits once for each."""
+    found: dict[int, bool] = {}
+    with quietly():
+        for device in {truth.device for truth in truths}:
+            places = [place for place, truth in enumerate(truths) if truth.device == device]
+            found.update(zip(places, torch.stack([truths[place] for place in places]).tolist(), strict=True))
+    return [found[place] for place in range(len(truths))]
 
 
 def place_of(tensor: torch.Tensor) -> int:
@@ -284,14 +326,14 @@ def place_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if plain else 0
 
 
-def fingerprint(tensor: torch.Tensor) -> int | None:
-    """Of a tensor's bits and where they stand, read by the host; None where it has none of its own."""
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Of a tensor's bits and where they stand, on its device; None where it has none of its own."""
     if not place_of(tensor) or tensor.is_meta or without_values():
         return None
     if not tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
     with quietly():
-        return int(fingerprints.fingerprint(tensor, fingerprints.form_of(tensor)))
+        return fingerprints.fingerprint(tensor, fingerprints.form_of(tensor))
 
 
 def without_values() -> bool:

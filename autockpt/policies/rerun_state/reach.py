@@ -17,7 +17,7 @@ import time
 import types
 import warnings
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,14 @@ class Node(NamedTuple):
 
     def unchanged(self) -> bool:
         return self.kind.unchanged(self.obj, self.taken)
+
+
+def changed_of(nodes: Sequence[Node]) -> list[Node]:
+    """Those that are not as they were; whatever devices must be asked for that is read at once."""
+    same = [node.kind.same(node.obj, node.taken) for node in nodes]
+    answers = iter(kinds.read([truth for truth in same if isinstance(truth, torch.Tensor)]))
+    known = [next(answers) if isinstance(truth, torch.Tensor) else truth for truth in same]
+    return [node for node, truth in zip(nodes, known, strict=True) if not truth]
 
 
 class Walk:

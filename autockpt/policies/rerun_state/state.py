@@ -23,6 +23,7 @@ from torch.nn.modules import module as all_modules
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.fingerprints import stream_of
 from autockpt.policies.rerun_state.kinds import (
     TENSORS,
     Fields,
@@ -31,9 +32,10 @@ from autockpt.policies.rerun_state.kinds import (
     TensorTaken,
     fingerprint,
     place_of,
+    still_holds,
     without_values,
 )
-from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, Code, Global, Node, Walk, said
+from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, Code, Global, Node, Walk, changed_of, said
 from autockpt.policies.watching import Unread
 
 _FIRST_CALLS = 2
@@ -200,7 +202,7 @@ class UnitState:
     def after(self) -> None:
         memory, quiet = self._memory, self._quiet
         memory.calls[self._training] += quiet is None
-        changed = [node for node in self._still if not node.unchanged()] + (quiet.changed() if quiet else [])
+        changed = changed_of(self._still) + (quiet.changed() if quiet else [])
         tensors = self._changed_tensors()
         self._over = True
         if not (changed or tensors or self._still):
@@ -241,7 +243,7 @@ class UnitState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        nodes = [n for n in self._still if not self._over or not n.unchanged()]
+        nodes = changed_of(self._still) if self._over else [*self._still]
         if self._quiet is not None:
             nodes += [*self._quiet.changed(), *self._quiet_tensors()]
         # which parameters a module has is looked after by the replay, as FSDP exchanges them
@@ -306,7 +308,7 @@ def _refuse(unit: str, node: Node) -> None:
     taken, now = node.taken, node.obj
     if node.kind is not TENSORS or (taken.alias is not None and taken.bits is not None):
         return
-    if taken.alias is None or taken.version != now._version or taken.print != fingerprint(taken.alias):
+    if taken.version != now._version or not still_holds(taken):
         raise ConflictError(
             f"{unit} changes one of its {'inputs' if node.name == ARGUMENT else 'parameters'}, "
             f"{said(unit, node.name)} (shape {tuple(now.shape)}), in place, so its forward cannot be run again",
@@ -334,7 +336,7 @@ def _written_unseen(node: Node) -> bool:
     taken = node.taken
     if node.kind is not TENSORS or taken.alias is None or taken.bits is not None or taken.version != node.obj._version:
         return False
-    return taken.print != fingerprint(taken.alias)
+    return not still_holds(taken)
 
 
 def _changed_between(unit: str, node: Node) -> InPlaceError:
@@ -349,8 +351,10 @@ def _trimmed(node: Node) -> Node:
     """Without copies: it did not change, and only whether it does until backward is still to be seen."""
     if node.kind is not TENSORS:
         return node
-    print = node.taken.print if node.taken.bits is None else fingerprint(node.obj)
-    node = node._replace(taken=node.taken._replace(alias=None, bits=None, print=print))
+    taken = node.taken._replace(alias=None, bits=None)
+    if node.taken.bits is not None:
+        taken = taken._replace(print=fingerprint(node.obj), stream=stream_of(node.obj.device))
+    node = node._replace(taken=taken)
     if node.obj.is_leaf:
         return node
     return node._replace(obj=node.obj.detach(), taken=node.taken._replace(trains=False))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import RerunMismatch
+from autockpt.policies.fingerprints import fingerprint, form_of
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import parse_choice
 from tests.standin.inside.scenarios import BLOCKS, DEVICE, SIDES, Aside, Block, Model, batch
@@ -24,7 +25,7 @@ class Unrepeatable(Block):
     """What it computes depends on how often it ran, and nothing that could be put back says how often that was."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + (time.monotonic_ns() - _START) * 1e-8)
+        return super().forward(x + (time.monotonic_ns() - _START) * 1e-6)
 
 
 def _model(block: type[Block] = Block, *streams: Any) -> Model:
@@ -83,3 +84,25 @@ def test_the_host_waits_once_when_backward_has_ended(kind):
         x.register_hook(lambda _: waited.append(begin.query()))
         model(x).backward()
         assert waited == [False] and begin.query()
+
+
+@pytest.mark.parametrize("kind", ("recompute", "recompute_offload"))
+def test_the_host_waits_at_most_once_in_a_call(kind):
+    """First calls look closely at parameters and buffers, large and small; later ones need no value of any."""
+
+    def waits() -> int:
+        return standin.extension.counts().get("host waits", 0)
+
+    model = Model(width=256).to(DEVICE)
+    x = torch.randn(8, 256).to(DEVICE)
+    fingerprint(x, form_of(x))  # the first of a process makes a table, and waits for it
+    with attach(model, {f"blocks.{n}": parse_choice(kind) for n in range(BLOCKS)}, sentinels="off"):
+        seen = []
+        for _ in range(4):
+            before = waits()
+            loss = model(x)
+            between = waits()
+            loss.backward()
+            seen.append((between - before, waits() - between))
+    assert all(forward <= BLOCKS and backward <= BLOCKS for forward, backward in seen), seen
+    assert seen[-1] == (0, 0)
