@@ -135,14 +135,7 @@ def _unknown(hardware: Hardware, graph: Graph) -> Iterator[str]:
         yield "What cuDNN takes for convolutions while they run is not counted."
 
 
-def device_peak(
-    hardware: Allocates,
-    graph: Graph,
-    *,
-    limit: int | None = None,
-    expandable_segments: bool = False,
-    cycles: int = 2,
-) -> DevicePeak:
+def device_peak(hardware: Allocates, graph: Graph, *, limit: int | None = None, cycles: int = 2) -> DevicePeak:
     """Peaks of a graph over ``cycles`` cycles from the building of the model on; of described hardware's, as
     ``as_seen_by`` returned it.
 
@@ -154,11 +147,11 @@ def device_peak(
     if not hardware.caches:
         most = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
         return _peak(hardware, most, most, workspace, most <= room)
-    peak = replay(events(graph, cycles), expandable_segments=expandable_segments)
+    peak = replay(events(graph, cycles))
     if peak.reserved <= room:
         return _peak(hardware, peak.allocated, peak.reserved, workspace)
     # cached segments are given back before memory runs out
-    limited = replay(events(graph, cycles), limit=max(room, 0), expandable_segments=expandable_segments)
+    limited = replay(events(graph, cycles), limit=max(room, 0))
     if limited.out_of_memory:
         return _peak(hardware, peak.allocated, peak.reserved, workspace, fits=False)
     return _peak(hardware, limited.allocated, limited.reserved, workspace)

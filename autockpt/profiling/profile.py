@@ -133,7 +133,7 @@ class CostModel:
             graph = self.predictor.graph(choices)
             said = self.predictor.known(choices) or self.predictor.learn(choices, graph)
             peak = self.predictor.least_bytes(graph, said.peak_bytes)
-            self._rulings[key] = Ruling(peak, None, point_bytes(self.base, graph, self.head), said.host_bytes)
+            self._rulings[key] = Ruling(peak, point_bytes(self.base, graph, self.head), said.host_bytes)
         return self._rulings[key]
 
     def keep_within(self, budget: int) -> None:

@@ -1,8 +1,8 @@
 """PyTorch's CUDA caching allocator as pure numbers: what it reserves for a sequence of requests, and when it gives up.
 
 Rules and constants as in torch 2.11 to 2.13: ``c10/cuda/CUDACachingAllocator.cpp`` (``malloc``, ``get_free_block``,
-``should_split``, ``free_block``, ``release_cached_blocks``, ``try_allocate_expandable_block``) and
-``c10/core/AllocatorConfig.h``. One stream, default settings but for ``expandable_segments``; no CUDA graphs.
+``should_split``, ``free_block``, ``release_cached_blocks``) and ``c10/core/AllocatorConfig.h``. One stream, default
+settings (no ``expandable_segments``), no CUDA graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB  # for requests of the large pool below MIN_LARGE
 MIN_LARGE = 10 * MIB
 ROUND_LARGE = 2 * MIB  # from MIN_LARGE on segments are the request rounded up to a multiple of it
-_ADDRESS_SPACE = LARGE_SEGMENT << 36  # a multiple of either page
 
 Event = tuple[int, int | None]
 
@@ -58,12 +57,12 @@ class AllocatorPeak:
 
 
 class Block:
-    """A range of a segment: handed out, cached, or (expandable segments) address space without memory behind it."""
+    """A range of a segment, handed out or cached."""
 
-    __slots__ = ("address", "mapped", "next", "pool", "prev", "requested", "size", "used")
+    __slots__ = ("address", "next", "pool", "prev", "requested", "size", "used")
 
-    def __init__(self, pool: _Pool, address: int, size: int, mapped: bool = True) -> None:
-        self.pool, self.address, self.size, self.mapped = pool, address, size, mapped
+    def __init__(self, pool: _Pool, address: int, size: int) -> None:
+        self.pool, self.address, self.size = pool, address, size
         self.prev: Block | None = None
         self.next: Block | None = None
         self.used = False
@@ -71,16 +70,14 @@ class Block:
 
 
 class _Pool:
-    """The cached blocks of the small or the large pool, by size then address; ``tail`` is unmapped address space."""
+    """The cached blocks of the small or the large pool, by size then address."""
 
-    __slots__ = ("blocks", "free", "page", "small", "tail")
+    __slots__ = ("blocks", "free", "small")
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.free: list[tuple[int, int]] = []
         self.blocks: dict[int, Block] = {}
-        self.tail: Block | None = None
 
     def add(self, block: Block) -> None:
         insort(self.free, (block.size, block.address))
@@ -89,11 +86,6 @@ class _Pool:
     def remove(self, block: Block) -> None:
         del self.free[bisect_left(self.free, (block.size, block.address))]
         del self.blocks[block.address]
-
-
-def rounded(nbytes: int) -> int:
-    """The size of the block that a request of ``nbytes`` gets at least."""
-    return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
 
 
 def segment_size(size: int) -> int:
@@ -109,9 +101,8 @@ class CachingAllocator:
     ``requested``, ``allocated`` and ``reserved`` are current bytes, ``peak()`` tells the most there were of each.
     """
 
-    def __init__(self, *, limit: int | None = None, expandable_segments: bool = False) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.expandable = expandable_segments
         self.requested = self.allocated = self.reserved = self.retries = 0
         self._most = [0, 0, 0]
         self._small, self._large = _Pool(small=True), _Pool(small=False)
@@ -129,7 +120,7 @@ class CachingAllocator:
         if block is None:
             raise OutOfReserve(nbytes)
         rest = block.size - size
-        if rest >= MIN_BLOCK if pool.small or self.expandable else rest > SMALL_SIZE:
+        if rest >= MIN_BLOCK if pool.small else rest > SMALL_SIZE:
             self._split(block, size)
         block.used = True
         block.requested = nbytes
@@ -154,12 +145,10 @@ class CachingAllocator:
         block.pool.add(block)
 
     def release_cached(self) -> None:
-        """Give back every segment, or page of an expandable segment, that nothing is in (``empty_cache``)."""
+        """Give back every segment that nothing is in (``empty_cache``)."""
         for pool in (self._small, self._large):
             for block in list(pool.blocks.values()):
-                if pool.tail is not None:
-                    self._unmap(pool, block)
-                elif block.prev is None and block.next is None:
+                if block.prev is None and block.next is None:
                     pool.remove(block)
                     self.reserved -= block.size
 
@@ -167,10 +156,6 @@ class CachingAllocator:
         """The most there was so far."""
         requested, allocated, reserved = self._most
         return AllocatorPeak(requested, allocated, reserved, self.retries, failed_at)
-
-    def reset_peak(self) -> None:
-        """Forget peaks: what is held now is the most there was."""
-        self._most = [self.requested, self.allocated, self.reserved]
 
     # How blocks are found, made and joined.
 
@@ -180,33 +165,18 @@ class CachingAllocator:
         at = bisect_left(free, (size, 0))
         if at == len(free):
             return None
-        if self.expandable:
-            # A block before unmapped space counts with what it could grow to: any other is preferred.
-            while at + 1 < len(free) and self._room(pool, at + 1) < self._room(pool, at):
-                at += 1
         return pool.blocks.pop(free.pop(at)[1])
 
-    @staticmethod
-    def _room(pool: _Pool, at: int) -> int:
-        block = pool.blocks[pool.free[at][1]]
-        after = block.next
-        return block.size + (after.size if after is not None and not after.mapped else 0)
-
     def _grown(self, pool: _Pool, size: int) -> Block | None:
-        """A new segment, or a block of the expandable one after it grew; None where the limit is in the way."""
+        """A new segment; None where the limit is in the way."""
         wanted = segment_size(size)
         if self.limit is not None and self.reserved + wanted > self.limit:
             return None
-        if self.expandable:
-            return self._expanded(pool, size)
         block = Block(pool, self._next_address, wanted)
         self._next_address += wanted
-        self._reserve(wanted)
-        return block
-
-    def _reserve(self, nbytes: int) -> None:
-        self.reserved += nbytes
+        self.reserved += wanted
         self._most[2] = max(self._most[2], self.reserved)
+        return block
 
     def _split(self, block: Block, size: int) -> None:
         rest = Block(block.pool, block.address + size, block.size - size)
@@ -219,11 +189,10 @@ class CachingAllocator:
 
     @staticmethod
     def _merge(block: Block, other: Block | None) -> None:
-        """Join a neighbour that is as free, and as mapped, as the block into it."""
-        if other is None or other.used or other.mapped != block.mapped:
+        """Join a neighbour that is free, too, into the block."""
+        if other is None or other.used:
             return
-        if other.mapped:
-            block.pool.remove(other)
+        block.pool.remove(other)
         if other is block.prev:
             block.address = other.address
             block.prev = other.prev
@@ -234,103 +203,14 @@ class CachingAllocator:
             if block.next is not None:
                 block.next.prev = block
         block.size += other.size
-        if other is block.pool.tail:
-            block.pool.tail = block
-
-    # Expandable segments: one range of addresses per pool, memory behind it page by page.
-
-    def _expanded(self, pool: _Pool, size: int) -> Block | None:
-        if pool.tail is None:
-            start = 0 if pool.small else _ADDRESS_SPACE
-            pool.tail = Block(pool, start, _ADDRESS_SPACE, mapped=False)
-        block = self._expandable(pool, size)
-        if not block.mapped:
-            mapped = self._map(block, min(block.size, size))
-            if mapped is None:
-                return None
-            block = mapped
-        while block.size < size:
-            after = block.next
-            assert after is not None and not after.mapped
-            mapped = self._map(after, min(size - block.size, after.size))
-            if mapped is None:
-                return None
-            block = mapped
-        pool.remove(block)
-        return block
-
-    @staticmethod
-    def _expandable(pool: _Pool, size: int) -> Block:
-        """The first place, by address, where a free block and the unmapped space around it are large enough."""
-        hole = pool.tail
-        holes = []
-        while hole is not None:  # holes are rare: only giving pages back makes any but the tail
-            if not hole.mapped:
-                holes.append(hole)
-            hole = hole.prev
-        for unmapped in reversed(holes):
-            for start in (unmapped.prev, unmapped):
-                room, at = 0, start
-                while at is not None and not at.used and room < size:
-                    room, at = room + at.size, at.next
-                if start is not None and room >= size:
-                    return start
-        raise AssertionError("the address space has an end")
-
-    def _map(self, block: Block, nbytes: int) -> Block | None:
-        """Put pages behind the first ``nbytes`` of an unmapped block; the cached block that they are part of now."""
-        pool = block.pool
-        nbytes = -(-nbytes // pool.page) * pool.page
-        if self.limit is not None and self.reserved + nbytes > self.limit:
-            return None
-        if nbytes < block.size:
-            rest = Block(pool, block.address + nbytes, block.size - nbytes, mapped=False)
-            rest.prev, rest.next = block, block.next
-            if rest.next is not None:
-                rest.next.prev = rest
-            block.next, block.size = rest, nbytes
-            if block is pool.tail:
-                pool.tail = rest
-        block.mapped = True
-        for neighbour in (block.prev, block.next):
-            self._merge(block, neighbour)
-        pool.add(block)
-        self._reserve(nbytes)
-        return block
-
-    def _unmap(self, pool: _Pool, block: Block) -> None:
-        """Give back the whole pages of a cached block."""
-        first = -(-block.address // pool.page) * pool.page
-        last = (block.address + block.size) // pool.page * pool.page
-        if pool.blocks.get(block.address) is not block or first >= last:
-            return
-        pool.remove(block)
-        if first > block.address:
-            before = Block(pool, block.address, first - block.address)
-            before.prev, before.next = block.prev, block
-            if before.prev is not None:
-                before.prev.next = before
-            block.prev = before
-            pool.add(before)
-        if last < block.address + block.size:
-            after = Block(pool, last, block.address + block.size - last)
-            after.prev, after.next = block, block.next
-            if after.next is not None:
-                after.next.prev = after
-            block.next = after
-            pool.add(after)
-        block.address, block.size, block.mapped = first, last - first, False
-        self.reserved -= block.size
-        for neighbour in (block.prev, block.next):
-            self._merge(block, neighbour)
 
 
-def replay(events: Iterable[Event], *, limit: int | None = None, expandable_segments: bool = False) -> AllocatorPeak:
+def replay(events: Iterable[Event], *, limit: int | None = None) -> AllocatorPeak:
     """Serve ``events`` in order: (key, bytes) asks for memory, (key, None) gives it back. Requests of 0 bytes are free.
 
     Ends at the first request that ``limit`` (bytes that may be reserved) leaves no room for.
     """
-    allocator = CachingAllocator(limit=limit, expandable_segments=expandable_segments)
+    allocator = CachingAllocator(limit)
     blocks: dict[int, Block] = {}
     for index, (key, nbytes) in enumerate(events):
         if nbytes is None:

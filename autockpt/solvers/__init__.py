@@ -1,19 +1,9 @@
 """Problem -> Assignment: the exact solvers and the fast fallback."""
 
 from autockpt.solvers.exact import exact
-from autockpt.solvers.greedy import greedy, polish
+from autockpt.solvers.greedy import greedy
 from autockpt.solvers.labels import labels
 from autockpt.solvers.milp import milp
-from autockpt.solvers.refine import Referee, Refined, Ruling, refine
+from autockpt.solvers.refine import Refined, Ruling, refine
 
-__all__ = [
-    "Referee",
-    "Refined",
-    "Ruling",
-    "exact",
-    "greedy",
-    "labels",
-    "milp",
-    "polish",
-    "refine",
-]
+__all__ = ["Refined", "Ruling", "exact", "greedy", "labels", "milp", "refine"]

@@ -30,20 +30,16 @@ class Ruling(NamedTuple):
     """What the referee says of a plan.
 
     ``point_bytes``, where it can say, holds the bytes at each of the problem's points, in their order (None: unseen).
-    ``seconds`` is the predicted step time; where given, it decides between plans that fit. Leave it None where the
-    problem's own seconds should, as when a tuner has set its prices. ``host_bytes`` are those on the host, held against
-    the problem's ``host_budget`` where it has one.
+    ``host_bytes`` are those on the host, held against the problem's ``host_budget`` where it has one. Which of two
+    plans is faster is the problem's to say, whose prices a tuner may have set.
     """
 
     peak_bytes: int
-    seconds: float | None = None
     point_bytes: Sequence[int | None] | None = None
     host_bytes: int = 0
 
 
-_UNSAID = (0, None, None, 0)
-
-Referee = Callable[[Plan], "Ruling | tuple[int, float | None] | int"]  # a bare int is the peak in bytes
+Referee = Callable[[Plan], Ruling]
 
 
 @dataclass(frozen=True)
@@ -91,48 +87,28 @@ def refine(
     """
     if max_calls < 1:
         raise ValueError(f"refine needs at least one referee call, got max_calls={max_calls}")
-    court = _Court(problem, referee, max_calls, {} if remembered is None else remembered)
-    search = _Refinement(problem, court, solve, offsets or {}, faster)
+    memory = {} if remembered is None else remembered
+    search = _Refinement(problem, referee, solve, max_calls, dict(offsets or {}), memory, faster)
     settled = search.run()
     return search.result(settled)
 
 
-class _Court:
-    """The referee with a memory and a limit on calls."""
-
-    def __init__(
-        self, problem: Problem, referee: Referee, limit: int, remembered: MutableMapping[tuple[Choice, ...], Ruling]
-    ) -> None:
-        self.problem, self.referee, self.limit, self.remembered = problem, referee, limit, remembered
-        self.calls = 0
-
-    def key(self, plan: Plan) -> tuple[Choice, ...]:
-        return tuple(plan[unit.name] for unit in self.problem.units)
-
-    def ask(self, plan: Plan) -> Ruling | None:
-        """The ruling on a plan; None where it is unknown and no call is left."""
-        key = self.key(plan)
-        if key not in self.remembered:
-            if self.calls >= self.limit:
-                return None
-            self.calls += 1
-            said = self.referee(plan)
-            self.remembered[key] = (
-                Ruling(said) if isinstance(said, int) else Ruling._make((*said, *_UNSAID[len(said) :]))
-            )
-        return self.remembered[key]
-
-
+@dataclass
 class _Refinement:
-    def __init__(self, problem: Problem, court: _Court, solve: Solver, offsets: Offsets, faster: float) -> None:
-        self.problem, self.court, self.solve, self.offsets = problem, court, solve, dict(offsets)
-        self.faster = faster
-        self.best: dict[str, Choice] | None = None
-        self.leanest: dict[str, Choice] | None = None
-        self.host_offset = 0  # bytes that the host needs beyond what the problem's own numbers say
-        self.error = 0  # bytes by which the corrected model missed the last peak
-        self.gap = 0.0
-        self.method = ""
+    problem: Problem
+    referee: Referee
+    solve: Solver
+    limit: int
+    offsets: dict[Choice | None, Sequence[int]]
+    remembered: MutableMapping[tuple[Choice, ...], Ruling]
+    faster: float
+    calls: int = 0
+    best: dict[str, Choice] | None = None
+    leanest: dict[str, Choice] | None = None
+    host_offset: int = 0  # bytes that the host needs beyond what the problem's own numbers say
+    error: int = 0  # bytes by which the corrected model missed the last peak
+    gap: float = 0.0
+    method: str = ""
 
     def run(self) -> bool:
         """Alternate between re-solving and single changes until neither improves; False where calls ran out."""
@@ -151,17 +127,17 @@ class _Refinement:
     def _solve_until_settled(self) -> bool:
         """Solve under corrected bytes until the solver has nothing better to propose; False where calls ran out."""
         seen: set[tuple[Choice, ...]] = set()
-        for _ in range(ROUNDS_PER_CALL * self.court.limit):
+        for _ in range(ROUNDS_PER_CALL * self.limit):
             proposal = solved(self._within_host(), self.offsets, self.solve)
             self.method, self.gap = proposal.method, proposal.gap
-            if self.best is not None and not self._promises_more(proposal):
+            if self.best is not None and not (proposal.feasible and self._is_faster(proposal.seconds)):
                 return True
             ruling = self._ask(proposal.choices)
             if ruling is None:
                 return False
             fits = self._note(proposal.choices, ruling)
             observed = self._observed(proposal.choices, ruling)
-            key = self.court.key(proposal.choices)
+            key = self._key(proposal.choices)
             if key in seen and (fits or not proposal.feasible):
                 return True
             seen.add(key)
@@ -192,24 +168,33 @@ class _Refinement:
         """Bytes that the host's pools round up by, which the problem's own numbers do not know."""
         return ruling.host_bytes - host_of(self.problem, plan)
 
+    def _key(self, plan: Plan) -> tuple[Choice, ...]:
+        return tuple(plan[unit.name] for unit in self.problem.units)
+
     def _ask(self, plan: Plan) -> Ruling | None:
-        ruling = self.court.ask(plan)
-        if ruling is not None:
-            self.error = abs(ruling.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
+        """The ruling on a plan; None where it is unknown and no call is left."""
+        key = self._key(plan)
+        if key not in self.remembered:
+            if self.calls >= self.limit:
+                return None
+            self.calls += 1
+            self.remembered[key] = self.referee(plan)
+        ruling = self.remembered[key]
+        self.error = abs(ruling.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
         return ruling
 
-    def _promises_more(self, proposal: Assignment) -> bool:
+    def _is_faster(self, seconds: float) -> bool:
+        """Whether that is less than the best plan takes, by as much as is worth a call."""
         assert self.best is not None
-        return proposal.feasible and proposal.seconds < seconds_of(self.problem, self.best) - self._worthwhile()
+        return seconds < seconds_of(self.problem, self.best) - self._worthwhile()
 
     def _note(self, plan: Plan, ruling: Ruling) -> bool:
         """Remember a refereed plan; True where it fits."""
-        fits_host = self._fits_host(ruling)
         if self.leanest is None or self._is_leaner(ruling, self._ruling(self.leanest)):
             self.leanest = dict(plan)
-        if ruling.peak_bytes > self.problem.budget or not fits_host:
+        if ruling.peak_bytes > self.problem.budget or not self._fits_host(ruling):
             return False
-        if self.best is None or self._seconds(plan) < self._seconds(self.best) - self._worthwhile():
+        if self.best is None or self._is_faster(seconds_of(self.problem, plan)):
             self.best = dict(plan)
         return True
 
@@ -287,11 +272,7 @@ class _Refinement:
         return peak - max(at, default=peak)
 
     def _ruling(self, plan: Plan) -> Ruling:
-        return self.court.remembered[self.court.key(plan)]
-
-    def _seconds(self, plan: Plan) -> float:
-        seconds = self._ruling(plan).seconds
-        return self.problem.base_seconds + seconds_of(self.problem, plan) if seconds is None else seconds
+        return self.remembered[self._key(plan)]
 
     def _worthwhile(self) -> float:
         return self.faster * max(abs(self.problem.base_seconds), 1e-9)
@@ -310,7 +291,7 @@ class _Refinement:
             method=f"{self.method}, refined",
         )
         self.offsets[_head(self.problem, plan)] = self._observed(plan, ruling)
-        return Refined(assignment, ruling, self.offsets, self.court.calls, settled)
+        return Refined(assignment, ruling, self.offsets, self.calls, settled)
 
 
 def solved(problem: Problem, offsets: Offsets, solve: Solver = exact) -> Assignment:

@@ -150,7 +150,7 @@ def test_refined_plans_fit_by_the_ghost_run():
 
         def referee(choices) -> Ruling:
             graph = step(NAMES, choices, lag=True)
-            return Ruling(graph.peak_bytes, None, point_bytes(base, graph))
+            return Ruling(graph.peak_bytes, point_bytes(base, graph))
 
         refined = refine(asked, referee)
         assert refined.feasible
@@ -190,6 +190,6 @@ def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, acc
             extra = constant(graph).step_seconds - constant(base).step_seconds
             assert seconds_of(problem, choices) == pytest.approx(extra, rel=0.02)
         tight = problem.model_copy(update={"budget": (leanest + base.peak_bytes) // 2})
-        refined = refine(tight, lambda choices: tracer.trace(choices).peak_bytes)
+        refined = refine(tight, lambda choices: Ruling(tracer.trace(choices).peak_bytes))
         assert refined.feasible and refined.settled
         assert tracer.trace(refined.choices).peak_bytes <= tight.budget

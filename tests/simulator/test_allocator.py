@@ -21,7 +21,6 @@ SIZES = st.one_of(
 )
 # (True, bytes): ask; (False, n): give the n-th oldest block back
 STEPS = st.lists(st.tuples(st.booleans(), SIZES), max_size=120)
-BOTH = pytest.mark.parametrize("expandable", [False, True])
 
 
 def test_constants_are_those_of_the_installed_torch() -> None:
@@ -88,7 +87,7 @@ def test_neighbours_are_joined_and_serve_a_larger_request() -> None:
     assert replay(events).reserved == 40 * MIB
 
 
-def test_a_hole_that_is_too_small_is_fragmentation_unless_segments_expand() -> None:
+def test_a_hole_that_is_too_small_is_fragmentation() -> None:
     # 30 MiB come free, in one piece of a segment of 60 that is still in use: a request of 40 takes new memory
     events: list[tuple[int, int | None]] = [
         (0, 60 * MIB),
@@ -98,10 +97,8 @@ def test_a_hole_that_is_too_small_is_fragmentation_unless_segments_expand() -> N
         (2, None),
         (3, 40 * MIB),
     ]
-    plain, expandable = replay(events), replay(events, expandable_segments=True)
-    assert plain.allocated == expandable.allocated == 70 * MIB
-    assert plain.reserved == 100 * MIB
-    assert expandable.reserved == 80 * MIB  # pages of 20 MiB
+    peak = replay(events)
+    assert (peak.allocated, peak.reserved) == (70 * MIB, 100 * MIB)
 
 
 def test_cached_segments_are_given_back_before_it_gives_up() -> None:
@@ -112,9 +109,8 @@ def test_cached_segments_are_given_back_before_it_gives_up() -> None:
     assert replay(events).reserved == 100 * MIB
 
 
-@BOTH
-def test_it_gives_up_where_nothing_can_be_given_back(expandable: bool) -> None:
-    peak = replay([(0, 40 * MIB), (1, 40 * MIB)], limit=60 * MIB, expandable_segments=expandable)
+def test_it_gives_up_where_nothing_can_be_given_back() -> None:
+    peak = replay([(0, 40 * MIB), (1, 40 * MIB)], limit=60 * MIB)
     assert peak.out_of_memory and peak.failed_at == 1
     assert peak.reserved <= 60 * MIB
 
@@ -122,18 +118,6 @@ def test_it_gives_up_where_nothing_can_be_given_back(expandable: bool) -> None:
 def test_a_split_segment_cannot_be_given_back() -> None:
     events: list[tuple[int, int | None]] = [(0, 40 * MIB), (0, None), (1, 10 * MIB), (2, 50 * MIB)]
     assert replay(events, limit=80 * MIB).out_of_memory
-    assert not replay(events, limit=80 * MIB, expandable_segments=True).out_of_memory
-
-
-def test_pages_of_expandable_segments_are_given_back() -> None:
-    a = CachingAllocator(expandable_segments=True)
-    blocks = [a.allocate(20 * MIB) for _ in range(4)]
-    for block in (blocks[0], blocks[2]):
-        a.free(block)
-    a.release_cached()
-    assert a.reserved == 40 * MIB
-    again = a.allocate(20 * MIB)
-    assert again.address == blocks[0].address  # the lowest hole is filled first
 
 
 def test_nothing_is_asked_for_no_bytes_and_keys_are_checked() -> None:
@@ -161,11 +145,9 @@ def drive(a: CachingAllocator, steps: list[tuple[bool, int]], check: Callable[[l
 
 
 @settings(max_examples=60, deadline=None)
-@given(STEPS, st.booleans(), st.one_of(st.none(), st.integers(2 * MIB, 300 * MIB)))
-def test_what_is_handed_out_never_overlaps_and_is_counted(
-    steps: list[tuple[bool, int]], expandable: bool, limit: int | None
-) -> None:
-    a = CachingAllocator(limit=limit, expandable_segments=expandable)
+@given(STEPS, st.one_of(st.none(), st.integers(2 * MIB, 300 * MIB)))
+def test_what_is_handed_out_never_overlaps_and_is_counted(steps: list[tuple[bool, int]], limit: int | None) -> None:
+    a = CachingAllocator(limit)
 
     def check(live: list[Block]) -> None:
         ranges = sorted((b.address, b.address + b.size) for b in live)
@@ -184,9 +166,9 @@ def test_what_is_handed_out_never_overlaps_and_is_counted(
 
 
 @settings(max_examples=30, deadline=None)
-@given(STEPS, st.booleans())
-def test_a_cycle_that_repeats_needs_nothing_new_in_the_end(steps: list[tuple[bool, int]], expandable: bool) -> None:
-    a = CachingAllocator(expandable_segments=expandable)
+@given(STEPS)
+def test_a_cycle_that_repeats_needs_nothing_new_in_the_end(steps: list[tuple[bool, int]]) -> None:
+    a = CachingAllocator()
     drive(a, steps, lambda live: None)
     first = a.reserved
     drive(a, steps, lambda live: None)

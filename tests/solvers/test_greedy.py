@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from autockpt.schema.problem import peak_of
-from autockpt.solvers import greedy, labels, polish
+from autockpt.solvers import greedy, labels
+from autockpt.solvers.greedy import polish
 from tests.solvers.problems import brute_force, small_problems, transformer
 
 

@@ -84,7 +84,7 @@ def test_refine_learns_what_the_pools_round_up_by(rounding: int):
 
     def referee(plan):
         host = host_of(problem, plan)
-        return Ruling(peak_of(problem, plan), None, None, host + rounding if host else 0)
+        return Ruling(peak_of(problem, plan), None, host + rounding if host else 0)
 
     refined = refine(problem, referee)
     assert refined.feasible and refined.ruling.host_bytes <= 30

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autockpt.schema.problem import Problem, option_of, peak_of, seconds_of
+from autockpt.schema.problem import Problem, option_of, peak_of
 from autockpt.solvers import Ruling, greedy, milp, refine
 from autockpt.solvers.refine import point_values, shifted
 from tests.solvers.problems import small_problems, transformer, uniform_problem
@@ -24,7 +24,7 @@ class Referee:
         self.seen.append(dict(choices))
         extra = self.peak(choices) - peak_of(self.truth, choices)
         values = [v + extra for v in point_values(self.truth, choices)] if self.by_point else None
-        return Ruling(self.peak(choices), None, values)
+        return Ruling(self.peak(choices), values)
 
 
 def check_locally_best(problem: Problem, referee: Referee, choices) -> None:
@@ -103,20 +103,9 @@ def test_offsets_carry_over_to_other_prices():
     )
 
 
-def test_the_referees_seconds_decide_between_plans_that_fit():
-    """The referee's step times are reported with the plan, whatever the linear model says."""
+def test_a_peak_alone_is_a_ruling():
     problem = uniform_problem(4, budget=137)
-
-    def referee(choices):
-        return peak_of(problem, choices), 50.0 - seconds_of(problem, choices)
-
-    refined = refine(problem, referee)
-    assert refined.ruling.seconds == 50.0 - refined.assignment.seconds
-
-
-def test_a_bare_peak_is_a_ruling_too():
-    problem = uniform_problem(4, budget=137)
-    assert refine(problem, lambda choices: peak_of(problem, choices)).assignment.seconds == 1.0
+    assert refine(problem, lambda choices: Ruling(peak_of(problem, choices))).assignment.seconds == 1.0
 
 
 def test_nothing_fits():
