@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from autockpt.schema.names import fold, parse_pattern
 
 REST = "(rest of the model)"
 GRADIENTS, TEMPORARY, CASTS, WORKSPACES = "gradients", "optimizer's own", "weights in another type", "kernel workspaces"
+GROWING = (GRADIENTS, TEMPORARY)
 KEPT, AGAIN, BACK = "kept for backward", "made again", "brought back"
 RESERVED = "fragmentation and margin"
 LOGITS, TRANSIENT = "logits and loss", "transients"
@@ -43,7 +45,6 @@ class Ledger:
 
     def holdings(self, peak_op: int) -> tuple[Holding, ...]:
         """Bytes by purpose at ``peak_op``, which add up to all that is on the device, and the most at any op."""
-        timelines = self.timelines()
         rows = [
             Holding(
                 name=name,
@@ -51,7 +52,7 @@ class Ledger:
                 most_bytes=int(line.max(initial=0)),
                 comes_and_goes=name in COME_AND_GO,
             )
-            for name, line in timelines.items()
+            for name, line in self.timelines.items()
         ]
         rows.sort(key=lambda h: (_ORDER.index(h.name) if h.name in _ORDER else len(_ORDER), h.name))
         if self.overhead:
@@ -60,6 +61,7 @@ class Ledger:
             rows.append(Holding(name=RESERVED, peak_bytes=self.reserved, most_bytes=self.reserved))
         return tuple(h for h in rows if h.most_bytes)
 
+    @cached_property
     def timelines(self) -> dict[str, np.ndarray]:
         """Bytes of each purpose at every op."""
         n = len(self.graph.ops)
@@ -74,6 +76,11 @@ class Ledger:
             if s.death is not None and s.death + 1 < n:
                 change[name][s.death + 1] -= s.bytes
         return {name: np.cumsum(c[:n]) for name, c in change.items()}
+
+    def together(self, purposes: Sequence[str]) -> np.ndarray:
+        """Bytes of these purposes at every op."""
+        lines = (line for name, line in self.timelines.items() if name in purposes)
+        return sum(lines, np.zeros(len(self.graph.ops), dtype=np.int64))
 
     def by_unit(self, peak_op: int) -> tuple[Slice, ...]:
         """What comes and goes at an op, by unit; runs of equal ones folded, the rest of the model last."""

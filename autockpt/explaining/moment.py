@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from autockpt.explaining.holdings import COME_AND_GO, GRADIENTS, TEMPORARY, Ledger, joined
+from autockpt.explaining.holdings import COME_AND_GO, GROWING, Ledger, joined
 from autockpt.explaining.kinds import within
-from autockpt.schema import Graph, Op, Phase, Storage
-from autockpt.schema.explanation import Alive, Curve, Moment, Span
+from autockpt.schema import Graph, Storage
+from autockpt.schema.explanation import Alive, Curve, Moment
 from autockpt.simulator import bytes_timeline
 
 POINTS = 360  # of a curve: more than a terminal has columns
@@ -28,11 +28,9 @@ def peak_op(graph: Graph) -> int:
 def curve(ledger: Ledger, points: int = POINTS) -> Curve:
     """The bytes of a cycle in at most ``points`` runs of ops, each at its worst op, so that no peak is lost."""
     graph = ledger.graph
-    lines = ledger.timelines()
     n = len(graph.ops)
     total = bytes_timeline(graph) + ledger.overhead + ledger.reserved
-    growing = sum((lines[k] for k in (GRADIENTS, TEMPORARY) if k in lines), np.zeros(n, dtype=np.int64))
-    moving = sum((lines[k] for k in COME_AND_GO if k in lines), np.zeros(n, dtype=np.int64))
+    growing, moving = ledger.together(GROWING), ledger.together(COME_AND_GO)
     edges = np.linspace(0, n, min(points, n) + 1, dtype=np.int64)
     at = [int(a + np.argmax(total[a:b])) for a, b in pairwise(edges)]
     return Curve(
@@ -40,7 +38,7 @@ def curve(ledger: Ledger, points: int = POINTS) -> Curve:
         fixed=tuple(int(total[i] - growing[i] - moving[i]) for i in at),
         growing=tuple(int(growing[i]) for i in at),
         ops=n,
-        spans=spans(graph.ops),
+        spans=graph.spans(),
         peak_op=peak_op(graph),
         **_place(graph),
     )
@@ -57,20 +55,8 @@ def _place(graph: Graph) -> dict[str, Any]:
 def telling_op(ledger: Ledger) -> int:
     """The op whose storages are worth a look: that of the peak, or where nothing comes and goes then, of the most."""
     at = peak_op(ledger.graph)
-    moving = sum(
-        (line for name, line in ledger.timelines().items() if name in COME_AND_GO), np.zeros(1, dtype=np.int64)
-    )
-    return at if at >= len(moving) or moving[at] else int(np.argmax(moving))
-
-
-def spans(ops: Sequence[Op]) -> tuple[Span, ...]:
-    """Runs of forward, backward (recompute is part of it) and optimizer."""
-    out: list[Span] = []
-    for op in ops:
-        phase: Phase = "backward" if op.phase == "recompute" else op.phase
-        start = out.pop().start if out and out[-1].phase == phase else op.index
-        out.append(Span(phase=phase, start=start, stop=op.index + 1))
-    return tuple(out)
+    moving = ledger.together(COME_AND_GO)
+    return at if not len(moving) or moving[at] else int(np.argmax(moving))
 
 
 def moment(ledger: Ledger, at: int, listed: int = LISTED) -> Moment:

@@ -9,15 +9,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from autockpt.explaining.holdings import AGAIN, BACK, COME_AND_GO, GRADIENTS, KEPT, LOGITS, TEMPORARY, TRANSIENT, Ledger
+from autockpt.explaining.holdings import COME_AND_GO, GROWING, Ledger
 from autockpt.explaining.kinds import base_name, within
-from autockpt.explaining.moment import spans
 from autockpt.schema import Graph, Op, OpTimes, Storage
 from autockpt.simulator import bytes_timeline
 
 SAMPLES = 360  # moments that can be looked at
 LISTED = 900  # storages that are told one by one; smaller ones are summed up
-PURPOSES = (KEPT, AGAIN, BACK, LOGITS, TRANSIENT)
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Tape:
     ``at`` is when each begins, as a share of the step's ``seconds`` (None: times are not known, shares are of ops);
     ``total``, ``fixed`` and ``growing`` are bytes at each, ``small`` those that come and go and are not listed.
     A row of ``storages``: bytes, op of birth, last op, unit, kind, purpose (indices into ``units``, ``kinds`` and
-    ``PURPOSES``), who wrote it, who reads it last (indices into ``words``; -1: nobody on record), op of the last read.
+    ``COME_AND_GO``), who wrote it, who reads it last (indices into ``words``; -1: nobody on record), op of last read.
     """
 
     name: str
@@ -56,15 +54,12 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None, head: str | None = N
     ledger = Ledger(graph, head, overhead)
     total = bytes_timeline(graph) + overhead
     begins, seconds = _clock(graph, times)
-    lines = ledger.timelines()
     n = len(graph.ops)
-    zero = np.zeros(n, dtype=np.int64)
-    growing = sum((lines[k] for k in (GRADIENTS, TEMPORARY) if k in lines), zero)
-    moving = sum((lines[k] for k in COME_AND_GO if k in lines), zero)
+    growing, moving = ledger.together(GROWING), ledger.together(COME_AND_GO)
     edges = np.linspace(0, n, min(SAMPLES, n) + 1, dtype=np.int64)
     ops = [int(a + np.argmax(total[a:b])) for a, b in pairwise(edges)]
     listed, rest = _ranked(ledger)
-    small = zero.copy()
+    small = np.zeros(n, dtype=np.int64)
     for s in rest:
         small[s.birth : n if s.death is None else s.death + 1] += s.bytes
     units = _Index()
@@ -86,7 +81,7 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None, head: str | None = N
         words=words.names,
         phases=tuple(
             (s.phase, round(float(begins[s.start]), 5), round(float(begins[s.stop]) if s.stop < n else 1.0, 5))
-            for s in spans(graph.ops)
+            for s in graph.spans()
         ),
         peak=int(total.max()),
         average=int((total * lasts).sum() / max(lasts.sum(), 1e-12)),
@@ -162,7 +157,7 @@ def _rows(
                 n - 1 if s.death is None else s.death,
                 unit(s.unit or ""),
                 kind(ledger.kind_of(s)),
-                PURPOSES.index(ledger.purposes[s.id]),
+                COME_AND_GO.index(ledger.purposes[s.id]),
                 word(_said(maker, s.unit)) if maker else -1,
                 word(_said(graph.ops[readers[-1]], s.unit)) if readers else -1,
                 readers[-1] if readers else -1,

@@ -107,23 +107,17 @@ def answer_table(rows: list[AnswerRow], console: Console) -> Table:
 
 
 def _table(rows: list[AnswerRow], *, wide: bool) -> Table:
-    table = plain_table()
-    table.add_column("plan", no_wrap=wide)
-    table.add_column("fits", no_wrap=True)
-    for title in ("peak", "headroom", "step", "overhead"):
-        table.add_column(title, justify="right", no_wrap=True)
-    if host := any(row.host_bytes for row in rows):  # where something is offloaded
-        table.add_column("host", justify="right", no_wrap=True)
-    if wide:
-        table.add_column("predicted peak", justify="right", no_wrap=True)
-        table.add_column(_PREDICTED, justify="right", no_wrap=True)
+    host = any(row.host_bytes for row in rows)  # where something is offloaded
+    columns = ["plan" if wide else "<plan", "fits", ">peak", ">headroom", ">step", ">overhead"]
+    columns += [">host"] if host else []
+    columns += [">predicted peak", f">{_PREDICTED}"] if wide else []
+    table = plain_table(*columns)
     for row in rows:
-        cells = _cells(row, wide, host)
-        table.add_row(*cells, style="bold" if row.ours else None)
+        table.add_row(*_cells(row, wide, host), style="bold" if row.ours else None)
     return table
 
 
-def _cells(row: AnswerRow, wide: bool, host: bool) -> list[Text]:
+def _cells(row: AnswerRow, wide: bool, host: bool) -> list[Text | str]:
     word, colour = VERDICTS.get(row.verdict, (row.verdict, ""))
     predicted_peak = format_binary(row.predicted_bytes) if row.predicted_bytes is not None else ""
     predicted_step = words.seconds(row.predicted_seconds) if row.predicted_seconds is not None else ""
@@ -135,22 +129,19 @@ def _cells(row: AnswerRow, wide: bool, host: bool) -> list[Text]:
     name = Text(row.name)
     if row.note and len(row.note) <= SHORT:
         name.append(f"{'  ' if wide else chr(10)}{row.note}", style="dim not bold")
-    cells = [
+    overhead = "—"
+    if row.overhead is not None:
+        overhead = f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}"
+    cells: list[Text | str] = [
         name,
         Text(word, style=colour),
         peak,
-        Text("—" if row.headroom_bytes is None else format_binary(row.headroom_bytes)),
+        "—" if row.headroom_bytes is None else format_binary(row.headroom_bytes),
         step,
-        _overhead_cell(row),
-        *([Text(format_binary(row.host_bytes) if row.host_bytes else "—")] if host else []),
+        overhead,
+        *([format_binary(row.host_bytes) if row.host_bytes else "—"] if host else []),
     ]
     return [*cells, Text(predicted_peak, style="dim"), Text(predicted_step, style="dim")] if wide else cells
-
-
-def _overhead_cell(row: AnswerRow) -> Text:
-    if row.overhead is None:
-        return Text("—")
-    return Text(f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}")
 
 
 def _peak_cell(row: AnswerRow, wide: bool) -> Text:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autockpt.schema.explanation import Curve, Span
+from autockpt.schema.explanation import Curve
+from autockpt.schema.graph import Span
 from autockpt.schema.sizes import format_binary
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"

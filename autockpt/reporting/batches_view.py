@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.reporting.answer import print_answer
-from autockpt.reporting.style import bullets, plain_table
+from autockpt.reporting.style import bullets, heading, plain_table
 from autockpt.schema import Measurement, format_binary, words
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 
@@ -18,47 +18,39 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
     """Print the best setting's whole answer, all settings by tokens per second, and the trainers' flags."""
     print_answer(answer.outcome, console)
     best = answer.best
-    console.print()
-    console.print(Text(f"{answer.rows_per_update} rows per update: which micro-batch", style="bold"))
+    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console)
     console.print(batches_table(answer))
     if not isinstance(best.score, Measurement):
         console.print("~ simulated, not measured", style="dim")
     console.print()
     counted = words.counted(answer.trials, "candidate")
     console.print(bullets([f"{counted} of all sizes in {words.seconds(answer.seconds)}.", *answer.notes]))
-    console.print()
-    console.print(Text("The settings that go with the plan:", style="bold"))
+    heading("The settings that go with the plan:", console)
     for trainer, flags in trainer_flags(best.batch_size, best.accumulate).items():
         console.print(Text(f"  {trainer:<14}{flags}", style="cyan"), soft_wrap=True)
 
 
 def batches_table(answer: BatchAnswer) -> Table:
     """One line per setting, the most tokens per second first; in per cent of the best."""
-    table = plain_table()
-    for title in ("batch", "×"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("plan")
-    for title in ("peak", "update", f"{answer.unit}/s", "of best"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = plain_table(">batch", ">×", "<plan", ">peak", ">update", f">{answer.unit}/s", ">of best")
     table.add_row(*_cells(answer.best, answer.best), style="bold")
     for setting in answer.others:
         table.add_row(*_cells(setting, answer.best))
     return table
 
 
-def _cells(setting: BatchSetting, best: BatchSetting) -> list[Text]:
-    measured = isinstance(setting.score, Measurement)
+def _cells(setting: BatchSetting, best: BatchSetting) -> list[str]:
     seconds = words.step_time(setting.score) if isinstance(setting.score, Measurement) else ""
-    mark = "" if measured else "~"
+    mark = "" if seconds else "~"
     role = _ROLES[setting.role]
     return [
-        Text(str(setting.batch_size)),
-        Text(str(setting.accumulate)),
-        Text(f"{setting.plan} ({role})" if role else setting.plan),
-        Text(f"{mark}{format_binary(setting.score.peak_bytes)}"),
-        Text(seconds or f"~{words.seconds(setting.update_seconds)}"),
-        Text(f"{mark}{setting.per_second:,.0f}"),
-        Text(f"{setting.per_second / best.per_second:.0%}"),
+        str(setting.batch_size),
+        str(setting.accumulate),
+        f"{setting.plan} ({role})" if role else setting.plan,
+        f"{mark}{format_binary(setting.score.peak_bytes)}",
+        seconds or f"~{words.seconds(setting.update_seconds)}",
+        f"{mark}{setting.per_second:,.0f}",
+        f"{setting.per_second / best.per_second:.0%}",
     ]
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autockpt.reporting import bench_words as say
-from autockpt.reporting.style import bullets, plain_table
+from autockpt.reporting.style import bullets, heading, plain_table
 from autockpt.schema import format_bytes, words
 from autockpt.schema.bench import BenchReport
 
@@ -38,13 +38,9 @@ def _print_group(report: BenchReport, group: str, title: str, console: Console) 
     lines = [line for line in report.lines if line.row.group == group]
     if not lines:
         return
-    table = plain_table()
-    for number, column in enumerate(say.COLUMNS):
-        table.add_column(column, no_wrap=number > 0, justify="right" if number else "left")
+    table = plain_table(f"<{say.COLUMNS[0]}", *(f">{column}" for column in say.COLUMNS[1:]))
     for line in lines:
-        row = say.cells(line, report.plain_peak_bytes)
-        dim = "dim" if line.row.state != "measured" else "bold" if line.row.budget else None
-        table.add_row(*map(Text, row), style=dim)
-    console.print()
-    console.print(Text(title, style="bold"))
+        style = "dim" if line.row.state != "measured" else "bold" if line.row.budget else None
+        table.add_row(*say.cells(line, report.plain_peak_bytes), style=style)
+    heading(title, console)
     console.print(table)

@@ -9,7 +9,7 @@ from rich.text import Text
 from autockpt.reporting import area
 from autockpt.reporting.answer import answer_rows, answer_table
 from autockpt.reporting.sparkline import can_draw
-from autockpt.reporting.style import bullets, plain_table
+from autockpt.reporting.style import bullets, heading, plain_table
 from autockpt.schema import format_binary, words
 from autockpt.schema.diagnosis import CommandReading, DeviceFailure, Diagnosis, Room, SnapshotReading
 
@@ -37,19 +37,14 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
         _simulated(said, said.room, console)
         _prescription(said, said.room, console)
     if said.unprescribed:
-        _title("No prescription", console)
+        heading("No prescription", console)
         console.print(Text(said.unprescribed))
     if said.advice:
-        _title("Besides" if said.room is not None else "What helps", console)
+        heading("Besides" if said.room is not None else "What helps", console)
         console.print(bullets(said.advice))
     if said.notes:
         console.print()
         console.print(bullets(said.notes))
-
-
-def _title(text: str, console: Console) -> None:
-    console.print()
-    console.print(Text(text, style="bold"))
 
 
 def _opening(said: Diagnosis, console: Console) -> None:
@@ -71,60 +66,46 @@ def _reported(failure: DeviceFailure, console: Console) -> None:
     known = [(name, size) for name, size in rows if size is not None]
     if not known:
         return
-    _title("What the message says", console)
-    table = _two_columns()
+    heading("What the message says", console)
+    table = plain_table("<", ">", show_header=False)
     for name, size in known:
-        table.add_row(Text(name), Text(format_binary(size)))
+        table.add_row(name, format_binary(size))
     if failure.capacity is not None:
         table.add_section()
-        table.add_row(Text("the device"), Text(format_binary(failure.capacity)), style="bold")
+        table.add_row("the device", format_binary(failure.capacity), style="bold")
     console.print(table)
-
-
-def _two_columns() -> Table:
-    table = plain_table(show_header=False)
-    table.add_column("", overflow="fold")
-    table.add_column("", justify="right", no_wrap=True)
-    return table
 
 
 def _snapshot(said: SnapshotReading, console: Console) -> None:
-    _title("What the snapshot holds, when memory ran out" if said.at_oom else "What the snapshot holds", console)
-    table = _two_columns()
+    heading("What the snapshot holds, when memory ran out" if said.at_oom else "What the snapshot holds", console)
+    table = plain_table("<", ">", show_header=False)
     rows = [*said.purposes.items()] if said.purposes else [("in use", said.allocated)]
     for name, size in [*rows, ("reserved, unused", said.inactive)]:
-        table.add_row(Text(name), Text(format_binary(size)))
+        table.add_row(name, format_binary(size))
     table.add_section()
-    table.add_row(Text(f"reserved, in {words.counted(said.segments, 'segment')}"), Text(format_binary(said.reserved)))
+    table.add_row(f"reserved, in {words.counted(said.segments, 'segment')}", format_binary(said.reserved))
     console.print(table)
     if said.with_stacks:
-        _title("The largest, by who asked for them", console)
+        heading("The largest, by who asked for them", console)
         console.print(_groups(said))
         console.print(Text(SNAPSHOT_RULE, style="dim"))
 
 
 def _groups(said: SnapshotReading) -> Table:
-    table = plain_table()
-    table.add_column("all", justify="right", no_wrap=True)
-    table.add_column("blocks", justify="right", no_wrap=True)
-    table.add_column("purpose", no_wrap=True)
-    table.add_column("asked for in", overflow="fold")
+    table = plain_table(">all", ">blocks", "purpose", "<asked for in")
     for g in said.groups:
         where = str(g.frame) if g.frame is not None else ""
-        table.add_row(*(Text(c) for c in (format_binary(g.bytes), f"{g.count:,}", g.purpose, where)))
+        table.add_row(format_binary(g.bytes), f"{g.count:,}", g.purpose, where)
     if said.other_count:
-        rest = (format_binary(said.other_bytes), f"{said.other_count:,}", "", "smaller ones")
-        table.add_row(*(Text(c) for c in rest), style="dim")
+        table.add_row(format_binary(said.other_bytes), f"{said.other_count:,}", "", "smaller ones", style="dim")
     return table
 
 
 def _command(said: CommandReading, console: Console) -> None:
-    _title("What was taken from the command", console)
-    table = plain_table(show_header=False)
-    for _ in range(3):
-        table.add_column("", overflow="fold")
+    heading("What was taken from the command", console)
+    table = plain_table("<", "<", "<", show_header=False)
     for t in said.taken:
-        table.add_row(Text(t.flag), Text(t.option), Text(t.note, style="dim"))
+        table.add_row(t.flag, t.option, Text(t.note, style="dim"))
     if said.taken:
         console.print(table)
     lines = [*said.overruled]
@@ -141,27 +122,23 @@ def _command(said: CommandReading, console: Console) -> None:
 def _simulated(said: Diagnosis, room: Room, console: Console) -> None:
     assert said.agreement is not None
     over = said.agreement.stage is not None
-    _title(f"What fills it, by a ghost run, {'where it runs over' if over else 'at the peak'}", console)
+    heading(f"What fills it, by a ghost run, {'where it runs over' if over else 'at the peak'}", console)
     marks = area.BLOCK if can_draw(console.encoding) else area.PLAIN
     total = max(1, sum(h.peak_bytes for h in said.holdings))
-    table = plain_table(show_header=False)
-    table.add_column("", overflow="fold")
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = plain_table("<", ">", ">", "", show_header=False)
     for h in said.holdings:
         if h.peak_bytes:
             share = h.peak_bytes / total
-            cells = (h.name, format_binary(h.peak_bytes), words.share(share), area.bar(share, _BAR, marks))
-            table.add_row(*(Text(c) for c in cells))
+            filled = area.bar(share, _BAR, marks)
+            table.add_row(h.name, format_binary(h.peak_bytes), words.share(share), filled)
     table.add_section()
-    table.add_row(Text("together"), Text(format_binary(total)), Text(""), Text(""), style="bold")
+    table.add_row("together", format_binary(total), "", "", style="bold")
     console.print(table)
     console.print(bullets(said.agreement.verdicts))
 
 
 def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
-    _title("Prescription", console)
+    heading("Prescription", console)
     console.print(Text(_room(room)))
     if said.fits_already and said.choices:
         console.print(
@@ -209,17 +186,10 @@ def _how_to(said: Diagnosis, console: Console) -> None:
 
 
 def _ways(said: Diagnosis) -> Table:
-    table = plain_table()
-    table.add_column("change", overflow="fold")
-    table.add_column("peak", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("per token", justify="right", no_wrap=True)
-    table.add_column("with", overflow="fold")
-    table.add_column("what changes", overflow="fold")
+    table = plain_table("<change", ">peak", ">step", ">per token", "<with", "<what changes")
     for way in said.ways:
         step = f"~{words.seconds(way.step_seconds)}" if way.step_seconds is not None else ""
-        cells = (way.options, format_binary(way.peak_bytes), step, f"~{way.relative_cost:.2f}×", way.plan, way.effect)
-        table.add_row(*(Text(c) for c in cells))
+        cost = f"~{way.relative_cost:.2f}×"
+        table.add_row(way.options, format_binary(way.peak_bytes), step, cost, way.plan, way.effect)
     table.caption = "per token: simulated seconds over those of the leanest plan of the job as it was"
-    table.caption_justify, table.caption_style = "left", "dim"
     return table

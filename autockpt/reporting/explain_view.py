@@ -16,7 +16,7 @@ from autockpt.reporting.explain_words import (
     shape_words,
 )
 from autockpt.reporting.sparkline import can_draw
-from autockpt.reporting.style import bullets, plain_table
+from autockpt.reporting.style import bullets, heading, plain_table
 from autockpt.schema import format_binary, format_bytes, words
 from autockpt.schema.explanation import Explanation, Front, Slice
 
@@ -30,35 +30,30 @@ def print_explanation(said: Explanation, console: Console) -> None:
     """Print it all, a heading per question."""
     marks = area.BLOCK if can_draw(console.encoding) else area.PLAIN
     console.print(_heading(said))
-    _title("Where the bytes go", console)
+    heading("Where the bytes go", console)
     console.print(_holdings(said, marks, 12 if console.width < WIDE else 24))
     at_peak = said.moment.op == said.curve.peak_op
     when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
-    _title(f"What comes and goes, {when}: {format_binary(sum(s.total for s in said.units))}", console)
+    heading(f"What comes and goes, {when}: {format_binary(sum(s.total for s in said.units))}", console)
     console.print(_side_by_side(_slices("unit", said.units, UNITS), _slices("kind of op", said.ops, KINDS), console))
-    _title("Bytes over time, op by op", console)
+    heading("Bytes over time, op by op", console)
     _chart(said, marks, console)
-    _title("The largest alive then" if at_peak else f"The largest alive at op {said.moment.op:,}", console)
+    heading("The largest alive then" if at_peak else f"The largest alive at op {said.moment.op:,}", console)
     console.print(_alive(said, console.width))
     for front in said.fronts:
-        _title(f"Choices for {front.units}", console)
+        heading(f"Choices for {front.units}", console)
         console.print(_front(front, said, marks))
     if said.why is not None:
-        _title("Why this plan", console)
+        heading("Why this plan", console)
         console.print(bullets(reason_words(said)))
     if said.budgets:
-        _title("Other budgets and sizes", console)
+        heading("Other budgets and sizes", console)
         console.print(_budgets(said, marks))
         if said.limits:
             console.print(bullets(largest_words(said)))
     if said.notes or said.basis_note:
         console.print()
         console.print(bullets((_rests_on(said), *said.notes)))
-
-
-def _title(text: str, console: Console) -> None:
-    console.print()
-    console.print(Text(text, style="bold"))
 
 
 def _heading(said: Explanation) -> Text:
@@ -84,19 +79,14 @@ def _heading(said: Explanation) -> Text:
 
 
 def _holdings(said: Explanation, marks: area.Marks, width: int) -> Table:
-    table = plain_table()
-    table.add_column("", no_wrap=True)
-    table.add_column("at the peak", justify="right", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("most at any op", justify="right", no_wrap=True)
+    table = plain_table("", ">at the peak", ">", "", ">most at any op")
     for h in said.holdings:
         share = h.peak_bytes / max(1, said.peak_bytes)
         filled = area.bar(share, width, marks)
         held = (format_binary(h.peak_bytes), words.share(share)) if h.peak_bytes else ("—", "")
-        table.add_row(*(Text(c) for c in (h.name, *held, filled, format_binary(h.most_bytes))))
+        table.add_row(h.name, *held, filled, format_binary(h.most_bytes))
     table.add_section()
-    table.add_row(Text("peak"), Text(format_binary(said.peak_bytes)), Text("100.0 %"), style="bold")
+    table.add_row("peak", format_binary(said.peak_bytes), "100.0 %", style="bold")
     return table
 
 
@@ -106,18 +96,14 @@ def _slices(title: str, slices: tuple[Slice, ...], most: int) -> Table:
     ranked = sorted(slices, key=lambda s: -s.total)
     shown, rest = (ranked, []) if len(ranked) <= most else (ranked[: most - 1], ranked[most - 1 :])
     several = any(s.count > 1 for s in slices)
-    table = plain_table()
-    table.add_column(title, overflow="fold")
-    for name in ("each", "all", "share") if several else ("all", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(f"<{title}", *([">each"] if several else []), ">all", ">share")
     for s in shown:
         name = f"{s.name} ×{s.count}" if s.count > 1 else s.name
-        each = [Text(format_binary(s.bytes) if s.count > 1 else "")] if several else []
-        table.add_row(Text(name), *each, Text(format_binary(s.total)), Text(words.share(s.total / total)))
+        each = [format_binary(s.bytes) if s.count > 1 else ""] if several else []
+        table.add_row(name, *each, format_binary(s.total), words.share(s.total / total))
     if rest:
         size = sum(s.total for s in rest)
-        each = [Text("")] if several else []
-        table.add_row(Text(f"{len(rest)} more"), *each, Text(format_binary(size)), Text(words.share(size / total)))
+        table.add_row(f"{len(rest)} more", *([""] if several else []), format_binary(size), words.share(size / total))
     return table
 
 
@@ -151,41 +137,23 @@ def _chart(said: Explanation, marks: area.Marks, console: Console) -> None:
 
 
 def _alive(said: Explanation, width: int) -> Table:
-    table = plain_table()
-    table.add_column("all", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("made by", no_wrap=True)
-    table.add_column("in", overflow="fold", min_width=24)
-    table.add_column("shape", no_wrap=True)
-    if width >= WIDE:
-        table.add_column("what for", no_wrap=True)
+    table = plain_table(">all", "", "made by", "<in", "shape", *(["what for"] if width >= WIDE else []))
+    table.columns[3].min_width = 24
     for a in said.moment.alive[:ALIVE]:
-        place = place_words(a)
-        cells = [
-            format_binary(a.total),
-            f"×{a.count}" if a.count > 1 else "",
-            a.kind,
-            place,
-            shape_words(a),
-            *([a.purpose] if width >= WIDE else []),
-        ]
-        table.add_row(*(Text(c) for c in cells))
+        count = f"×{a.count}" if a.count > 1 else ""
+        purpose = [a.purpose] if width >= WIDE else []
+        table.add_row(format_binary(a.total), count, a.kind, place_words(a), shape_words(a), *purpose)
     rest = said.moment.alive[ALIVE:]
     size = sum(a.total for a in rest) + said.moment.other_bytes
     count = sum(a.count for a in rest) + said.moment.other_count
     if count:
-        table.add_row(Text(format_binary(size)), Text(f"×{count}"), Text("smaller ones"), style="dim")
+        table.add_row(format_binary(size), f"×{count}", "smaller ones", style="dim")
     return table
 
 
 def _front(front: Front, said: Explanation, marks: area.Marks) -> Table:
     tilde = basis_mark(said.basis)
-    table = plain_table()
-    table.add_column("", no_wrap=True)
-    table.add_column("choice", overflow="fold")
-    for title in ("keeps", "extra time", "per MiB freed"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("taken", no_wrap=True)
+    table = plain_table("", "<choice", ">keeps", ">extra time", ">per MiB freed", "taken")
     most = max((b.kept_bytes for b in front.bargains), default=0)
     for b in front.bargains:
         freed = most - b.kept_bytes
@@ -193,40 +161,30 @@ def _front(front: Front, said: Explanation, marks: area.Marks) -> Table:
         extra = f"{tilde}{words.seconds(b.extra_seconds)}" if b.extra_seconds else "0"
         taken = f"{b.taken} of {front.count}" if b.taken else ""
         taken += " (beaten by another)" if b.dominated else ""
-        cells = (
-            marks.ours if b.taken else "",
-            choice_words(b.choice),
-            format_binary(b.kept_bytes),
-            extra,
-            price,
-            taken.strip(),
-        )
-        table.add_row(*(Text(c) for c in cells), style="bold" if b.taken else None)
+        ours, kept = marks.ours if b.taken else "", format_binary(b.kept_bytes)
+        row = (ours, choice_words(b.choice), kept, extra, price, taken.strip())
+        table.add_row(*row, style="bold" if b.taken else None)
     if front.left_out:
-        more = f"{words.counted(front.left_out, 'choice')} left out: another keeps no more and costs no more"
-        table.caption, table.caption_justify, table.caption_style = more, "left", "dim"
+        left_out = words.counted(front.left_out, "choice")
+        table.caption = f"{left_out} left out: another keeps no more and costs no more"
     return table
 
 
 def _budgets(said: Explanation, marks: area.Marks) -> Table:
     tilde = basis_mark(said.basis)
-    table = plain_table()
-    table.add_column("", no_wrap=True)
-    for title in ("budget", "", "peak", "overhead"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("plan", overflow="fold")
+    table = plain_table("", ">budget", ">", ">peak", ">overhead", "<plan")
     for step in said.budgets:
         reach = step.reach
         overhead = "—" if reach is None or reach.overhead is None else tilde + words.share(reach.overhead, signed=True)
-        cells = (
+        table.add_row(
             marks.ours if step.ours else "",
             format_binary(step.budget_bytes),
             step.label,
             "nothing fits" if reach is None else format_binary(reach.peak_bytes),
             overhead,
             "" if reach is None else words.tally(reach.choices),
+            style="bold" if step.ours else None,
         )
-        table.add_row(*(Text(c) for c in cells), style="bold" if step.ours else None)
     return table
 
 

@@ -8,7 +8,9 @@ from itertools import pairwise
 
 from pydantic import Field
 
+from autockpt.reporting.area import resampled
 from autockpt.schema import Data, Graph, Op, Phase, Unit
+from autockpt.schema.graph import Span
 from autockpt.schema.names import fold, parse_pattern, strip_prefixes
 
 REMAINDER = "(rest of the model)"
@@ -44,14 +46,6 @@ class Peak(Data):
     owner_bytes: int
 
 
-class PhaseSpan(Data):
-    """A run of ops of one phase: [start, stop) in op order."""
-
-    phase: Phase
-    start: int
-    stop: int
-
-
 class GraphSummary(Data):
     """A graph in numbers that fit on one screen."""
 
@@ -65,14 +59,14 @@ class GraphSummary(Data):
     copied_bytes: int = Field(default=0, description="moved off the device during the cycle")
     units: tuple[UnitSummary, ...]
     peak: Peak
-    spans: tuple[PhaseSpan, ...]
+    spans: tuple[Span, ...]
     timeline: tuple[int, ...] = Field(description="device bytes: the most in each of equal runs of ops")
     notes: tuple[str, ...] = ()
 
 
 def summarise(graph: Graph, points: int = 240) -> GraphSummary:
     """Everything that ``autockpt trace`` prints. ``points``: resolution of the timeline."""
-    spans = _spans(graph.ops)
+    spans = graph.spans()
     tally = _Tally(graph, spans)
     timeline = list(graph.timeline())
     return GraphSummary(
@@ -88,36 +82,18 @@ def summarise(graph: Graph, points: int = 240) -> GraphSummary:
         units=(*_rows(tally, graph.units), tally.remainder()),
         peak=_peak(graph, timeline),
         spans=spans,
-        timeline=tuple(downsample(timeline, points)),
+        timeline=tuple(timeline[i] for i in resampled(timeline, min(points, len(timeline)))),
         notes=graph.notes,
     )
-
-
-def downsample(values: Sequence[int], points: int) -> list[int]:
-    """The largest value of each of at most ``points`` equal runs, so that no peak is lost."""
-    if len(values) <= points:
-        return list(values)
-    edges = [i * len(values) // points for i in range(points + 1)]
-    return [max(values[a:b]) for a, b in pairwise(edges)]
-
-
-def _spans(ops: Sequence[Op]) -> tuple[PhaseSpan, ...]:
-    """Runs of forward, backward (recompute counts as part of it) and optimizer."""
-    spans: list[PhaseSpan] = []
-    for op in ops:
-        phase: Phase = "backward" if op.phase == "recompute" else op.phase
-        start = spans.pop().start if spans and spans[-1].phase == phase else op.index
-        spans.append(PhaseSpan(phase=phase, start=start, stop=op.index + 1))
-    return tuple(spans)
 
 
 class _Tally:
     """Bytes of the first micro-batch and FLOPs of the whole cycle, added up by unit."""
 
-    def __init__(self, graph: Graph, spans: Sequence[PhaseSpan]) -> None:
+    def __init__(self, graph: Graph, spans: Sequence[Span]) -> None:
         self._graph = graph
         self._places: dict[tuple[str | None, str], tuple[str, ...]] = {}
-        self._forward = next((s for s in spans if s.phase == "forward"), PhaseSpan(phase="forward", start=0, stop=0))
+        self._forward = next((s for s in spans if s.phase == "forward"), Span(phase="forward", start=0, stop=0))
         self.kept = self._kept()
         self.saved, self.boundary = self._saved(), self._boundary()
         self.flops: dict[str, int] = defaultdict(int)
@@ -162,9 +138,6 @@ class _Tally:
             )
         return self._places[key]
 
-    def _forward_ops(self) -> Sequence[Op]:
-        return self._graph.ops[self._forward.start : self._forward.stop]
-
     def _kept(self) -> dict[int, int]:
         """Activations made in the first forward pass and alive past its end: storage -> bytes."""
         start, stop = self._forward.start, self._forward.stop
@@ -186,7 +159,7 @@ class _Tally:
         made_in = {s.id: self._units_of(self._graph.ops[s.birth]) for s in self._graph.storages if s.birth >= 0}
         size = {s.id: s.bytes for s in self._graph.storages if s.birth >= 0 and s.kind == "activation"}
         readers: dict[int, set[str]] = defaultdict(set)
-        for op in self._forward_ops():
+        for op in self._graph.ops[self._forward.start : self._forward.stop]:
             for storage in op.inputs:
                 readers[storage].update(u for u in self._units_of(op) if u not in made_in.get(storage, ()))
         blocks = {u.name for u in self._graph.blocks()}

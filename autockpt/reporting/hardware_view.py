@@ -63,19 +63,12 @@ def print_hardware(measured: Hardware, like: Hardware | None, console: Console, 
     The others are counted: they stand in the description, at ``path``.
     """
     console.print(Text(f"{measured.description or measured.name} ({measured.kind})", style="bold"))
-    table = plain_table()
-    table.add_column("figure", no_wrap=True)
-    table.add_column("measured", justify="right", no_wrap=True)
-    if like is not None:
-        table.add_column(f"built-in: {like.name}", justify="right", no_wrap=True)
-        table.add_column("ratio", justify="right", no_wrap=True)
+    table = plain_table("figure", ">measured", *([] if like is None else [f">built-in: {like.name}", ">ratio"]))
     rows = hardware_rows(measured, like)
     shown = [row for row in rows if row[0] in _MAIN]
     for title, value, told, unit in shown:
-        cells = [Text(title), Text(_written(value, unit))]
-        if like is not None:
-            cells += [Text(_written(told, unit)), Text(share(value / told) if value and told else "")]
-        table.add_row(*cells)
+        theirs = [] if like is None else [_written(told, unit), share(value / told) if value and told else ""]
+        table.add_row(title, _written(value, unit), *theirs)
     console.print(table)
     console.print(Text(f"{len(rows) - len(shown)} more figures are in {path}", style="dim"))
 

@@ -31,22 +31,15 @@ def print_rules(said: Rules, console: Console) -> None:
 
 
 def _table(said: Rules, console: Console) -> Table:
-    width, encoding = console.width, console.encoding
-    table = plain_table()
-    table.add_column("rule", overflow="fold")
-    if width >= WIDE:
-        table.add_column("whose", overflow="fold")
-    table.add_column("says", overflow="fold")
-    table.add_column("predicted", overflow="fold")
-    table.add_column("measured", overflow="fold")
+    encoding = console.encoding
+    wide = console.width >= WIDE
+    table = plain_table("<rule", *(["<whose"] if wide else []), "<says", "<predicted", "<measured")
     for rule in said.rules:
         named = writable(rule.name, encoding)
-        whose = [Text(rule.source)] if width >= WIDE else []
-        name = Text(named) if width >= WIDE else Text.assemble(named, (f"\n{rule.source}", "dim"))
+        whose = [named, rule.source] if wide else [Text.assemble(named, (f"\n{rule.source}", "dim"))]
         table.add_row(
-            name,
             *whose,
-            Text(writable(rule.says, encoding)),
+            writable(rule.says, encoding),
             _reading(rule, rule.predicted, basis_mark(said.basis), rule.note or "—"),
             _reading(rule, rule.measured, "", "counted" if rule.factor else "not measured"),
         )

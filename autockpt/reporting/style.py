@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from rich.box import Box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -24,7 +23,13 @@ VERDICTS = {
 
 
 class _Table(Table):
-    """A table of which nothing is lost on a narrow screen: what does not fit is broken into lines, never cut."""
+    """A table of which nothing is lost on a narrow screen: what does not fit is broken into lines, never cut.
+
+    Cells are text as it is, without markup.
+    """
+
+    def add_row(self, *cells: str | Text, style: str | None = None) -> None:  # type: ignore[override]
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), style=style)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unbounded = options.update(max_width=_ANY_WIDTH)
@@ -36,9 +41,25 @@ class _Table(Table):
         yield from super().__rich_console__(console, options)
 
 
-def plain_table(**options: Any) -> Table:
-    """An empty table in the project's look; two spaces between columns."""
-    return _Table(box=RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", **options)
+def plain_table(*columns: str, show_header: bool = True) -> Table:
+    """An empty table in the project's look; two spaces between columns.
+
+    A column is named by its heading: ``>peak`` is aligned right, and the text of ``<choices`` is broken into lines.
+    """
+    table = _Table(
+        box=RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", show_header=show_header,
+        caption_justify="left", caption_style="dim",
+    )  # fmt: skip
+    for column in columns:
+        justify = "right" if column.startswith(">") else "left"
+        table.add_column(column.lstrip("<>"), justify=justify, no_wrap=not column.startswith("<"), overflow="fold")
+    return table
+
+
+def heading(text: str, console: Console) -> None:
+    """An empty line, and what the next ones are about."""
+    console.print()
+    console.print(Text(text, style="bold"))
 
 
 def bullets(lines: Iterable[str], mark: str = "•") -> Table:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.reporting import sparkline
+from autockpt.reporting import area, sparkline
 from autockpt.reporting.graph_summary import GraphSummary, UnitSummary
 from autockpt.reporting.style import bullets, plain_table
 from autockpt.reporting.terminal import shown
@@ -48,13 +48,7 @@ def print_summary(summary: GraphSummary, settings: Mapping[str, object], console
 def unit_table(summary: GraphSummary, width: int) -> Table:
     """One row per run of equal units, sub-units indented under their block. Narrow screens go without classes."""
     wide = width >= WIDE
-    table = plain_table()
-    table.add_column("unit", overflow="fold")
-    table.add_column("", justify="right", no_wrap=True)
-    if wide:
-        table.add_column("class", overflow="fold")
-    for title in ("saved", "boundary", "FLOPs", "share"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = plain_table("<unit", ">", *(["<class"] if wide else []), ">saved", ">boundary", ">FLOPs", ">share")
     block = ""
     for row in summary.units:
         name = f"  {row.name.removeprefix(block)}" if row.inner else row.name
@@ -66,15 +60,15 @@ def unit_table(summary: GraphSummary, width: int) -> Table:
     return table
 
 
-def _cells(row: UnitSummary, name: str, wide: bool) -> list[Text]:
+def _cells(row: UnitSummary, name: str, wide: bool) -> list[str]:
     return [
-        Text(name),
-        Text(f"×{row.count}" if row.count > 1 else ""),
-        *([Text(row.cls)] if wide else []),
-        Text(format_binary(row.saved_bytes)),
-        Text(format_binary(row.boundary_bytes) if row.boundary_bytes else "—"),
-        Text(words.flops(row.flops)),
-        Text(words.share(row.share)),
+        name,
+        f"×{row.count}" if row.count > 1 else "",
+        *([row.cls] if wide else []),
+        format_binary(row.saved_bytes),
+        format_binary(row.boundary_bytes) if row.boundary_bytes else "—",
+        words.flops(row.flops),
+        words.share(row.share),
     ]
 
 
@@ -92,12 +86,12 @@ def print_timeline(summary: GraphSummary, console: Console) -> None:
     """The sparkline with its phases under it, and the peak in words."""
     width = max(20, min(console.width, 120))
     levels = sparkline.BLOCKS if sparkline.can_draw(console.encoding) else sparkline.ASCII
-    values = sparkline.resample(summary.timeline, width)
+    values = [summary.timeline[i] for i in area.resampled(summary.timeline, width)] or [0] * width
     peak = summary.peak
     column = values.index(max(values))
     console.print(f"Bytes over time, op by op: from {format_binary(min(values))} to {format_bytes(peak.bytes)}")
     console.print(Text(sparkline.sparkline(values, min(values), peak.bytes, levels)), no_wrap=True, overflow="crop")
-    console.print(Text(_ruler(summary, width), style="dim"), no_wrap=True, overflow="crop")
+    console.print(Text(area.ruler(summary.spans, summary.ops, width), style="dim"), no_wrap=True, overflow="crop")
     console.print(Text(" " * column + "^ peak" if column < width - 6 else "peak ^".rjust(column + 1)), no_wrap=True)
     where = f" in {peak.module}" if peak.module else ""
     console.print(Text(f"Peak {format_bytes(peak.bytes)} at op {peak.op:,}: {peak.target}, {peak.phase}{where}"))
@@ -109,17 +103,6 @@ def print_timeline(summary: GraphSummary, console: Console) -> None:
     if summary.copied_bytes:
         details.append(f"moved off the device during the step: {format_bytes(summary.copied_bytes)}")
     console.print(bullets(details, mark=" "))
-
-
-def _ruler(summary: GraphSummary, width: int) -> str:
-    """Phase names under the part of the line that they take; a bar where each begins."""
-    line = [" "] * width
-    for span in summary.spans:
-        start = span.start * width // max(1, summary.ops)
-        stop = max(start + 1, span.stop * width // max(1, summary.ops))
-        label = f"|{span.phase}"[: stop - start]
-        line[start : start + len(label)] = label
-    return "".join(line).rstrip()
 
 
 def print_ops(graph: Graph, console: Console) -> None:

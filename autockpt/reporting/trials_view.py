@@ -51,37 +51,29 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
 
 def trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
     """Number, encoding, peak, step time, verdict, hash and the choices in one line."""
-    table = plain_table()
-    table.add_column("", no_wrap=True)
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("encoding", no_wrap=True)
-    table.add_column("peak", justify="right", no_wrap=True)
-    if wide := width >= WIDE:
-        table.add_column("predicted", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    table.add_column("plan", no_wrap=True)
-    table.add_column("choices", overflow="fold")
+    wide = width >= WIDE
+    predicted = [">predicted"] if wide else []
+    table = plain_table("", ">#", "encoding", ">peak", *predicted, ">step", "fits", "plan", "<choices")
     for trial in trials:
         table.add_row(*_cells(trial, trial.number in front, wide=wide, room=max(12, width - (74 if wide else 66))))
     return table
 
 
-def _cells(trial: Trial, on_front: bool, *, wide: bool, room: int) -> list[Text]:
+def _cells(trial: Trial, on_front: bool, *, wide: bool, room: int) -> list[Text | str]:
     measured, predicted = trial.measured, trial.predicted
     step = words.step_time(measured) if measured else ""
     if not step and predicted and predicted.step_seconds:
         step = f"~{words.seconds(predicted.step_seconds)}"
     return [
-        Text("*" if on_front else ""),
-        Text(str(trial.number)),
-        Text(trial.encoding if trial.encoding != "baseline" else trial.name),
-        Text(format_binary(measured.peak_bytes) if measured else "—"),
-        *([Text(format_binary(predicted.peak_bytes) if predicted else "—")] if wide else []),
-        Text(step or "—"),
+        "*" if on_front else "",
+        str(trial.number),
+        trial.encoding if trial.encoding != "baseline" else trial.name,
+        format_binary(measured.peak_bytes) if measured else "—",
+        *([format_binary(predicted.peak_bytes) if predicted else "—"] if wide else []),
+        step or "—",
         _fits(trial),
-        Text(trial.plan_hash[:8]),
-        Text(words.strip(trial.choices, room)),
+        trial.plan_hash[:8],
+        words.strip(trial.choices, room),
     ]
 
 
@@ -101,13 +93,11 @@ def _score_time(trial: Trial) -> str:
 
 def front_table(front: Sequence[Trial]) -> Table:
     """The front, leanest first."""
-    table = plain_table()
-    for title, justify in (("peak", "right"), ("step", "right"), ("fits", "left"), ("#", "right"), ("name", "left")):
-        table.add_column(title, justify=justify, no_wrap=title != "name")  # type: ignore[arg-type]
+    table = plain_table(">peak", ">step", "fits", ">#", "<name")
     for trial in front:
         if trial.score is not None:
             peak, step = format_binary(trial.score.peak_bytes), _score_time(trial)
-            table.add_row(Text(peak), Text(step), _fits(trial), Text(str(trial.number)), Text(trial.name))
+            table.add_row(peak, step, _fits(trial), str(trial.number), trial.name)
     return table
 
 
@@ -148,9 +138,7 @@ def measurements(readings: Sequence[Trial]) -> list[Measurement]:
 
 def _beside(trial: Trial) -> Table:
     """Prediction beside measurement."""
-    table = plain_table()
-    for title in ("", "predicted", "measured", "measured over predicted"):
-        table.add_column(title, justify="left" if not title else "right")
+    table = plain_table("", ">predicted", ">measured", ">measured over predicted")
     predicted, measured = trial.predicted, trial.measured
     ratio = (
         measured.step_seconds / predicted.step_seconds - 1
@@ -184,13 +172,11 @@ def _more(size: int) -> str:
 
 
 def _readings(measured: Sequence[Measurement]) -> Table:
-    table = plain_table()
-    for title in ("", "peak", "step", "cycles", "seconds of each cycle"):
-        table.add_column(title, justify="left" if title.startswith("seconds") else "right")
+    table = plain_table(">", ">peak", ">step", ">cycles", "<seconds of each cycle")
     for number, reading in enumerate(measured, 1):
         times = ", ".join(f"{t:.4g}" for t in reading.times) or "—"
         table.add_row(
-            str(number), format_binary(reading.peak_bytes), words.step_time(reading), str(reading.steps), Text(times)
+            str(number), format_binary(reading.peak_bytes), words.step_time(reading), str(reading.steps), times
         )
     return table
 
@@ -208,25 +194,21 @@ def print_comparison(
         if not rows:
             console.print("  nothing: it is the same question")
         else:
-            table = plain_table()
-            for head in ("", *names):
-                table.add_column(head, overflow="fold")
+            table = plain_table("<", *(f"<{name}" for name in names))
             for row in rows:
-                table.add_row(*map(Text, row))
+                table.add_row(*row)
             console.print(table)
         console.print()
     console.print(Text("Plans that both tried", style="bold"))
     if not both:
         console.print("  none")
         return
-    table = plain_table()
-    for head in ("#", "#", "step", "step", "peak", "peak", "choices"):
-        table.add_column(head, justify="left" if head == "choices" else "right", overflow="fold")
+    table = plain_table(">#", ">#", ">step", ">step", ">peak", ">peak", "<choices")
     for one, other in both:
         table.add_row(
             *(str(t.number) for t in (one, other)),
             *(_score_time(t) for t in (one, other)),
             *(format_binary(t.score.peak_bytes) if t.score else "—" for t in (one, other)),
-            Text(words.strip(one.choices, 24)),
+            words.strip(one.choices, 24),
         )
     console.print(table)

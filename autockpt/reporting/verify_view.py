@@ -18,13 +18,10 @@ _MARKS = {
 
 def print_report(report: VerifyReport, console: Console) -> None:
     """Print every check with what it compared, then the verdict."""
-    table = plain_table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = plain_table("", "", "<", show_header=False)
     for check in report.checks:
         mark, colour = _MARKS[check.state]
-        table.add_row(Text(mark, style=colour), Text(check.name), Text(check.detail))
+        table.add_row(Text(mark, style=colour), check.name, check.detail)
     console.print(table)
     if report.notes:
         console.print(bullets(report.notes))

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from autockpt.schema.base import Data
 from autockpt.schema.choices import Choice
-from autockpt.schema.graph import Phase
+from autockpt.schema.graph import Phase, Span
 from autockpt.schema.plan import Comparison, PlanStatus
 from autockpt.schema.sizes import ResolvedBudget
 
@@ -57,14 +57,6 @@ class Alive(Data):
     def total(self) -> int:
         """Bytes of all of them."""
         return self.bytes * self.count
-
-
-class Span(Data):
-    """A run of ops of one phase: [start, stop) in op order."""
-
-    phase: Phase
-    start: int
-    stop: int
 
 
 class Curve(Data):

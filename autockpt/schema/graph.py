@@ -93,6 +93,14 @@ class Copy(Data):
     released: int | None = None
 
 
+class Span(Data):
+    """A run of ops of one phase: [start, stop) in op order."""
+
+    phase: Phase
+    start: int
+    stop: int
+
+
 class Graph(Data):
     """One whole accumulation cycle (forward, backward, optimizer), from the second cycle on.
 
@@ -126,6 +134,15 @@ class Graph(Data):
     def peak_bytes(self) -> int:
         """Most device bytes at any op of the cycle."""
         return max(self.timeline(), default=self.resident_bytes)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Runs of forward, backward (recompute is part of it) and optimizer."""
+        found: list[Span] = []
+        for op in self.ops:
+            phase: Phase = "backward" if op.phase == "recompute" else op.phase
+            start = found.pop().start if found and found[-1].phase == phase else op.index
+            found.append(Span(phase=phase, start=start, stop=op.index + 1))
+        return tuple(found)
 
     def blocks(self) -> tuple[Unit, ...]:
         """The units that partition the model: no sub-units."""

@@ -51,7 +51,7 @@ def test_every_byte_of_the_peak_is_told_exactly_once(traced: tuple[Tracer, dict[
 def test_every_byte_of_every_moment_is_told_exactly_once(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     for graph in graphs.values():
-        lines = Ledger(graph, head(tracer)).timelines()
+        lines = Ledger(graph, head(tracer)).timelines
         assert [int(v) for v in np.sum(list(lines.values()), axis=0)] == list(graph.timeline())
         assert all(int(line.min()) >= 0 for line in lines.values())
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.reporting.graph_summary import REMAINDER, GraphSummary, downsample, summarise
+from autockpt.reporting.area import resampled
+from autockpt.reporting.graph_summary import REMAINDER, GraphSummary, summarise
 from autockpt.schema import Graph
 from tests.reporting.samples import small_graph
 
@@ -79,5 +80,5 @@ def test_a_summary_is_json() -> None:
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 20))
 def test_downsampling_loses_no_peak(values: list[int], points: int) -> None:
-    sampled = downsample(values, points)
-    assert max(sampled) == max(values) and len(sampled) == min(points, len(values))
+    sampled = resampled(values, min(points, len(values)))
+    assert max(values[i] for i in sampled) == max(values) and len(set(sampled)) == min(points, len(values))

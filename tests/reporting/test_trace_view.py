@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from autockpt.reporting.area import resampled
 from autockpt.reporting.graph_summary import summarise
-from autockpt.reporting.sparkline import ASCII, BLOCKS, resample, sparkline
+from autockpt.reporting.sparkline import ASCII, BLOCKS, sparkline
 from autockpt.reporting.style import plain_table
 from autockpt.reporting.trace_view import print_ops, print_summary
 from tests.reporting.samples import console, small_graph
@@ -19,9 +20,9 @@ def test_sparklines() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 0, 7) == BLOCKS
     assert sparkline([6.9, 7], 0, 7) == "▇█", "the highest level is the peak's alone"
     assert sparkline([3, 3], 3, 3) == "▁▁"
-    assert resample([1, 9, 2, 3], 2) == [9, 3]
-    assert resample([1, 2], 4) == [1, 1, 2, 2]
-    assert resample([], 2) == [0, 0]
+    assert resampled([1, 9, 2, 3], 2) == [1, 3]
+    assert resampled([1, 2], 4) == [0, 0, 1, 1]
+    assert resampled([], 2) == []
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -60,9 +61,7 @@ def test_ops_are_tab_separated() -> None:
 
 def test_no_cell_is_cut_where_a_table_is_wider_than_the_screen() -> None:
     out, raw = console(30)
-    table = plain_table()
-    for title in ("shape", "bytes", "name"):
-        table.add_column(title, no_wrap=True)
+    table = plain_table("shape", "bytes", "name")
     table.add_row("4x1536x8192 bf16", "1.50 GiB", "model.layers.0-15")
     out.print(table)
     lines = [line.rstrip() for line in raw.getvalue().decode().splitlines()]
