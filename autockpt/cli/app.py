@@ -14,6 +14,7 @@ from autockpt.cli.estimate import estimate
 from autockpt.cli.explain import explain
 from autockpt.cli.export import export
 from autockpt.cli.history import history
+from autockpt.cli.options import opt
 from autockpt.cli.panels import PanelCommand
 from autockpt.cli.report import report
 from autockpt.cli.search import search
@@ -59,7 +60,7 @@ def _print_version(wanted: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, opt("--version", "Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """What should each layer do with its activations, so that training fits the memory budget and stays fast?

@@ -10,7 +10,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
-from autockpt.cli.options import DeviceName, Fresh, RunsFolder, duration, listed, takes_workload, workload_spec
+from autockpt.cli.options import DeviceName, Fresh, RunsFolder, duration, listed, opt, takes_workload, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,36 +24,28 @@ def bench(
     *,
     budgets: Annotated[
         str,
-        typer.Option(
-            "--budgets", metavar="A,B", help="Shares of save-everything's measured peak, or sizes, as in 45%,24GB."
-        ),
+        opt("--budgets A,B", "Shares of save-everything's measured peak, or sizes, as in 45%,24GB."),
     ] = "30%,45%,60%,85%",
     peers: Annotated[
         str | None,
-        typer.Option("--peers", metavar="A,B", help="Only these, as in 'first-k,autockpt'. Default: all there are."),
+        opt("--peers A,B", "Only these, as in 'first-k,autockpt'. Default: all there are."),
     ] = None,
-    rounds: Annotated[
-        int, typer.Option("--rounds", min=1, metavar="N", help="Time every method this often, in turns.")
-    ] = 9,
+    rounds: Annotated[int, opt("--rounds N", "Time every method this often, in turns.", min=1)] = 9,
     most_rounds: Annotated[
         int,
-        typer.Option("--most-rounds", min=1, metavar="N", help="Time what decides who is ahead at most this often."),
+        opt("--most-rounds N", "Time what decides who is ahead at most this often.", min=1),
     ] = 60,
-    timeout: Annotated[
-        str | None, typer.Option("--timeout", metavar="TIME", help="Begin no round after so long: 90s, 10m, 1h.")
-    ] = None,
-    trials: Annotated[
-        int, typer.Option("--trials", "-n", min=1, metavar="N", help="Plans measured by each search of ours, at most.")
-    ] = 20,
+    timeout: Annotated[str | None, opt("--timeout TIME", "Begin no round after so long: 90s, 10m, 1h.")] = None,
+    trials: Annotated[int, opt("--trials -n N", "Plans measured by each search of ours, at most.", min=1)] = 20,
     choices: Annotated[
         str | None,
-        typer.Option("--choices", metavar="A,B", help="What plans of ours may use. Default: all; on a CPU no offload."),
+        opt("--choices A,B", "What plans of ours may use. Default: all; on a CPU no offload."),
     ] = None,
     device: DeviceName = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="For weights, batch and sampler.")] = 0,
+    seed: Annotated[int, opt("--seed N", "For weights, batch and sampler.", min=0)] = 0,
     out: RunsFolder = Path("results"),
     fresh: Fresh = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: Annotated[bool, opt("--json", "Print the report as JSON.")] = False,
 ) -> None:
     """Measure plans of ours beside every other way of saving memory.
 

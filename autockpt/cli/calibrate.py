@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
+from autockpt.cli.options import opt
 from autockpt.errors import MeasurementError, UsageError
 
 if TYPE_CHECKING:
@@ -19,16 +18,14 @@ if TYPE_CHECKING:
 @guarded
 def calibrate(
     *,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="File to write. Default: the device's name, here.")
-    ] = None,
+    out: Annotated[Path | None, opt("--out FILE", "File to write. Default: the device's name, here.")] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, xpu, … Default: the best there is."),
+        opt("--device DEVICE", "cpu, cuda, cuda:1, xpu, … Default: the best there is."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the description as JSON.")] = False,
+    quick: Annotated[bool, opt("--quick", "Fewer sizes and repeats.")] = False,
+    force: Annotated[bool, opt("--force", "Replace a file that exists.")] = False,
+    as_json: Annotated[bool, opt("--json", "Print the description as JSON.")] = False,
 ) -> None:
     """Measure this machine and write its hardware description.
 

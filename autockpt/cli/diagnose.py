@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import named_hardware, takes_workload, workload_spec
+from autockpt.cli.options import named_hardware, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
@@ -31,29 +31,27 @@ def diagnose(
     *,
     run: Annotated[
         str | None,
-        typer.Option(
-            "--run",
-            metavar="COMMAND",
-            help='The command that failed, quoted: its flags become workload options. --run "python train.py --bf16 …"',
+        opt(
+            "--run COMMAND",
+            'The command that failed, quoted: its flags become workload options. --run "python train.py --bf16 …"',
         ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", metavar="SIZE", help="Plan for less than the device has: 22GiB. Default: all of it."),
+        opt("--budget SIZE", "Plan for less than the device has: 22GiB. Default: all of it."),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            "--hardware",
-            metavar="NAME",
-            help="The device: rtx4090, h100, …, or a YAML file. Default: the one nearest to what the log says.",
+        opt(
+            "--hardware NAME",
+            "The device: rtx4090, h100, …, or a YAML file. Default: the one nearest to what the log says.",
         ),
     ] = None,
     plan_out: Annotated[
         Path | None,
-        typer.Option("--plan-out", metavar="FILE", help="Write the plan here; another one there is set aside."),
+        opt("--plan-out FILE", "Write the plan here; another one there is set aside."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
 ) -> None:
     """Say what filled a device that ran out of memory, and prescribe a plan that fits.
 

@@ -8,7 +8,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import listed
+from autockpt.cli.options import listed, opt
 from autockpt.errors import UsageError
 
 
@@ -16,16 +16,12 @@ from autockpt.errors import UsageError
 def estimate(
     models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="As for --model of `autockpt search`.")],
     *,
-    cards: Annotated[
-        str, typer.Option("--cards", metavar="A,B", help="Described devices: rtx4090, h100, …, or YAML files.")
-    ] = "rtx4090",
-    batch_sizes: Annotated[str, typer.Option("--batch-sizes", metavar="N,M", help="Sequences per micro-batch.")] = "1",
-    seq_lens: Annotated[str, typer.Option("--seq-lens", metavar="N,M", help="Tokens of a sequence.")] = "2048",
-    lora: Annotated[
-        int, typer.Option("--lora", min=0, metavar="RANK", help="Rank of the LoRA rows; 0 leaves them out.")
-    ] = 16,
-    full: Annotated[bool, typer.Option("--full/--no-full", help="Rows that train all weights.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+    cards: Annotated[str, opt("--cards A,B", "Described devices: rtx4090, h100, …, or YAML files.")] = "rtx4090",
+    batch_sizes: Annotated[str, opt("--batch-sizes N,M", "Sequences per micro-batch.")] = "1",
+    seq_lens: Annotated[str, opt("--seq-lens N,M", "Tokens of a sequence.")] = "2048",
+    lora: Annotated[int, opt("--lora RANK", "Rank of the LoRA rows; 0 leaves them out.", min=0)] = 16,
+    full: Annotated[bool, opt("--full/--no-full", "Rows that train all weights.")] = True,
+    as_json: Annotated[bool, opt("--json", "Print JSON, one object a line.")] = False,
 ) -> None:
     """Say whether training fits, with what plan, and how fast, before a card is rented.
 

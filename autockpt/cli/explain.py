@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import DeviceName, takes_workload, workload_spec
+from autockpt.cli.options import DeviceName, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
@@ -26,32 +26,23 @@ def explain(
     *,
     budget: Annotated[
         str | None,
-        typer.Option(
-            "--budget", metavar="SIZE", help="Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's."
-        ),
+        opt("--budget SIZE", "Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's."),
     ] = None,
     device: DeviceName = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            "--hardware",
-            metavar="NAME",
-            help="Simulate this device: rtx4090, h100, or a YAML file. Default: what the plan was simulated for.",
+        opt(
+            "--hardware NAME",
+            "Simulate this device: rtx4090, h100, or a YAML file. Default: what the plan was simulated for.",
         ),
     ] = None,
-    rules: Annotated[
-        bool, typer.Option("--rules", help="Put the rules of thumb to the test on this model instead.")
-    ] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="With --rules: take real steps on the device as well.")
-    ] = False,
+    rules: Annotated[bool, opt("--rules", "Put the rules of thumb to the test on this model instead.")] = False,
+    measure: Annotated[bool, opt("--measure", "With --rules: take real steps on the device as well.")] = False,
     limits: Annotated[
-        bool, typer.Option("--limits/--no-limits", help="Look for the largest batch and sequence under the budget.")
+        bool, opt("--limits/--no-limits", "Look for the largest batch and sequence under the budget.")
     ] = True,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=0, metavar="N", help="For weights and batch. Default: 0.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    seed: Annotated[int | None, opt("--seed N", "For weights and batch. Default: 0.", min=0)] = None,
+    as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
 ) -> None:
     """Show where a step's bytes go, when they are the most, and what giving some up would cost.
 

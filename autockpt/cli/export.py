@@ -9,6 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
+from autockpt.cli.options import opt
 from autockpt.errors import UsageError
 
 
@@ -16,11 +17,9 @@ from autockpt.errors import UsageError
 def export(
     plan: Annotated[Path, typer.Argument(help="The plan file.")],
     *,
-    to: Annotated[str, typer.Option("--to", metavar="TRAINER", help="transformers, axolotl, torchtitan or megatron.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="File to write, never over another. Default: print.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print settings, losses and notes as JSON.")] = False,
+    to: Annotated[str, opt("--to TRAINER", "transformers, axolotl, torchtitan or megatron.")],
+    out: Annotated[Path | None, opt("--out FILE", "File to write, never over another. Default: print.")] = None,
+    as_json: Annotated[bool, opt("--json", "Print settings, losses and notes as JSON.")] = False,
 ) -> None:
     """Write the nearest setting of a trainer's own.
 

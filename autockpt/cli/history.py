@@ -13,7 +13,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import RunsFolder, run_at
+from autockpt.cli.options import RunsFolder, opt, run_at
 from autockpt.errors import RunDirectoryError, UsageError
 
 if TYPE_CHECKING:
@@ -26,23 +26,17 @@ def history(
     run: Annotated[
         Path | None, typer.Argument(help="A run's directory, or its name in results/. Without: list the runs.")
     ] = None,
-    sort: Annotated[
-        str, typer.Option("--sort", metavar="[number|time|peak|predicted]", help="Order of the trials.")
-    ] = "number",
-    best: Annotated[int | None, typer.Option("--best", min=1, metavar="N", help="Only the N fastest that fit.")] = None,
+    sort: Annotated[str, opt("--sort [number|time|peak|predicted]", "Order of the trials.")] = "number",
+    best: Annotated[int | None, opt("--best N", "Only the N fastest that fit.", min=1)] = None,
     trial: Annotated[
         int | None,
-        typer.Option("--trial", min=0, metavar="N", help="One trial in full: each measurement, its prediction, why."),
+        opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0),
     ] = None,
-    plan_out: Annotated[
-        Path | None, typer.Option("--plan-out", metavar="FILE", help="With --trial: write that trial's plan.")
-    ] = None,
-    compare: Annotated[
-        Path | None, typer.Option("--compare", metavar="RUN", help="A second run, to set beside the first.")
-    ] = None,
+    plan_out: Annotated[Path | None, opt("--plan-out FILE", "With --trial: write that trial's plan.")] = None,
+    compare: Annotated[Path | None, opt("--compare RUN", "A second run, to set beside the first.")] = None,
     out: RunsFolder = Path("results"),
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the trials as CSV; bytes and seconds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_csv: Annotated[bool, opt("--csv", "Print the trials as CSV; bytes and seconds.")] = False,
+    as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
 ) -> None:
     """Print what a run tried, and its Pareto front; without a run, all runs of a folder.
 

@@ -18,80 +18,64 @@ if TYPE_CHECKING:
     from autockpt.schema.hardware import Hardware
     from autockpt.schema.workload import WorkloadSpec
 
-DeviceName = Annotated[
-    str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1, xpu, … Default: the best there is.")
-]
 
-RunsFolder = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the runs' directories.")]
-Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Set an earlier run of this question aside. Default: continue it.")
-]
+def opt(usage: str, help: str, **settings: Any) -> Any:
+    """What typer is told of an option. ``--trials -n N``: its names, and what its value is called."""
+    *names, last = usage.split()
+    if last.startswith("-"):
+        return typer.Option(*names, last, help=help, **settings)
+    return typer.Option(*names, metavar=last, help=help, **settings)
 
 
-def _option(kind: Any, *names: str, **settings: Any) -> Any:
-    return Annotated[kind | None, typer.Option(*names, show_default=False, **settings)]
+DeviceName = Annotated[str | None, opt("--device NAME", "cpu, cuda, cuda:1, xpu, … Default: the best there is.")]
+
+RunsFolder = Annotated[Path, opt("--out -o DIR", "Folder of the runs' directories.")]
+Fresh = Annotated[bool, opt("--fresh", "Set an earlier run of this question aside. Default: continue it.")]
+
+
+def _option(kind: Any, usage: str, help: str, **settings: Any) -> Any:
+    return Annotated[kind | None, opt(usage, help, show_default=False, **settings)]
 
 
 # field of WorkloadSpec -> its option; None means: not given
 WORKLOAD_OPTIONS: dict[str, Any] = {
     "model": _option(
-        str,
-        "--model",
-        "-m",
-        metavar="MODEL",
-        help="Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory.",
+        str, "--model -m MODEL", "Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory."
     ),
-    "batch_size": _option(
-        int, "--batch-size", "-b", min=1, metavar="N", help="Sequences per micro-batch. Default: the shape's."
-    ),
-    "seq_len": _option(
-        int, "--seq-len", "-s", min=1, metavar="N", help="Tokens of the longest sequence. Default: the shape's."
-    ),
-    "pad_to": _option(int, "--pad-to", min=1, metavar="N", help="Pad every sequence to this length."),
-    "packed": _option(bool, "--packed/--padded", help="No padding, so no attention mask. Default: padded."),
-    "dtype": _option(str, "--dtype", metavar="[fp32|bf16|fp16]", help="Type of the weights. Default: the shape's."),
-    "autocast": _option(str, "--autocast", metavar="[bf16|fp16]", help="Compute in this type. Default: off."),
-    "attn": _option(str, "--attn", metavar="NAME", help="transformers' attn_implementation: sdpa, eager, …"),
-    "optimizer": _option(str, "--optimizer", metavar="[adamw|adamw8bit|adafactor|sgd|none]", help="Default: adamw."),
-    "scaler": _option(bool, "--scaler/--no-scaler", help="Scale the loss, as for fp16. Default: no."),
-    "accumulate": _option(
-        int, "--accumulate", min=1, metavar="N", help="Micro-batches per optimizer step. Default: 1."
-    ),
-    "max_grad_norm": _option(
-        float, "--max-grad-norm", metavar="NORM", help="Clip gradients to this norm. Default: no clipping."
-    ),
-    "lora": _option(int, "--lora", min=1, metavar="RANK", help="Train LoRA adapters of this rank only."),
+    "batch_size": _option(int, "--batch-size -b N", "Sequences per micro-batch. Default: the shape's.", min=1),
+    "seq_len": _option(int, "--seq-len -s N", "Tokens of the longest sequence. Default: the shape's.", min=1),
+    "pad_to": _option(int, "--pad-to N", "Pad every sequence to this length.", min=1),
+    "packed": _option(bool, "--packed/--padded", "No padding, so no attention mask. Default: padded."),
+    "dtype": _option(str, "--dtype [fp32|bf16|fp16]", "Type of the weights. Default: the shape's."),
+    "autocast": _option(str, "--autocast [bf16|fp16]", "Compute in this type. Default: off."),
+    "attn": _option(str, "--attn NAME", "transformers' attn_implementation: sdpa, eager, …"),
+    "optimizer": _option(str, "--optimizer [adamw|adamw8bit|adafactor|sgd|none]", "Default: adamw."),
+    "scaler": _option(bool, "--scaler/--no-scaler", "Scale the loss, as for fp16. Default: no."),
+    "accumulate": _option(int, "--accumulate N", "Micro-batches per optimizer step. Default: 1.", min=1),
+    "max_grad_norm": _option(float, "--max-grad-norm NORM", "Clip gradients to this norm. Default: no clipping."),
+    "lora": _option(int, "--lora RANK", "Train LoRA adapters of this rank only.", min=1),
     "lora_targets": _option(
-        str,
-        "--lora-targets",
-        metavar="NAMES",
-        help="Layers to adapt: all-linear, or q_proj,v_proj. Default: PEFT's.",
+        str, "--lora-targets NAMES", "Layers to adapt: all-linear, or q_proj,v_proj. Default: PEFT's."
     ),
-    "lora_dora": _option(bool, "--lora-dora/--no-lora-dora", help="Weight-decomposed adapters (DoRA)."),
+    "lora_dora": _option(bool, "--lora-dora/--no-lora-dora", "Weight-decomposed adapters (DoRA)."),
     "lora_modules_to_save": _option(
-        str, "--lora-modules-to-save", metavar="NAMES", help="Modules trained whole beside the adapters: lm_head,…"
+        str, "--lora-modules-to-save NAMES", "Modules trained whole beside the adapters: lm_head,…"
     ),
     "load_in_4bit": _option(
-        bool, "--load-in-4bit/--no-load-in-4bit", help="Base weights in NF4, quantised twice (bitsandbytes)."
+        bool, "--load-in-4bit/--no-load-in-4bit", "Base weights in NF4, quantised twice (bitsandbytes)."
     ),
-    "load_in_8bit": _option(bool, "--load-in-8bit/--no-load-in-8bit", help="Base weights in int8 (bitsandbytes)."),
-    "quantization": _option(
-        str, "--quantization", metavar="FILE", help="transformers' quantization_config, as YAML or JSON."
-    ),
-    "weights": _option(bool, "--weights/--no-weights", help="Load trained weights. Default: random ones."),
+    "load_in_8bit": _option(bool, "--load-in-8bit/--no-load-in-8bit", "Base weights in int8 (bitsandbytes)."),
+    "quantization": _option(str, "--quantization FILE", "transformers' quantization_config, as YAML or JSON."),
+    "weights": _option(bool, "--weights/--no-weights", "Load trained weights. Default: random ones."),
     "master_weights": _option(
-        bool, "--master-weights/--no-master-weights", help="fp32 copies of 16-bit weights. Simulated hardware only."
+        bool, "--master-weights/--no-master-weights", "fp32 copies of 16-bit weights. Simulated hardware only."
     ),
     "keep_gradients": _option(
-        bool, "--keep-gradients/--free-gradients", help="Gradients are zeroed, not freed. Simulated hardware only."
+        bool, "--keep-gradients/--free-gradients", "Gradients are zeroed, not freed. Simulated hardware only."
     ),
-    "ddp": _option(str, "--ddp", metavar="[buckets|views]", help="DDP's gradient buckets. Simulated hardware only."),
-    "shard": _option(
-        int, "--shard", min=1, metavar="N", help="Shard over N GPUs (FSDP2, ZeRO-3). Simulated hardware only."
-    ),
-    "trust_remote_code": _option(
-        bool, "--trust-remote-code/--no-remote-code", help="Run code of the hub's. Default: no."
-    ),
+    "ddp": _option(str, "--ddp [buckets|views]", "DDP's gradient buckets. Simulated hardware only."),
+    "shard": _option(int, "--shard N", "Shard over N GPUs (FSDP2, ZeRO-3). Simulated hardware only.", min=1),
+    "trust_remote_code": _option(bool, "--trust-remote-code/--no-remote-code", "Run code of the hub's. Default: no."),
 }
 
 

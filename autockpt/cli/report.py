@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import RunsFolder, run_at
+from autockpt.cli.options import RunsFolder, opt, run_at
 
 
 @guarded
@@ -18,10 +18,9 @@ def report(
     other: Annotated[Path | None, typer.Argument(help="A second run, to compare the two.")] = None,
     report_out: Annotated[
         Path | None,
-        typer.Option(
-            "--report-out",
-            metavar="FILE",
-            help="Write here. Default: report.html in the run; of two runs, compare-<name>.html in the second.",
+        opt(
+            "--report-out FILE",
+            "Write here. Default: report.html in the run; of two runs, compare-<name>.html in the second.",
         ),
     ] = None,
     out: RunsFolder = Path("results"),

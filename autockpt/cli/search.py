@@ -17,6 +17,7 @@ from autockpt.cli.options import (
     duration,
     listed,
     named_hardware,
+    opt,
     takes_workload,
     workload_spec,
 )
@@ -39,112 +40,93 @@ def search(
     *,
     budget: Annotated[
         str | None,
-        typer.Option(
-            "--budget",
-            metavar="SIZE",
-            help="24GB, 24GiB, 60% (of this job's own peak), 60%act (of the activation range), auto (all there is). "
+        opt(
+            "--budget SIZE",
+            "24GB, 24GiB, 60% (of this job's own peak), 60%act (of the activation range), auto (all there is). "
             "Required without --hardware, else by default auto.",
         ),
     ] = None,
     headroom: Annotated[
         str | None,
-        typer.Option(
-            "--headroom",
-            metavar="SIZE",
-            help="Leave this much of the budget free: 2% (of it), 500MB. Default: 0%; simulated peaks hold a margin "
+        opt(
+            "--headroom SIZE",
+            "Leave this much of the budget free: 2% (of it), 500MB. Default: 0%; simulated peaks hold a margin "
             "for safety besides.",
         ),
     ] = None,
     host_budget: Annotated[
         str | None,
-        typer.Option(
-            "--host-budget",
-            metavar="SIZE",
-            help="8GB, 8GiB: most that offloading may claim of the host's memory (on a CPU: of its file). Default: no "
+        opt(
+            "--host-budget SIZE",
+            "8GB, 8GiB: most that offloading may claim of the host's memory (on a CPU: of its file). Default: no "
             "bound.",
         ),
     ] = None,
     global_batch: Annotated[
         int | None,
-        typer.Option(
-            "--global-batch",
-            min=1,
-            metavar="N",
-            help="Sequences per optimizer update: micro-batch, accumulation and plan with the most tokens per second. "
+        opt(
+            "--global-batch N",
+            "Sequences per optimizer update: micro-batch, accumulation and plan with the most tokens per second. "
             "--batch-size is then your own setting, to compare with.",
+            min=1,
         ),
     ] = None,
     tokens_per_update: Annotated[
         int | None,
-        typer.Option("--tokens-per-update", min=1, metavar="N", help="The same, counted in tokens; needs --seq-len."),
+        opt("--tokens-per-update N", "The same, counted in tokens; needs --seq-len.", min=1),
     ] = None,
     device: DeviceName = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            "--hardware",
-            metavar="NAME",
-            help="Simulate this device, which need not be here, and measure nothing: rtx4090, h100, …, or a YAML file.",
+        opt(
+            "--hardware NAME",
+            "Simulate this device, which need not be here, and measure nothing: rtx4090, h100, …, or a YAML file.",
         ),
     ] = None,
     trials: Annotated[
         int,
-        typer.Option(
-            "--trials",
-            "-n",
+        opt(
+            "--trials -n N",
+            "Measure (or simulate) at most this many candidates, besides the plans that everybody knows.",
             min=1,
-            metavar="N",
-            help="Measure (or simulate) at most this many candidates, besides the plans that everybody knows.",
         ),
     ] = 40,
-    timeout: Annotated[
-        str | None, typer.Option("--timeout", metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="For weights, batch and sampler.")] = 0,
-    space: Annotated[
-        str, typer.Option("--space", metavar="NAME", help="knobs, layers, or the path of your own YAML file.")
-    ] = "knobs",
-    choices: Annotated[
-        str | None, typer.Option("--choices", metavar="A,B", help="Allow only these, as in save,recompute.")
-    ] = None,
-    storage: Annotated[
-        str | None, typer.Option("--storage", metavar="URL", help="Optuna storage. Default: sqlite in the run.")
-    ] = None,
+    timeout: Annotated[str | None, opt("--timeout TIME", "Stop after this long: 90s, 10m, 1h.")] = None,
+    seed: Annotated[int, opt("--seed N", "For weights, batch and sampler.", min=0)] = 0,
+    space: Annotated[str, opt("--space NAME", "knobs, layers, or the path of your own YAML file.")] = "knobs",
+    choices: Annotated[str | None, opt("--choices A,B", "Allow only these, as in save,recompute.")] = None,
+    storage: Annotated[str | None, opt("--storage URL", "Optuna storage. Default: sqlite in the run.")] = None,
     out: RunsFolder = Path("results"),
     plan_out: Annotated[
         Path | None,
-        typer.Option("--plan-out", metavar="FILE", help="Write the plan here, too; another one there is set aside."),
+        opt("--plan-out FILE", "Write the plan here, too; another one there is set aside."),
     ] = None,
     compile: Annotated[
         str | None,
-        typer.Option(
-            "--compile",
-            metavar="[layers|model]",
-            help="Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
+        opt(
+            "--compile [layers|model]",
+            "Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
         ),
     ] = None,
     allow_inexact: Annotated[
         bool,
-        typer.Option("--allow-inexact", help="Also run head and loss in chunks: gradients equal up to rounding."),
+        opt("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Trace, solve and predict; measure nothing.")] = False,
+    dry_run: Annotated[bool, opt("--dry-run", "Trace, solve and predict; measure nothing.")] = False,
     fresh: Fresh = False,
     again: Annotated[
         bool,
-        typer.Option(
-            "--again", help="Search on where this question was answered already. Default: the answer on record."
-        ),
+        opt("--again", "Search on where this question was answered already. Default: the answer on record."),
     ] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            "--resume",
-            metavar="RUN|PLAN",
-            help="Start from this plan or run, a simulated one, too: what is not given is as there; its plan is tried "
+        opt(
+            "--resume RUN|PLAN",
+            "Start from this plan or run, a simulated one, too: what is not given is as there; its plan is tried "
             "early, its prices count for nothing.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    as_json: Annotated[bool, opt("--json", "Print the answer as JSON.")] = False,
 ) -> None:
     """Find a plan that fits a memory budget.
 

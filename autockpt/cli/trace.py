@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import named_hardware, takes_workload, workload_spec
+from autockpt.cli.options import named_hardware, opt, takes_workload, workload_spec
 
 if TYPE_CHECKING:
     from autockpt.schema import DevicePeak, Graph, Hardware, WorkloadSpec
@@ -20,14 +18,14 @@ if TYPE_CHECKING:
 def trace(
     workload: dict[str, Any],
     *,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="Trace with this plan applied.")] = None,
+    plan: Annotated[Path | None, opt("--plan PLAN", "Trace with this plan applied.")] = None,
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", metavar="NAME", help="Trace for this device: rtx4090, h100, …, or a YAML file."),
+        opt("--hardware NAME", "Trace for this device: rtx4090, h100, …, or a YAML file."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="For weights and batch.")] = 0,
-    ops: Annotated[bool, typer.Option("--ops", help="Print every op instead, tab-separated.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --ops the whole graph, too.")] = False,
+    seed: Annotated[int, opt("--seed N", "For weights and batch.", min=0)] = 0,
+    ops: Annotated[bool, opt("--ops", "Print every op instead, tab-separated.")] = False,
+    as_json: Annotated[bool, opt("--json", "Print JSON; with --ops the whole graph, too.")] = False,
 ) -> None:
     """Show what a training step holds in memory.
 

@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
-from autockpt.cli.options import DeviceName, takes_workload, workload_spec
+from autockpt.cli.options import DeviceName, opt, takes_workload, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,18 +23,15 @@ def verify(
     workload: dict[str, Any],
     *,
     device: DeviceName = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=0, metavar="N", help="For weights and batch. Default: 0.")
-    ] = None,
+    seed: Annotated[int | None, opt("--seed N", "For weights and batch. Default: 0.", min=0)] = None,
     compile: Annotated[
         str | None,
-        typer.Option(
-            "--compile",
-            metavar="[layers|model|eager]",
-            help="Measure these steps instead of those that the plan was made for, and note it in the plan's file.",
+        opt(
+            "--compile [layers|model|eager]",
+            "Measure these steps instead of those that the plan was made for, and note it in the plan's file.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: Annotated[bool, opt("--json", "Print the report as JSON.")] = False,
 ) -> None:
     """Prove that a plan keeps its promises.
 
