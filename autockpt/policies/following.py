@@ -16,10 +16,8 @@ run outside of torch's functions.
 
 from __future__ import annotations
 
-import itertools
-import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,18 +25,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.saved import Kept
-from autockpt.policies.score import METADATA, PLAIN, Place, Places, Score, Step, autocast_is_on, is_plain, leaves_of
+from autockpt.policies.score import METADATA, PLAIN, Met, Score, Step, autocast_is_on, is_plain, leaves_of
 from autockpt.policies.sentinels import Watch
 from autockpt.policies.tape import Geometry, Maker, Slot, Source, geometry_of
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
 _WAYS = 16  # of one unit, by the forms of what it is given
-_storage_of = torch.Tensor.untyped_storage
-_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (
-    *(type, operator.attrgetter("requires_grad", "dtype", "device", "layout")),
-    *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset),
-    *(torch.Tensor.is_inference, torch.Tensor.is_neg),
-)
+_NO_PACK = (-1, None, None, -1)
 
 
 class _Call:
@@ -77,13 +70,13 @@ class _Slot(Slot):
     __slots__ = ("_call", "_number", "storage")
 
     def __init__(self, call: _Call, number: int, tensor: torch.Tensor, geometry: Geometry, entry: Any) -> None:
-        self.storage = weakref.ref(tensor.untyped_storage())
-        self.entry, self.maker, self.geometry = entry, call.maker, geometry
-        self.value, self.version = None, 0
         self._call: _Call | None = call
-        self._number = number
+        self._number, self.geometry, self.entry = number, geometry, entry
+        self.storage = weakref.ref(tensor.untyped_storage())
 
     def settle(self, sources: list[Source]) -> None:
+        assert self._call is not None
+        self.maker, self.value, self.version = self._call.maker, None, 0
         self.source = sources[self._number]
         self.source.slots.append(weakref.ref(self))
         self._call = None
@@ -94,78 +87,55 @@ class _Slot(Slot):
         return super().unpack()
 
 
+_END = Step(None, (), {}, -1, 0)
+
+
 class Following(TorchFunctionMode):
     """A call that follows a score, as far as it does the same. ``pack`` is the hook for what autograd saves."""
 
     def __init__(self, unit: str, score: Score, outside: Sequence[torch.Tensor], watch: Watch | None) -> None:
         super().__init__()
-        self._unit, self._score, self._watch = unit, score, watch
-        self._places = Places(outside)
+        self._unit, self._watch = unit, watch
+        self._packs = score.packs
+        self._met: Met = list(map(weakref.ref, outside))
         self._call = _Call(unit, score)
         self._at = self.packed = 0
         self.lost = False
-        self._steps = score.steps
-        self._next: Step | None = score.steps[0] if score.steps else None
-        for number, (geometry, dtype) in score.holds.items():
-            if not self.lost:
-                self._hold(number, outside[number], (geometry, dtype))
+        self._steps = iter(score.steps)
+        self._next = next(self._steps, _END)
+        for number in score.holds:  # of the form that they had, as ``Ways.key`` says
+            self._call.hold(number, outside[number])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         step = self._next
-        if step is None or (func is not step.func and func != step.func):
+        if func is not step.func and func != step.func:
             if func not in METADATA:
                 self.leave()
             return func(*args, **kwargs) if kwargs else func(*args)
-        if not self._agrees(step, args, kwargs):
+        if self.packed != step.packs or autocast_is_on() or not step.agrees(args, kwargs, self._met):
             self.leave()
             return func(*args, **kwargs) if kwargs else func(*args)
-        self._at = at = self._at + 1
-        self._next = self._steps[at] if at < len(self._steps) else None
+        self._at += 1
+        self._next = next(self._steps, _END)
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException:
             self.leave()
             raise
         if type(out) is torch.Tensor and step.leaves == 1 and not step.holds:  # nearly always
-            places = self._places
-            places.known[id(out)] = (weakref.ref(out), places.count)
-            places.count += 1
+            self._met.append(weakref.ref(out))
         else:
-            self._met(step, leaves_of(out))
+            self._returned(step, leaves_of(out))
         return out
 
-    def _agrees(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        """Whether the call does next what it did."""
-        if self.packed != step.packs or len(args) != len(step.args) or autocast_is_on():
-            return False
-        places = self._places
-        known = places.known
-        for value, pattern in zip(args, step.args):  # noqa: B905  (of one length)
-            if value is pattern:
-                continue
-            if type(pattern) is Place:
-                found = known.get(id(value))
-                if found is None or found[1] != pattern or found[0]() is not value:
-                    return False
-            elif not places.fits(value, pattern):
-                return False
-        if not kwargs:
-            return not step.kwargs
-        expected = step.kwargs
-        return len(kwargs) == len(expected) and all(
-            [name in expected and places.fits(value, expected[name]) for name, value in kwargs.items()]
-        )
-
-    def _met(self, step: Step, leaves: Sequence[torch.Tensor]) -> None:
-        """A function has returned these tensors."""
+    def _returned(self, step: Step, leaves: Sequence[torch.Tensor]) -> None:
         if len(leaves) != step.leaves:
             self.leave()
-        places = self._places
         for tensor in leaves:
-            form = step.holds.get(places.count)
+            form = step.holds.get(len(self._met))
             if form is not None and not self.lost:
-                self._hold(places.count, tensor, form)
-            places.add(tensor)
+                self._hold(len(self._met), tensor, form)
+            self._met.append(weakref.ref(tensor))
 
     def _hold(self, number: int, tensor: torch.Tensor, form: tuple[Geometry, torch.dtype]) -> None:
         if (geometry_of(tensor), tensor.dtype) == form:
@@ -175,15 +145,17 @@ class Following(TorchFunctionMode):
 
     def pack(self, tensor: torch.Tensor) -> Slot | Kept:
         """The hook for autograd's packing."""
-        number, packs = self.packed, self._score.packs
+        number = self.packed
         self.packed = number + 1
         if self.lost:
             return Kept(tensor, self._unit)
-        at, geometry, dtype, source = packs[number] if number < len(packs) else (-1, None, None, -1)
-        fits = geometry is None or (tensor.dtype is dtype and type(tensor) in PLAIN and geometry_of(tensor) == geometry)
-        if at != self._at or not fits or self._call.settled:  # settled: a gradient was taken inside of the forward
+        at, geometry, dtype, source = self._packs[number] if number < len(self._packs) else _NO_PACK
+        if at != self._at or self._call.settled:  # settled: a gradient was taken inside of the forward
             self.leave()
-        if self.lost or geometry is None:
+        if geometry is None or self.lost:
+            return Kept(tensor, self._unit)
+        if tensor.dtype is not dtype or type(tensor) not in PLAIN or geometry_of(tensor) != geometry:
+            self.leave()
             return Kept(tensor, self._unit)
         entry = self._watch.packed(tensor) if self._watch is not None else None
         slot = _Slot(self._call, source, tensor, geometry, entry)
@@ -198,10 +170,10 @@ class Following(TorchFunctionMode):
         """
         if self.lost:
             return
-        self.lost, self._next = True, None
+        self.lost, self._next = True, _END
         with torch._C.DisableTorchFunction():
             slots = self._call.settle()
-            met = (ref() for ref, _ in self._places.known.values())
+            met = (ref() for ref in self._met)
             present = {t.untyped_storage(): t for t in met if t is not None and is_plain(t)} if slots else {}
             for slot in slots:
                 source = slot.source
@@ -235,12 +207,16 @@ class Ways:
     def key(self, outside: Sequence[torch.Tensor]) -> Any:
         """Equal for calls that may go the same way; None for one that cannot be followed."""
         try:
-            storages = [storage._cdata for storage in map(_storage_of, outside)]
-            alike = [storages.index(address) for address in storages]
-            forms = [[*map(form, outside)] for form in _FORMS]
+            storages = [tensor.untyped_storage()._cdata for tensor in outside]
+            forms = [
+                (type(t), t.dtype, t.device, t.shape, t.stride(), t.storage_offset(), t.requires_grad)
+                for t in outside
+                if not (t.is_neg() or t.is_inference())
+            ]
         except RuntimeError:  # sparse and the like
             return None
-        return tuple(itertools.chain((torch.get_default_dtype(),), alike, *forms))
+        shared = tuple(map(storages.index, storages)) if len(set(storages)) < len(storages) else ()
+        return (torch.get_default_dtype(), shared, *forms) if len(forms) == len(outside) else None
 
     def score(self, key: Any) -> Score | None:
         return self._scores.get(key)

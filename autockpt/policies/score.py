@@ -36,6 +36,10 @@ METADATA = frozenset(
 autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 
 
+Met = list[weakref.ref[torch.Tensor]]
+"""The tensors that a call has met, in order: what it is given, then what functions return."""
+
+
 class _Unfit(Exception):
     """Arguments that cannot be compared."""
 
@@ -53,12 +57,49 @@ class Step:
     """One call of a function of torch's. ``packs``: tensors saved before it; ``first``: the number of the first tensor
     that it gives, of ``leaves``; ``holds``: which of them are held, with their form."""
 
-    __slots__ = ("args", "first", "func", "holds", "kwargs", "leaves", "packs")
+    __slots__ = ("_count", "_kwargs", "_places", "_rest", "first", "func", "holds", "leaves", "packs")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], packs: int, first: int) -> None:
-        self.func, self.args, self.kwargs, self.packs, self.first = func, args, kwargs, packs, first
+        self.func, self.packs, self.first = func, packs, first
+        self._count, self._kwargs = len(args), kwargs
+        self._places = [(position, int(arg)) for position, arg in enumerate(args) if type(arg) is Place]
+        self._rest = [(position, arg) for position, arg in enumerate(args) if type(arg) is not Place]
         self.leaves = 0
         self.holds: dict[int, tuple[Geometry, torch.dtype]] = {}
+
+    def agrees(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, met: Met) -> bool:
+        """Whether a function is given the same. This and ``fits`` are most of what following costs."""
+        if len(args) != self._count:
+            return False
+        for position, number in self._places:
+            tensor = met[number]()
+            if tensor is None or tensor is not args[position]:
+                return False
+        for position, pattern in self._rest:
+            value = args[position]
+            if value is not pattern and not fits(value, pattern, met):
+                return False
+        if not kwargs:
+            return not self._kwargs
+        expected = self._kwargs
+        return len(kwargs) == len(expected) and all(
+            [name in expected and fits(value, expected[name], met) for name, value in kwargs.items()]
+        )
+
+
+def fits(value: Any, pattern: Any, met: Met) -> bool:
+    """Whether an argument is what it was."""
+    if value is pattern:
+        return True
+    kind = type(pattern)
+    if kind is Place:
+        return value is not None and met[pattern]() is value
+    if kind is not _Parts:
+        return type(value) is kind and value == pattern and (kind is not float or repr(value) == repr(pattern))
+    if type(value) is not pattern.kind:
+        return False
+    parts = (value.start, value.stop, value.step) if pattern.kind is slice else value
+    return len(parts) == len(pattern.parts) and all([fits(*pair, met) for pair in zip(parts, pattern.parts)])  # noqa: B905
 
 
 class Places:
@@ -91,20 +132,6 @@ class Places:
         if kind in (tuple, list):
             return _Parts(kind, tuple(map(self.pattern, value)))
         raise _Unfit
-
-    def fits(self, value: Any, pattern: Any) -> bool:
-        """Whether an argument is what it was."""
-        kind = type(pattern)
-        if kind is Place:
-            return type(value) in PLAIN and self.of(value) == pattern
-        if kind is not _Parts:
-            if value is pattern:
-                return True
-            return type(value) is kind and value == pattern and (kind is not float or repr(value) == repr(pattern))
-        if type(value) is not pattern.kind:
-            return False
-        parts = (value.start, value.stop, value.step) if pattern.kind is slice else value
-        return len(parts) == len(pattern.parts) and all(map(self.fits, parts, pattern.parts))
 
 
 def leaves_of(out: Any) -> Sequence[torch.Tensor]:
