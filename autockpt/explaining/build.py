@@ -9,12 +9,13 @@ from autockpt.explaining.fronts import fronts
 from autockpt.explaining.holdings import Ledger
 from autockpt.explaining.limits import workload_limits
 from autockpt.explaining.moment import curve, moment, peak_op, telling_op
+from autockpt.explaining.speed import speed_of
 from autockpt.explaining.subject import Question, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, why
 from autockpt.profiling import said_of
 from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.explanation import Explanation, Largest
+from autockpt.schema.explanation import Explanation, Largest, Speed
 
 
 def explain(question: Question, listener: Listener | None = None) -> Explanation:
@@ -64,6 +65,7 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
             moment=moment(ledger, telling),
             fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, chosen.choices),
             why=reasons,
+            speed=_speed(subject, graph, measured.step_seconds if measured else None),
             budgets=steps,
             limits=limits,
             notes=(*subject.notes, *chosen.notes, *_of_device(question, device.kind)),
@@ -107,6 +109,15 @@ def _resolved(question: Question, answers: Answers) -> ResolvedBudget | None:
     capacity = device.capacity_bytes - answers.profiled.used_by_others
     size = question.budget.resolve(answers.save_all.peak_bytes, answers.lean.peak_bytes, capacity)
     return ResolvedBudget(asked=question.budget.text, bytes=size, covers=covers(device.kind))
+
+
+def _speed(subject: Subject, graph: Graph, measured: float | None) -> Speed | None:
+    tokens = subject.tracer.settings.get("tokens")
+    hardware, times = subject.question.hardware, subject.times
+    if times.basis == "nominal" and measured is None:
+        return None  # such rates rank choices, and say nothing about seconds
+    counted = tokens if isinstance(tokens, int) else None
+    return speed_of(graph, subject.base, times.times, hardware, counted, measured)
 
 
 def _limits(

@@ -11,6 +11,7 @@ import numpy as np
 
 from autockpt.explaining.holdings import COME_AND_GO, GROWING, Ledger
 from autockpt.explaining.kinds import base_name, within
+from autockpt.explaining.speed import op_seconds
 from autockpt.schema import Graph, Op, OpTimes, Storage
 from autockpt.simulator import bytes_timeline
 
@@ -94,25 +95,11 @@ def _clock(graph: Graph, times: OpTimes | None) -> tuple[np.ndarray, float | Non
     n = len(graph.ops)
     if times is None or not times.seconds:
         return np.arange(n) / n, None
-    step = _op_seconds(graph, times)
+    step = op_seconds(graph, times)
     whole = float(step.sum())
     if whole <= 0:
         return np.arange(n) / n, None
     return np.concatenate([[0.0], np.cumsum(step)[:-1]]) / whole, whole
-
-
-def _op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
-    """About the seconds of each op: its signature's, the optimizer's shared among its ops; copies are left out."""
-    known = [times.seconds.get(text, 0.0) for text in graph.signatures]
-    last = [op.phase == "optimizer" for op in graph.ops]
-    each = times.optimizer_seconds / max(1, sum(last))
-    again = [times.rerun_scale if op.phase == "recompute" else 1.0 for op in graph.ops]
-    return np.array(
-        [
-            each if is_last else (known[op.signature] + times.host_seconds) * scale
-            for op, is_last, scale in zip(graph.ops, last, again, strict=True)
-        ]
-    )
 
 
 def _ranked(ledger: Ledger) -> tuple[list[Storage], list[Storage]]:

@@ -16,6 +16,7 @@ import numpy as np
 from autockpt.errors import UsageError
 from autockpt.profiling.work import Work, work_of_op
 from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes
+from autockpt.schema.explanation import Bound
 from autockpt.tracing.signature import ATTENTION
 
 VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
@@ -69,21 +70,50 @@ def seconds_of_work(hardware: Hardware, work: Work) -> float:
     """
     if work.kind == "none":
         return 0.0
+    starting, computing, moving = _terms(hardware, work)
+    return max(starting, computing, moving) if work.kind == "elements" else starting + max(computing, moving)
+
+
+def bound_of(hardware: Hardware, work: Work, seconds: float) -> Bound | None:
+    """What an op that takes ``seconds`` of a step is bound by; None for what runs no kernel.
+
+    By launches where the host takes longer to issue it than the device to run it, or starting it is the longest part.
+    """
+    if work.kind == "none":
+        return None
+    starting, computing, moving = _terms(hardware, work)
+    if starting > max(computing, moving) or seconds > 1.5 * seconds_of_work(hardware, work):
+        return "launches"
+    return "arithmetic" if computing > moving else "bandwidth"
+
+
+def peak_flops(hardware: Hardware, graph: Graph) -> float:
+    """The peak rate of the type in which a step does most of its arithmetic, in FLOP/s."""
+    done: dict[float, float] = {}
+    for op in graph.ops:
+        work = work_of_op(op, graph.signatures[op.signature])
+        if work.kind not in ("none", "elements"):
+            rate = _matrix_rate(hardware, work)
+            done[rate] = done.get(rate, 0.0) + work.flops
+    return max(done, key=lambda rate: done[rate]) if done else hardware.vector_flops
+
+
+def _terms(hardware: Hardware, work: Work) -> tuple[float, float, float]:
+    """Seconds of starting a kernel (and unpacking its weight), of its arithmetic, and of the bytes that it moves."""
     moving = (work.bytes - work.unpacked) / _bandwidth(hardware, work.bytes)
     if work.kind == "elements":
         rate = hardware.element_rates.get(work.name)
         own = work.elements / rate if rate else work.flops / hardware.vector_flops
-        return max(own, moving, hardware.kernel_seconds)
+        return hardware.kernel_seconds, own, moving
     efficiency = hardware.efficiency
     share = efficiency.attention if work.name == ATTENTION else efficiency.attention_backward
     if work.kind == "matrix":
         small = work.smallest / (work.smallest + efficiency.half_size) if work.smallest else 1.0
         share = efficiency.of_matrix(_matrix_dtype(hardware, work)) * small
-    computing = work.flops / (_matrix_rate(hardware, work) * share)
     fixed = hardware.kernel_seconds + efficiency.matrix_seconds
     if work.unpacked:
         fixed += hardware.kernel_seconds + work.unpacked / _bandwidth(hardware, work.unpacked)
-    return fixed + max(computing, moving)
+    return fixed, work.flops / (_matrix_rate(hardware, work) * share), moving
 
 
 def _matrix_dtype(hardware: Hardware, work: Work) -> str:

@@ -9,16 +9,18 @@ from rich.text import Text
 from autockpt.reporting import area
 from autockpt.reporting.explain_words import (
     basis_mark,
+    bound_words,
     choice_words,
     largest_words,
     place_words,
     reason_words,
     shape_words,
+    speed_words,
 )
 from autockpt.reporting.sparkline import can_draw
 from autockpt.reporting.style import bullets, heading, plain_table
 from autockpt.schema import format_binary, format_bytes, words
-from autockpt.schema.explanation import Explanation, Front, Slice
+from autockpt.schema.explanation import Explanation, Front, Slice, Speed
 
 WIDE = 108  # columns from which two tables stand side by side
 LABEL = 11  # columns of the chart's axis
@@ -40,6 +42,11 @@ def print_explanation(said: Explanation, console: Console) -> None:
     _chart(said, marks, console)
     heading("The largest alive then" if at_peak else f"The largest alive at op {said.moment.op:,}", console)
     console.print(_alive(said, console.width))
+    if said.speed is not None:
+        _title("Where the seconds go", console)
+        console.print(bullets((speed_words(said),)))
+        console.print(_parts(said.speed, basis_mark(said.basis)))
+        console.print(bullets(bound_words(said.speed)))
     for front in said.fronts:
         heading(f"Choices for {front.units}", console)
         console.print(_front(front, said, marks))
@@ -104,6 +111,17 @@ def _slices(title: str, slices: tuple[Slice, ...], most: int) -> Table:
     if rest:
         size = sum(s.total for s in rest)
         table.add_row(f"{len(rest)} more", *([""] if several else []), format_binary(size), words.share(size / total))
+    return table
+
+
+def _parts(speed: Speed, mark: str) -> Table:
+    table = plain_table("part of the step", ">seconds", ">share", ">TFLOP/s", ">GB/s", "bound by")
+    whole = sum(part.seconds for part in speed.parts)
+    for part in speed.parts:
+        rate = f"{part.flops / part.seconds / 1e12:.3g}" if part.flops else "—"
+        moved = f"{part.bytes / part.seconds / 1e9:,.0f}" if part.bytes else "—"
+        took, share = f"{mark}{words.seconds(part.seconds)}", words.share(part.seconds / whole)
+        table.add_row(*map(Text, (part.name, took, share, rate, moved, part.bound or "")))
     return table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.schema import Choice, Remake, Selective, format_binary, words
-from autockpt.schema.explanation import Alive, Basis, Explanation, Largest, Reach
+from autockpt.schema.explanation import Alive, Basis, Explanation, Largest, Reach, Speed
 from autockpt.schema.known import NONE
 
 _IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
@@ -145,3 +145,38 @@ def _value(limit: Largest) -> str:
 
 def _how(limit: Largest) -> str:
     return "saving everything" if limit.plan == "save everything" else "with the leanest plan"
+
+
+_FOLLOWS = {
+    "arithmetic": "recomputing it costs what it cost: keep its matrix products first",
+    "bandwidth": "cheap to make again for the bytes it keeps: recompute or remake it first",
+    "link": "copies are not hidden behind compute: offload fewer layers, or recompute",
+    "launches": "the device waits for Python: larger batches or torch.compile help it, and recomputing launches again",
+}
+
+
+def speed_words(said: Explanation) -> str:
+    """Step time, what it comes to in FLOP/s, utilisation and tokens per second, and the bytes held on average."""
+    speed = said.speed
+    assert speed is not None
+    mark = "" if said.measured_seconds is not None else basis_mark(said.basis)
+    parts = [f"a step takes {mark}{words.seconds(speed.seconds)}"]
+    if speed.flops:
+        parts.append(f"{mark}{speed.flops / speed.seconds / 1e12:.3g} TFLOP/s")
+    if speed.utilisation is not None and speed.model_flops:
+        parts.append(f"{mark}{words.share(speed.utilisation)} model FLOPs utilisation")
+    if speed.tokens is not None:
+        parts.append(f"{mark}{speed.tokens / speed.seconds:,.0f} tokens/s")
+    share = words.share(speed.average_bytes / max(1, said.peak_bytes))
+    return f"{', '.join(parts)}; on average {format_binary(speed.average_bytes)} are held, {share} of the peak"
+
+
+def bound_words(speed: Speed) -> tuple[str, ...]:
+    """What follows for the choices from what bounds the parts of a step."""
+    found: dict[str, list[str]] = {}
+    for part in speed.parts:
+        if part.bound is not None:
+            found.setdefault(part.bound, []).append(part.name)
+    if not found:
+        return ("what bounds each part is said for devices that are described: --hardware",)
+    return tuple(f"bound by {bound} ({', '.join(names)}): {_FOLLOWS[bound]}" for bound, names in found.items())

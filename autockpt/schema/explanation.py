@@ -12,6 +12,7 @@ from autockpt.schema.graph import Phase, Span
 from autockpt.schema.plan import Comparison, PlanStatus
 from autockpt.schema.sizes import ResolvedBudget
 
+Bound = Literal["arithmetic", "bandwidth", "link", "launches"]
 Basis = Literal["measured", "modelled", "nominal"]
 """What seconds rest on: ops timed on the device; a roofline of a named device; rates of common hardware."""
 FACTOR_TOLERANCE = 0.05
@@ -171,6 +172,36 @@ class Largest(Data):
     why: str = ""
 
 
+class Part(Data):
+    """A part of a step: its seconds, FLOPs and bytes read and written, all of one accumulation cycle.
+
+    ``bound`` is what most of its seconds go to, where the device's rates are described.
+    """
+
+    name: str
+    seconds: float
+    flops: int = 0
+    bytes: float = 0.0
+    bound: Bound | None = None
+
+
+class Speed(Data):
+    """How fast the explained step is. ``model_flops`` leave out what is run again, ``flops`` do not."""
+
+    seconds: float
+    flops: int
+    model_flops: int
+    peak_flops: float | None = Field(default=None, description="of the device, FLOP/s; None: not described")
+    tokens: int | None = None
+    average_bytes: int = Field(description="over the step's seconds, the device's context included")
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def utilisation(self) -> float | None:
+        """Model FLOPs utilisation (Chowdhery et al.: PaLM, 2022): the model's own FLOPs, of what the peak could do."""
+        return None if self.peak_flops is None else self.model_flops / self.seconds / self.peak_flops
+
+
 class Explanation(Data):
     """The whole answer. Bytes are simulated by ghost runs; what seconds rest on is ``basis``."""
 
@@ -197,6 +228,7 @@ class Explanation(Data):
     moment: Moment
     fronts: tuple[Front, ...] = ()
     why: Why | None = None
+    speed: Speed | None = None
     budgets: tuple[BudgetStep, ...] = ()
     limits: tuple[Largest, ...] = ()
     notes: tuple[str, ...] = ()

@@ -1,0 +1,110 @@
+"""Where the seconds of a step go, how fast that is, and what bounds each part of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+
+from autockpt.explaining.kinds import ATTENTION, LOSS, OpKinds
+from autockpt.profiling.predictor import simulation_of
+from autockpt.profiling.roofline import bound_of, peak_flops
+from autockpt.profiling.work import work_of_op
+from autockpt.schema import Graph, Op, OpTimes
+from autockpt.schema.explanation import Bound, Part, Speed
+from autockpt.schema.hardware import Hardware
+from autockpt.schema.names import ancestors
+
+SCORES, PROJECTIONS, FEED_FORWARD = "attention itself", "attention's projections", "feed-forward"
+BETWEEN, OUTSIDE, OPTIMIZER, COPIES = "norms and residuals", "embedding, head, loss", "optimizer", "waiting for copies"
+
+
+def speed_of(
+    graph: Graph, plain: Graph, times: OpTimes, hardware: Hardware | None, tokens: int | None, measured: float | None
+) -> Speed | None:
+    """The speed of a traced step; None where nothing is known about its seconds.
+
+    ``plain``: the same step with everything saved. ``measured``: seconds of real steps, in place of modelled ones.
+    """
+    said = simulation_of(graph, times)
+    if said.step_seconds <= 0:
+        return None
+    each = op_seconds(graph, times)
+    overhead = times.environment.device.overhead_bytes
+    average = float((said.bytes_timeline * each).sum() / max(each.sum(), 1e-12))
+    return Speed(
+        seconds=measured or said.step_seconds,
+        flops=sum(op.flops for op in graph.ops),
+        model_flops=sum(op.flops for op in plain.ops),
+        peak_flops=peak_flops(hardware, plain) if hardware is not None else None,
+        tokens=tokens,
+        average_bytes=int(average) + overhead,
+        parts=_parts(graph, each, hardware, said.copy_seconds),
+    )
+
+
+def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
+    """About the seconds of each op: its signature's, the optimizer's shared among its ops; copies are left out."""
+    known = [times.seconds.get(text, 0.0) for text in graph.signatures]
+    last = [op.phase == "optimizer" for op in graph.ops]
+    each = times.optimizer_seconds / max(1, sum(last))
+    again = [times.rerun_scale if op.phase == "recompute" else 1.0 for op in graph.ops]
+    return np.array(
+        [
+            each if is_last else (known[op.signature] + times.host_seconds) * scale
+            for op, is_last, scale in zip(graph.ops, last, again, strict=True)
+        ]
+    )
+
+
+def _parts(graph: Graph, each: np.ndarray, hardware: Hardware | None, copying: float) -> tuple[Part, ...]:
+    """Parts by name, the longest first."""
+    seconds: dict[str, float] = defaultdict(float)
+    flops: dict[str, int] = defaultdict(int)
+    moved: dict[str, float] = defaultdict(float)
+    bounds: dict[str, dict[Bound, float]] = defaultdict(lambda: defaultdict(float))
+    part_of = _namer(graph)
+    for op, took in zip(graph.ops, each, strict=True):
+        part = part_of(op)
+        work = work_of_op(op, graph.signatures[op.signature])
+        seconds[part] += float(took)
+        flops[part] += op.flops
+        moved[part] += work.bytes
+        if hardware is not None and part != OPTIMIZER and (bound := bound_of(hardware, work, float(took))) is not None:
+            bounds[part][bound] += float(took)
+    found = [
+        Part(
+            name=name,
+            seconds=took,
+            flops=flops[name],
+            bytes=moved[name],
+            bound=max(bounds[name], key=lambda b: bounds[name][b]) if bounds[name] else None,
+        )
+        for name, took in seconds.items()
+        if took > 0
+    ]
+    if copying > 0:
+        found.append(Part(name=COPIES, seconds=copying, bytes=sum(c.bytes for c in graph.copies), bound="link"))
+    return tuple(sorted(found, key=lambda part: -part.seconds))
+
+
+def _namer(graph: Graph) -> Callable[[Op], str]:
+    """The part of a step that an op belongs to."""
+    roles = {unit.name: unit.role for unit in graph.units}
+    kinds = OpKinds(graph)
+
+    def name(op: Op) -> str:
+        if op.phase == "optimizer":
+            return OPTIMIZER
+        kind = kinds.of(op)
+        role = next(
+            (roles[m] for m in (op.module, *ancestors(op.module)) if roles.get(m) in ("attention", "mlp")), None
+        )
+        if kind == ATTENTION or (role == "attention" and (kind == "softmax" or "bmm" in op.target)):
+            return SCORES
+        if role is not None:
+            return PROJECTIONS if role == "attention" else FEED_FORWARD
+        return OUTSIDE if op.unit is None or kind == LOSS else BETWEEN
+
+    return name
