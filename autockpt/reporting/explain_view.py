@@ -43,7 +43,7 @@ def print_explanation(said: Explanation, console: Console) -> None:
     heading("The largest alive then" if at_peak else f"The largest alive at op {said.moment.op:,}", console)
     console.print(_alive(said, console.width))
     if said.speed is not None:
-        _title("Where the seconds go", console)
+        heading("Where the seconds go", console)
         console.print(bullets((speed_words(said),)))
         console.print(_parts(said.speed, basis_mark(said.basis)))
         console.print(bullets(bound_words(said.speed)))
