@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from autockpt.policies.headcall import CrossEntropy, refuse_many, refuse_twice
 from autockpt.policies.keeping import alias
 from autockpt.policies.lazylogits import lazy_logits
 from autockpt.schema.choices import Choice
+
+if TYPE_CHECKING:
+    from autockpt.policies.sentinels import Watch
 
 # Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
 _ALIGNED = 16
@@ -46,6 +50,8 @@ class ChunkedSoftmaxPolicy:
 class _SoftmaxState(Attachment):
     """The attachment of an output head; tokens are taken in so many ``chunks``."""
 
+    has_sentinel: ClassVar[bool] = True
+
     def __init__(self, unit: str, chunks: int) -> None:
         super().__init__(unit)
         self.chunks = chunks
@@ -63,20 +69,20 @@ def run_softmax(module: nn.Module, state: _SoftmaxState, /, *args: Any, **kwargs
         return logits
     if type(logits) is not Tensor or not logits.requires_grad or logits.dim() < 2 or not logits.is_floating_point():
         return logits
-    return lazy_logits(_Given(state.unit, state.chunks), logits, logits)
+    watch = state.sentinel.watch(module) if state.sentinel is not None else None
+    return lazy_logits(_Given(state, watch), logits, logits)
 
 
 class _Given:
-    """Rows of logits that are there already."""
+    """Rows of logits that are there already. ``watch``: where a sentinel compares the losses of rows, which backward
+    computes again, with those that forward computed."""
 
     choice = "chunked_softmax"
     exact = True
     trained: tuple[nn.Parameter, ...] = ()
-    watch = None
 
-    def __init__(self, unit: str, chunks: int) -> None:
-        self.unit = unit
-        self._chunks = chunks
+    def __init__(self, state: _SoftmaxState, watch: Watch | None) -> None:
+        self.unit, self._chunks, self.watch = state.unit, state.chunks, watch
 
     def check(self) -> None:
         pass
@@ -105,8 +111,12 @@ class _ByRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: CrossEntropy, logits: Tensor, target: Tensor) -> Tensor:
-        chunks = loss.chunks(len(logits))
-        result = torch.cat([loss.losses(logits[rows], target[rows]) for rows in chunks])
+        parts = [loss.losses(logits[rows], target[rows]) for rows in loss.chunks(len(logits))]
+        ctx.entries = [] if loss.call.watch is None else [loss.call.watch.packed(part) for part in parts]
+        ctx.target = target.clone() if ctx.entries else None
+        for entry in ctx.entries:
+            entry.let_go()
+        result = torch.cat(parts)
         total = None
         if loss.reduction != "none":
             column, classes = -result[:, None], _columns(loss, target)
@@ -131,10 +141,13 @@ class _ByRows(torch.autograd.Function):
             of_column = torch.ops.aten.nll_loss_backward(gradient, column, classes, None, reduction, _IGNORED, total)
             gradient = -of_column[:, 0]
         found = logits if _nobody_else_holds(logits) else torch.empty_like(logits)
-        for rows in loss.chunks(len(logits)):
+        for rows, entry in zip_longest(loss.chunks(len(logits)), ctx.entries):
             with torch.enable_grad():
                 part = logits[rows].detach().requires_grad_()
                 losses = loss.losses(part, target[rows])
+            if entry is not None:
+                # for the targets of forward: backward is for those of now, which in plain training it reads, too
+                entry.handed(loss.losses(part.detach(), ctx.target[rows]))
             found[rows] = torch.autograd.grad(losses, part, gradient[rows])[0]
         return None, found, None
 

@@ -284,11 +284,11 @@ class _Chunked(torch.autograd.Function):
         trained = [p for p, wanted in zip(loss.call.trained, wants, strict=True) if wanted]
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         sums: list[Tensor | None] = [None] * len(trained)
-        chunks = loss.chunks(len(hidden))
+        chunks, autocast = loss.chunks(len(hidden)), Autocast(hidden.device.type)
         with loss.call.running():
             for rows, entry in zip_longest(chunks, ctx.entries):
                 given = hidden[rows], target[rows], _rows_of(gradient, rows)
-                some, found = _of_chunk(loss, *given, trained, of_hidden, entry)
+                some, found = _of_chunk(loss, *given, trained, of_hidden, entry, autocast)
                 if of_hidden is not None and some is not None:
                     of_hidden[rows] = some
                 for i, part in enumerate(found):
@@ -306,15 +306,18 @@ def _of_chunk(
     trained: list[nn.Parameter],
     wanted: Tensor | None,
     entry: Entry | None,
+    autocast: Autocast,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """Gradients of one chunk: of its rows (where ``wanted``), and of the weights."""
+    """Gradients of one chunk: of its rows (where ``wanted``), and of the weights; under backward's own ``autocast``."""
     with torch.enable_grad():
         hidden = hidden.detach().requires_grad_(wanted is not None)
         losses = loss.losses(hidden, target)
     if entry is not None:
         entry.handed(losses.detach())
     inputs = [*([hidden] if wanted is not None else []), *trained]
-    found = list(torch.autograd.grad(losses, inputs, gradient.to(losses.dtype).expand_as(losses), allow_unused=True))
+    with autocast.as_before():
+        gradient = gradient.to(losses.dtype).expand_as(losses)
+        found = list(torch.autograd.grad(losses, inputs, gradient, allow_unused=True))
     return (found.pop(0) if wanted is not None else None), found
 
 

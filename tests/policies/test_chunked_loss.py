@@ -405,3 +405,15 @@ def test_sentinels_compare_the_losses_of_each_chunk():
             else:
                 loss.backward()
                 assert session.proof().tensors == 3
+
+
+def test_backward_under_another_autocast_computes_as_plain_training_does_there():
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        loss = model(**batch()).loss
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        return gradients(model)
+
+    got, wanted = both(small_llama(), step, choice=ChunkedLoss(tokens=1000))
+    for name, tensor in wanted.items():
+        assert (got[name] - tensor).norm() <= 1e-5 * tensor.norm(), name

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.headcall import MemoryWatch
 from autockpt.policies.lazylogits import LazyLogits
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import CHUNKED_SOFTMAX, RECOMPUTE, SAVE, Choice, ChunkedLoss, ChunkedSoftmax
@@ -401,7 +402,8 @@ def test_peak_holds_the_logits_alone_and_their_gradient_only_where_they_are_held
 def test_nothing_waits_for_the_garbage_collector():
     model = small_llama(vocab_size=VOCABULARY)()
     with attach(model, {"lm_head": CHUNK}):
-        step(model)
+        for _ in range(2):  # which sentinels watch
+            step(model)
         gc.collect()
         gc.disable()
         try:
@@ -448,3 +450,23 @@ def test_wrong_targets_are_the_error_that_they_are() -> None:
         return str(raised.value)
 
     assert message(CHUNK) == message(SAVE)
+
+
+def test_sentinels_compare_the_losses_of_each_chunk(monkeypatch):
+    """Of logits that were written to unseen; of targets, which plain training's backward reads anew, too, not."""
+    monkeypatch.setattr(MemoryWatch, "check", lambda *_: None)
+    model = small_llama()()
+    ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
+    with attach(model, {"lm_head": ChunkedSoftmax(chunks=2)}, sentinels="all") as session:
+        for written in ("nothing", "targets", "logits"):
+            logits, targets = model(input_ids=ids, use_cache=False).logits, ids.flatten().clone()
+            loss = F.cross_entropy(logits.view(-1, 64), targets)
+            if written == "logits":
+                logits.data.mul_(0.5)
+                with pytest.raises(ConflictError, match=r"lm_head was not given what .* last proven right in step 2"):
+                    loss.backward()
+            else:
+                targets.data += written == "targets"
+                targets.data %= 64
+                loss.backward()
+    assert session.proof().tensors == 4 and not session.proof().unwatched

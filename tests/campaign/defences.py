@@ -1,0 +1,49 @@
+"""Defences of the runtime that can be left out, to see how many pairs each catches.
+
+``state``: nobody looks at what a unit reads and changes, nor puts it back. ``sentinels``: nothing is fingerprinted.
+``following``: a later call of ``remake`` is taken to give every function what the earlier call gave it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autockpt.policies import following, replay
+from autockpt.policies.rerun_state import Memory, UnitState, code_of
+
+DEFENCES = ("state", "sentinels", "following")
+
+
+class _Unwatched(UnitState):
+    """What code may do is still known, as sentinels go by it."""
+
+    def __init__(
+        self, memory: Memory, module: nn.Module, objects: Sequence[Any], tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        if not any(memory.calls.values()):
+            memory.code = code_of(memory.unit, module)
+        memory.calls[module.training] += 1
+        self.doubts, self.moved = [], {}
+
+    def after(self) -> None:
+        pass
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        yield
+
+
+def leave_out(names: Collection[str]) -> None:
+    """Do without these in this process and in those that it forks."""
+    if "state" in names:
+        replay.UnitState = _Unwatched  # type: ignore[misc]
+    if "sentinels" in names:
+        os.environ["AUTOCKPT_SENTINELS"] = "off"
+    if "following" in names:
+        following.Following._agrees = lambda *_: True  # type: ignore[method-assign]
