@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.standin.inside import scenarios
-from tests.standin.inside.scenarios import PLANS, SCENARIOS, Block, Twofold, generated, run
+from tests.standin.inside.scenarios import PLANS, SCENARIOS, Block, Counting, Twofold, generated, run
 
 standin = torch.get_device_module("standin")
 SCHEDULES = ("lazy", "random:1", "copies-late", "compute-late", "random:2", "eager")
 ALL = os.environ.get("STANDIN_ALL") == "1"  # every plan under every schedule, and more of what is drawn by chance
-GENERATED = range(60 if ALL else 12)
+GENERATED = range(120 if ALL else 12)
 
 
 def _check(scenario, turn, block=Block, plans=PLANS):
@@ -41,7 +41,14 @@ def test_one_saved_tensor_is_read_on_two_streams():
     _check(scenarios.step, 0, Twofold)
 
 
+@pytest.mark.parametrize("name", ("twice", "micro batches", "units on two streams", "partial backward"))
+def test_state_that_forward_changes_on_a_stream_of_its_own(name):
+    _check(SCENARIOS[name], 1, Counting, plans=[name for name in PLANS if name != "made again"])
+
+
 @pytest.mark.parametrize("seed", GENERATED)
 def test_generated_scenario(seed):
-    names = list(PLANS)
-    _check(generated(seed), seed, plans=PLANS if ALL else (names[seed % 5], names[(seed + 2) % 5]))
+    names = list(PLANS)[:5]
+    block = (Block, Block, Twofold, Counting)[seed % 4]
+    plans = names if ALL else (names[seed % 5], names[(seed + 2) % 5])
+    _check(generated(seed, block), seed, block, plans=[*plans, "made again"] if block is Block else plans)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autockpt.devices import disk
 from autockpt.policies import fingerprints
 from autockpt.runtime import attach
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload, parse_choice
 
 standin = torch.get_device_module("standin")
 DEVICE = torch.device("standin", 0)
@@ -30,6 +30,7 @@ PLANS: dict[str, list[Choice]] = {
     "disk": [DISK] * BLOCKS,
     "inputs only": [RecomputeOffload()] * BLOCKS,
     "mixed": [DISK, OFFLOAD, RECOMPUTE, RecomputeOffload(tier="disk")],
+    "made again": [parse_choice("remake"), parse_choice("selective"), OFFLOAD, parse_choice("remake")],
 }
 
 
@@ -58,6 +59,27 @@ class Twofold(Block):
             left = shared * shared.cos()
         left.record_stream(torch.accelerator.current_stream())
         return x + self.down(left + shared.sin() * 0.1)
+
+
+class Counting(Block):
+    """Has state that each forward changes in place, and reads, on two streams."""
+
+    calls: Tensor
+    mean: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with on(SIDES[0]):
+            x.record_stream(SIDES[0])
+            self.mean.lerp_(x.detach().float().mean(0), 0.1)
+            shifted = (x - self.mean) / self.calls.clone()
+        shifted.record_stream(torch.accelerator.current_stream())
+        return super().forward(shifted)
 
 
 class Reads(torch.autograd.Function):
@@ -268,16 +290,15 @@ def _every_other_unit_on_a_side_stream(model: Model) -> dict[str, Tensor]:
     return _graph_dropped_at_once(model)
 
 
-def _two_streams_at_once(model: Model) -> dict[str, Tensor]:
-    fingerprints._tables.clear()  # which every stream then needs
-    before, x = torch.accelerator.current_stream(), batch()
-    parameters, losses, found = list(model.parameters()), [], {}
+def at_once(model: Model, batches: list[Tensor]) -> dict[str, Tensor]:
+    """Two graphs, each on a stream of its own from its forward to its backward; nothing orders one after the other."""
+    before, parameters, losses, found = torch.accelerator.current_stream(), list(model.parameters()), [], {}
     start = before.record_event()
-    for side in SIDES:
+    for side, x in zip(SIDES, batches, strict=True):
         side.wait_event(start)
         x.record_stream(side)
     try:
-        for side in SIDES:
+        for side, x in zip(SIDES, batches, strict=True):
             torch.accelerator.set_stream(side)
             losses.append(model(x))
         for n, (side, loss) in enumerate(zip(SIDES, losses, strict=True)):
@@ -290,6 +311,19 @@ def _two_streams_at_once(model: Model) -> dict[str, Tensor]:
     for gradient in found.values():
         gradient.record_stream(before)
     return found
+
+
+def _two_streams_at_once(model: Model) -> dict[str, Tensor]:
+    fingerprints._tables.clear()  # which every stream then needs
+    return at_once(model, [batch()] * 2)
+
+
+def _two_streams_at_once_again_and_again(model: Model) -> dict[str, Tensor]:
+    seen = {}
+    for n in range(3):
+        seen |= {f"{n} {name}": g for name, g in at_once(model, [batch(n), batch(n + 1)]).items()}
+        torch.full((1 << 14,), 7.0, device=DEVICE)  # takes what was freed
+    return seen
 
 
 def _autocast(model: nn.Module) -> dict[str, Tensor]:
@@ -331,8 +365,14 @@ SCENARIOS: dict[str, Callable[[Model], dict[str, Tensor]]] = {
 }
 
 
-def generated(seed: int) -> Callable[[Model], dict[str, Tensor]]:
-    """A scenario drawn by chance: graphs made, kept, dropped and run backward, on streams and threads as they come."""
+ACTIONS = ("step", "forward", "backward", "twice", "drop", "look", "fill", "stop", "part", "fail", "input", "both")
+
+
+def generated(seed: int, block: type[Block] = Block) -> Callable[[Model], dict[str, Tensor]]:
+    """A scenario drawn by chance: graphs made, kept, dropped and run backward, on streams and threads as they come.
+
+    Two streams at once only with blocks that have no state: what changes it would race in plain training.
+    """
 
     def scenario(model: Model) -> dict[str, Tensor]:
         dice = random.Random(seed)
@@ -355,7 +395,7 @@ def generated(seed: int) -> Callable[[Model], dict[str, Tensor]]:
         for n in range(8):
             stream = dice.choice(streams)
             with on(stream) if stream is not None else nullcontext():
-                action = dice.choice(("step", "forward", "backward", "twice", "drop", "look", "fill", "stop", "part"))
+                action = dice.choice(ACTIONS if block is not Counting else ACTIONS[:-1])
                 if action == "step":
                     backward(forward(n), False)
                 elif action == "forward":
@@ -379,6 +419,22 @@ def generated(seed: int) -> Callable[[Model], dict[str, Tensor]]:
                     with suppress(_Stopped):
                         forward(n)
                     hook.remove()
+                elif action == "fail":
+                    hook = dice.choice(model.blocks).up.weight.register_hook(_stop)
+                    with suppress(_Stopped):
+                        forward(n).backward()
+                    hook.remove()
+                    for side in SIDES:  # for which a backward that failed has not waited
+                        torch.accelerator.current_stream().wait_event(side.record_event())
+                    gradients(model)
+                elif action == "input":
+                    x = batch(n).requires_grad_()
+                    (seen[f"{n} input"],) = torch.autograd.grad(model(x), x)
+                    seen[f"{n} input"].record_stream(torch.accelerator.current_stream())
+                elif action == "both":
+                    streams_then, model.streams = model.streams, []
+                    seen |= {f"{n} both {i}": g for i, g in at_once(model, [batch(n), batch(n + 1)]).items()}
+                    model.streams = streams_then
                 elif action == "part":
                     parameters = list(dice.choice(model.blocks).parameters())
                     for i, found in enumerate(torch.autograd.grad(forward(n), parameters)):
