@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autockpt.diagnose.frames import STAGES
 from autockpt.diagnose.host import ADVICE
-from autockpt.diagnose.places import STAGES
 from autockpt.schema import format_binary
 from autockpt.schema.diagnosis import DeviceFailure, HostKind, LogReading, Place, SnapshotReading, Stage
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autockpt.diagnose.places import STAGES
-from autockpt.diagnose.purposes import OPTIMIZER, WEIGHTS
+from autockpt.diagnose.frames import OPTIMIZER, STAGES, WEIGHTS
 from autockpt.explaining.holdings import LOGITS, Ledger
 from autockpt.profiling import simulated_memory
 from autockpt.schema import Graph, format_binary

@@ -1,6 +1,12 @@
-"""What a stack tells: which stage of training it belongs to, and which of its frames say most.
+"""What a stack tells: which stage of training it belongs to, which of its frames say most, what its block was for.
 
 Frames come outermost first. All of this is by file and function names, so it is a reading, not a proof.
+
+Purposes of a snapshot's blocks. Weights: made while the model was built, loaded or moved. Optimizer: a frame of an
+optimizer. Backward: a block whose allocation was recorded without a Python frame, because autograd launches CUDA
+kernels from a thread of its own that no Python code called, or a frame of autograd's engine; gradients are among it,
+and cannot be told from what backward drops again. Made again: a frame of torch.utils.checkpoint below autograd. Logits
+and loss, batch: by the functions' names. All else within a forward call is an activation.
 """
 
 from __future__ import annotations
@@ -147,3 +153,54 @@ def _called(frames: Iterable[Frame]) -> Iterable[str]:
         # of several calls on a line the outermost is written first
         if (match := _CALL.search(frame.code.split("=", 1)[-1])) is not None:
             yield match[1].removeprefix("self.")
+
+
+STAGES: dict[Stage, str] = {
+    "loading": "while the model was loaded",
+    "batch": "while a batch was moved to the device",
+    "forward": "in the forward pass",
+    "loss": "at the logits and the loss",
+    "backward": "in the backward pass",
+    "recompute": "in the backward pass, where a layer runs again",
+    "optimizer": "in the optimizer step",
+    "evaluation": "in evaluation",
+    "unknown": "at a place that the stack does not tell",
+}
+
+
+WEIGHTS, OPTIMIZER, BACKWARD, AGAIN = "weights", "optimizer", "gradients and backward", "made again for backward"
+ACTIVATIONS, LOGITS, BATCH, OTHER = "activations", "logits and loss", "batch", "other"
+UNRECORDED = "no stack recorded"
+_BY_STAGE: dict[Stage, str] = {
+    "loading": WEIGHTS,
+    "batch": BATCH,
+    "forward": ACTIVATIONS,
+    "evaluation": ACTIVATIONS,
+    "loss": LOGITS,
+    "backward": BACKWARD,
+    "recompute": AGAIN,
+    "optimizer": OPTIMIZER,
+}
+
+
+def purpose_of(frames: Sequence[Frame], *, recorded: bool = True) -> str:
+    """The purpose of a block by its stack, outermost frame first; ``recorded``: its allocation was seen."""
+    python = [f for f in frames if path_of(f).endswith((".py", ">"))]
+    if not python:
+        return BACKWARD if recorded or frames else UNRECORDED
+    last = python[-1]
+    if last.function in ("unpack_hook", "recompute_fn") or _below_checkpoint(python):
+        return AGAIN
+    if last.function == "__init__" and "/optim" not in path_of(last):
+        return WEIGHTS
+    return _BY_STAGE.get(stage_of(python), OTHER)
+
+
+def _below_checkpoint(frames: Sequence[Frame]) -> bool:
+    """Whether autograd's thread called back into Python to run a region again: its stack begins there."""
+    return path_of(frames[0]).endswith("/torch/utils/checkpoint.py") and frames[0].function in (
+        "unpack_hook",
+        "recompute_fn",
+        "backward",
+        "inner_unpack",
+    )

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autockpt.diagnose.frames import place_of, telling_frame
-from autockpt.diagnose.purposes import purpose_of
+from autockpt.diagnose.frames import place_of, purpose_of, telling_frame
 from autockpt.diagnose.unpickle import load_data
 from autockpt.errors import UsageError
 from autockpt.schema.diagnosis import BlockGroup, Frame, SnapshotReading

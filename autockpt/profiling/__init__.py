@@ -1,8 +1,11 @@
 """What each choice costs on each kind of unit: op times, menus, the planning problem, predictions."""
 
 from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak
-from autockpt.profiling.foresight import (
-    SimulatedMemory,
+from autockpt.profiling.menus import build_menus
+from autockpt.profiling.nominal import nominal_op_times
+from autockpt.profiling.predictor import (
+    MemoryModel,
+    Predictor,
     memory_at_hand,
     needed_on,
     said_of,
@@ -10,9 +13,6 @@ from autockpt.profiling.foresight import (
     torch_device,
     tracer_for,
 )
-from autockpt.profiling.menus import build_menus
-from autockpt.profiling.nominal import nominal_op_times
-from autockpt.profiling.predictor import MemoryModel, Predictor
 from autockpt.profiling.problem import build_problem, point_bytes
 from autockpt.profiling.profile import (
     LEAN_CALLS,
@@ -39,7 +39,6 @@ __all__ = [
     "Heads",
     "MemoryModel",
     "Predictor",
-    "SimulatedMemory",
     "Traces",
     "UniformRuns",
     "as_seen_by",

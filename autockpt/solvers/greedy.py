@@ -8,8 +8,7 @@ import numpy as np
 
 from autockpt.schema.problem import Assignment, Problem
 from autockpt.solvers.answer import as_choices, judge, relative_gap
-from autockpt.solvers.chain import is_chain, smallest_peak
-from autockpt.solvers.ledger import Ledger
+from autockpt.solvers.chain import Ledger, is_chain, smallest_peak
 
 PASSES = 20
 

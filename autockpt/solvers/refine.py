@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from autockpt.schema.choices import Choice
 from autockpt.schema.problem import Assignment, Point, Problem, UnitOptions, host_of, option_of, peak_of, seconds_of
+from autockpt.solvers.chain import Ledger
 from autockpt.solvers.exact import exact
-from autockpt.solvers.ledger import Ledger
 
 Solver = Callable[[Problem], Assignment]
 Plan = Mapping[str, Choice]

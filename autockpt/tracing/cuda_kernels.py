@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,10 +52,23 @@ def attention_kernel(
     capability: Capability = AMPERE,
 ) -> Attention:
     """Which kernel CUDA takes for ``scaled_dot_product_attention``: tensors (batch, heads, length, head size)."""
+    call = _Call(query, key, value, mask, dropout, causal, gqa)
     for name, fits in (("cudnn", _cudnn), ("flash", _flash), ("efficient", _efficient)):
-        if fits(query, key, value, mask, dropout, causal, gqa, capability):
+        if fits(call, capability):
             return name  # type: ignore[return-value]
     return "math"
+
+
+class _Call(NamedTuple):
+    """A call of ``scaled_dot_product_attention``; ``gqa``: heads of keys and values may be shared."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    gqa: bool
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:
@@ -69,61 +82,37 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:
     return query.size(1) == key.size(1) or shared
 
 
-def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    gqa: bool,
-    capability: Capability,
-) -> bool:
+def _cudnn(call: _Call, capability: Capability) -> bool:
     """Preferred on data centre Hopper and Blackwell, with cuDNN 9.15.1 or newer."""
+    query, key, value = call[:3]
     major, minor = capability
     if major not in (9, 10) or minor not in (0, 3):
         return False
     sizes = (query.size(-1), value.size(-1))
     fitting = all(size % 8 == 0 and size <= _CUDNN_HEAD for size in sizes) and query.size(-1) == key.size(-1)
-    return query.dtype in _HALF and fitting and key.size(2) > 1 and _dense(query, key, value, gqa)
+    return query.dtype in _HALF and fitting and key.size(2) > 1 and _dense(query, key, value, call.gqa)
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    gqa: bool,
-    capability: Capability,
-) -> bool:
+def _flash(call: _Call, capability: Capability) -> bool:
     """FlashAttention 2: 16 bit, no mask, Ampere or newer."""
+    query, key, value = call[:3]
     head = query.size(-1)
-    if mask is not None or query.dtype not in _HALF or capability < AMPERE:
+    if call.mask is not None or query.dtype not in _HALF or capability < AMPERE:
         return False
     if not head == key.size(-1) == value.size(-1) <= _FLASH_HEAD:
         return False
-    if causal and query.size(2) != key.size(2):
+    if call.causal and query.size(2) != key.size(2):
         return False
     consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     training = any(t.requires_grad for t in (query, key, value))
-    if training and consumer and (192 < head <= 224 or (head > 224 and dropout > 0)):
+    if training and consumer and (192 < head <= 224 or (head > 224 and call.dropout > 0)):
         return False
-    return _dense(query, key, value, gqa)
+    return _dense(query, key, value, call.gqa)
 
 
-def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    gqa: bool,
-    capability: Capability,
-) -> bool:
+def _efficient(call: _Call, capability: Capability) -> bool:
     """The memory-efficient kernel: fp32 as well, masks, no shared heads."""
+    query, key, value = call[:3]
     if query.dtype not in (torch.float32, *_HALF) or (query.dtype is torch.bfloat16 and capability < AMPERE):
         return False
     half = query.dtype in _HALF
@@ -149,16 +138,8 @@ def attention(
 ) -> Tensor:
     """``scaled_dot_product_attention`` as CUDA runs it, for ghosts on the CPU; autocast is applied."""
     query, key, value = (_autocast(t) for t in (query, key, value))
-    kernel = attention_kernel(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout=dropout_p,
-        causal=is_causal,
-        gqa=enable_gqa,
-        capability=capability,
-    )
+    options = {"dropout": dropout_p, "causal": is_causal, "gqa": enable_gqa}
+    kernel = attention_kernel(query, key, value, attn_mask, **options, capability=capability)
     mask = _additive(attn_mask, query.dtype)
     saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     aten = torch.ops.aten

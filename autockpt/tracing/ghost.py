@@ -12,11 +12,10 @@ from torch import Tensor
 
 from autockpt.errors import GhostError
 from autockpt.tracing.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels
-from autockpt.tracing.layouts import DEPENDS_ON_VALUES, Layout
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
 from autockpt.tracing.recorder import Call, Recorder
-from autockpt.tracing.shapes import Outcome, Shapes, leaves
+from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes, leaves
 from autockpt.tracing.storages import StorageLog
 
 # Values of this many bytes are worth having for true answers (masks, positions, tables); more cost time and memory.

@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.schema.graph import Tier
 from autockpt.tracing.accumulation import Counts, EngineAdds, FusedAdds
 from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
-from autockpt.tracing.keys import call_key, keyword_key
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
 from autockpt.tracing.operators import Operator, Operators, count_flops, flat_tensors
 from autockpt.tracing.quantised_kernels import notes_on_quantised
@@ -24,6 +23,38 @@ from autockpt.tracing.shapes import Outcome
 from autockpt.tracing.signature import dtype_name, plain_signature, signature
 from autockpt.tracing.storages import StorageLog
 from autockpt.tracing.workspaces import workspace_bytes
+
+_SCALARS = frozenset({int, bool, str, type(None)})
+_SETTINGS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def call_key(args: Any, tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]:
+    """What a call's signature and outcome depend on; collects the tensors on the way."""
+    key = []
+    for value in args:
+        kind = value.__class__
+        if kind in _PLAIN or isinstance(value, Tensor):
+            tensors.append(value)
+            strided = value.layout is torch.strided
+            key.append((value.size(), value.stride() if strided else (), value.dtype))
+        elif kind in _SCALARS:
+            key.append((kind, value))
+        elif kind is float:
+            # In-place ops take learning rates and the like, which change from step to step and decide nothing here.
+            key.append(kind if mutates else (kind, value))
+        elif isinstance(value, (list, tuple)):
+            key.append(call_key(value, tensors, mutates))
+        else:
+            # Storages and generators by kind only: a key that held one would keep its memory alive.
+            key.append((kind, value) if kind in _SETTINGS else kind)
+    return tuple(key)
+
+
+def keyword_key(kwargs: dict[str, Any], tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]:
+    """The same for keyword arguments."""
+    return (tuple(kwargs), call_key(kwargs.values(), tensors, mutates)) if kwargs else ()
+
 
 _current_node = torch._C._current_autograd_node
 
@@ -196,7 +227,7 @@ class Recorder(TorchDispatchMode):
             names = {op.call.operator.name for op in self.ops}
             self.notes.update(dict.fromkeys(notes_on_quantised(names)))
 
-    # What devices.ghost.GhostTransport needs.
+    # What transports need.
 
     def allocate(self, nbytes: int) -> Tensor:
         """A 1-D uint8 device buffer, born before the op that runs next."""

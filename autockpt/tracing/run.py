@@ -1,9 +1,12 @@
-"""One workload under a recorder in this process: build or take it, warm it up, trace it with any choices."""
+"""One workload under a recorder in this process: build or take it, warm it up, trace it with any choices.
+
+Its units are as the graph shows them: what was called, in which order, and which of them cost the same.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -11,7 +14,6 @@ import torch
 
 from autockpt.devices import nvml
 from autockpt.devices.base import Transport
-from autockpt.devices.ghost import GhostTransport
 from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError
 from autockpt.runtime import attach
@@ -28,8 +30,7 @@ from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
 from autockpt.tracing.recorder import RealRecorder, Recorder
-from autockpt.tracing.transport import NotingTransport
-from autockpt.tracing.units import refine, unit_of
+from autockpt.tracing.transport import GhostTransport, NotingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, explain
 from autockpt.workload.failures import location, summary
 from autockpt.workload.storages import storage_bytes
@@ -276,3 +277,43 @@ def _free_host_bytes() -> int | None:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
+
+
+def refine(units: Sequence[Unit], recorder: Recorder) -> tuple[Unit, ...]:
+    """Units of a recorded cycle: blocks in order of their first call, then sub-units in theirs.
+
+    Units that were never called are dropped. Units of equal ``kind`` had equal structure before and also ran the same
+    ops with the same signatures, in the same order, in every phase.
+    """
+    paths = recorder.location.paths
+    called = {paths[number]: place for place, number in enumerate(recorder.location.order)}
+    alive = [u for u in units if u.name in called and (u.parent is None or u.parent in called)]
+    alive.sort(key=lambda u: (u.role != "block", called[u.parent or u.name], called[u.name]))
+    behaviour = _behaviour(alive, recorder)
+    kinds: dict[tuple[object, ...], int] = {}
+    refined = []
+    for unit in alive:
+        kind = kinds.setdefault((unit.kind, behaviour[unit.name]), len(kinds))
+        refined.append(unit.model_copy(update={"kind": kind}))
+    return tuple(refined)
+
+
+def unit_of(path: str, units: Sequence[Unit]) -> str | None:
+    """The block that a module path lies in."""
+    inside = [u.name for u in units if u.role == "block" and (path == u.name or path.startswith(u.name + "."))]
+    return max(inside, key=len, default=None)
+
+
+def _behaviour(units: Sequence[Unit], recorder: Recorder) -> dict[str, tuple[object, ...]]:
+    """What each unit ran: (phase, signature) of its ops, in order."""
+    inside = [_enclosing(path, units) for path in recorder.location.paths]
+    ran: dict[str, list[object]] = {unit.name: [] for unit in units}
+    for op in recorder.ops:
+        for name in inside[op.module]:
+            ran[name].append((op.phase, op.call.text))
+    return {name: tuple(ops) for name, ops in ran.items()}
+
+
+def _enclosing(path: str, units: Sequence[Unit]) -> list[str]:
+    """Names of the units that a module path lies in."""
+    return [u.name for u in units if path == u.name or path.startswith(u.name + ".")]

@@ -1,16 +1,220 @@
-"""What an op would return: sizes, strides and dtypes without running its kernel, by fake tensors."""
+"""What an op would return: sizes, strides and dtypes without running its kernel, by fake tensors.
+
+PyTorch's shape inference is wrong about some of its own kernels; what these really return was found by comparing the
+two over operators, dtypes and memory layouts on torch 2.13. Strides matter because everything that follows inherits
+them, dtypes because they are bytes.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autockpt.tracing.layouts import Layout, correct, replace
 from autockpt.tracing.operators import Operator, count_flops, flat_tensors
+from autockpt.tracing.signature import contiguous_stride
+
+Argument = Callable[[str], Any]
+"""A call's argument by its name in the schema; None where it was not given."""
+
+
+class Layout(NamedTuple):
+    """A tensor to come: sizes and strides in elements, and the bytes of its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+def dense(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Layout:
+    """The layout of a tensor that fills its storage."""
+    return Layout(tuple(size), tuple(stride), dtype, math.prod(size) * dtype.itemsize)
+
+
+def correct(name: str, tree: Any, argument: Argument, tensors: Sequence[Tensor]) -> Any:
+    """The true result of operator ``name`` where inference says ``tree`` (Layouts in lists and tuples)."""
+    if name in _ELEMENTWISE:
+        return _like_iterator(tree, tensors)
+    if name in _ELEMENTWISE_REVERSED:
+        return _like_iterator(tree, tensors[::-1])
+    rule = _CORRECTIONS.get(name)
+    return tree if rule is None else rule(tree, argument)
+
+
+def replace(name: str) -> Callable[[Argument], Any] | None:
+    """The rule for an operator whose inference fails on valid arguments."""
+    return _REPLACEMENTS.get(name)
+
+
+# Inference goes by decompositions whose operands stand in another order, and the first dense operand decides strides.
+_ELEMENTWISE = frozenset(
+    (
+        "elu_backward",
+        "floor_divide",
+        "hardsigmoid_backward",
+        "hardswish_backward",
+        "hardtanh_backward",
+        "logical_and",
+        "logical_or",
+        "logit_backward",
+        "mse_loss_backward",
+        "native_dropout_backward",
+        "softplus_backward",
+        "xlogy",
+    )
+)
+
+_ELEMENTWISE_REVERSED = frozenset(("threshold_backward", "leaky_relu_backward"))
+
+
+def _like_iterator(tree: Layout, tensors: Sequence[Tensor]) -> Layout:
+    """Strides as the kernels' own iterator lays them out for these operands in this order."""
+    if not 2 <= len(tensors) <= 3:
+        return tree
+    operands = [torch.empty_strided(t.size(), t.stride(), dtype=torch.float32, device="meta") for t in tensors]
+    result = torch.add(*operands) if len(operands) == 2 else torch.addcmul(*operands)
+    return tree._replace(stride=tuple(result.stride())) if tuple(result.size()) == tree.size else tree
+
+
+def _norm_statistics(tree: Any, argument: Argument) -> Any:
+    """CPU kernels with a 16-bit input and 32-bit weights, as under autocast, keep mean and deviation in 32 bits."""
+    weight, x = argument("weight"), argument("input")
+    if weight is None or weight.dtype == x.dtype:
+        return tree
+    return (tree[0], *(_retyped(layout, weight.dtype) for layout in tree[1:]))
+
+
+def _batch_norm(tree: Any, argument: Argument) -> Any:
+    return _norm_statistics((_suggested(argument("input")), *tree[1:]), argument)
+
+
+def _batch_norm_backward(tree: Any, argument: Argument) -> Any:
+    """The gradient has the memory format of the input, not of the gradient that came in."""
+    return tree if tree[0] is None else (_suggested(argument("input")), *tree[1:])
+
+
+def _group_norm_backward(argument: Argument) -> Any:
+    x, weight, mask = argument("input"), argument("weight"), argument("output_mask")
+    dtype = x.dtype if weight is None else weight.dtype
+    parameter = dense((x.size(1),), (1,), dtype)
+    return tuple(
+        layout if wanted else None for layout, wanted in zip((_suggested(x), parameter, parameter), mask, strict=True)
+    )
+
+
+def _all_contiguous(tree: Any, argument: Argument) -> Any:
+    if isinstance(tree, Layout):
+        return dense(tree.size, contiguous_stride(tree.size), tree.dtype)
+    return tuple(_all_contiguous(item, argument) for item in tree)
+
+
+def _first_contiguous(tree: Any, argument: Argument) -> Any:
+    return (_all_contiguous(tree[0], argument), *tree[1:]) if isinstance(tree[0], Layout) else tree
+
+
+def _gelu(tree: Layout, argument: Argument) -> Layout:
+    """oneDNN's kernel forgets unusual strides of dimensions of size 1."""
+    inputs = [t for t in (argument("self"), argument("grad_output")) if t is not None]
+    return _all_contiguous(tree, argument) if all(t.is_contiguous() for t in inputs) else tree
+
+
+def _roll(tree: Layout, argument: Argument) -> Layout:
+    """Put together from two slices, as concatenation does it."""
+    return _suggested(argument("self"))
+
+
+def _suggested(x: Tensor) -> Layout:
+    """A new tensor in the memory format that ``x`` suggests: channels last or contiguous."""
+    if x.is_contiguous():
+        stride = contiguous_stride(x.size())
+    else:
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        last = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+        shape = torch.empty(
+            x.size(), device="meta", memory_format=formats[x.dim()] if last else torch.contiguous_format
+        )
+        stride = shape.stride()
+    return dense(x.size(), stride, x.dtype)
+
+
+def _retyped(layout: Layout, dtype: torch.dtype) -> Layout:
+    return layout._replace(dtype=dtype, nbytes=layout.nbytes // layout.dtype.itemsize * dtype.itemsize)
+
+
+def _grouped_mm(argument: Argument) -> Layout:
+    """Grouped matrix products pad their rows to 16 bytes; inference takes bf16 only and forgets the padding."""
+    a, b, offsets = argument("self"), argument("mat2"), argument("offs")
+    dtype = argument("out_dtype") or a.dtype
+    rows, columns = a.size(-2), b.size(-1)
+    if a.dim() == b.dim():
+        size: tuple[int, ...] = (offsets.size(0) if a.dim() == 2 else a.size(0), rows, columns)
+    else:
+        size = (rows, columns)
+    unit = 16 // dtype.itemsize
+    padded = -(-columns // unit) * unit
+    stride = (padded, 1) if len(size) == 2 else (rows * padded, padded, 1)
+    elements = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if math.prod(size) else 0
+    return Layout(size, stride, dtype, elements * dtype.itemsize)
+
+
+def _ctc_loss(argument: Argument) -> tuple[Layout, Layout]:
+    """A loss per sample and the forward variables of the longest target (``native/LossCTC.cpp``)."""
+    scores, lengths = argument("log_probs"), argument("target_lengths")
+    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    longest = max(values) if isinstance(values, list) else values
+    samples = scores.size(1) if scores.dim() == 3 else 1
+    size = (samples, scores.size(0), 2 * longest + 1)
+    return dense(size[:1], (1,), scores.dtype), dense(size, contiguous_stride(size), scores.dtype)
+
+
+def _ctc_loss_backward(argument: Argument) -> Layout:
+    size = argument("log_probs").size()
+    return dense(size, contiguous_stride(size), argument("log_probs").dtype)
+
+
+def _int8_quantised(argument: Argument) -> tuple[Layout, Layout, Layout | None]:
+    """bitsandbytes' rows in 8 bits, their scales, and columns of outliers where these are looked for: none."""
+    x = argument("A")
+    rows = x.numel() // x.size(-1)
+    outliers = dense((0,), (1,), torch.int64) if argument("threshold") else None
+    return dense(x.size(), contiguous_stride(x.size()), torch.int8), dense((rows,), (1,), torch.float32), outliers
+
+
+def _int8_product(argument: Argument) -> tuple[Layout, Layout]:
+    x, codes, weight = argument("A"), argument("CA"), argument("CB")
+    size = (*codes.shape[:-1], weight.size(0))
+    return dense(size, contiguous_stride(size), x.dtype), dense((0,), (1,), x.dtype)
+
+
+DEPENDS_ON_VALUES = frozenset({"_ctc_loss"})
+"""Operators whose layouts must be found anew for every call."""
+
+_CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
+    "native_layer_norm": _norm_statistics,
+    "native_group_norm": _norm_statistics,
+    "native_batch_norm": _batch_norm,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "native_layer_norm_backward": _first_contiguous,
+    "_log_softmax_backward_data": _all_contiguous,
+    "log_sigmoid_forward": _all_contiguous,
+    "gelu": _gelu,
+    "gelu_backward": _gelu,
+    "roll": _roll,
+}
+_REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {
+    "_ctc_loss": _ctc_loss,
+    "_ctc_loss_backward": _ctc_loss_backward,
+    "_grouped_mm": _grouped_mm,
+    "native_group_norm_backward": _group_norm_backward,
+    "int8_vectorwise_quant": _int8_quantised,
+    "int8_mixed_scaled_mm": _int8_product,
+}
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
-"""Traces on request: one persistent child process per workload."""
+"""Traces on request: one persistent child process per workload; ``autockpt.trace`` does it in one call."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from autockpt.errors import GhostError, TracingError
+from autockpt.errors import GhostError, TracingError, python_door
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
+from autockpt.schema.plan import Plan
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.cuda_kernels import Capability
@@ -203,3 +205,20 @@ def _in_order(choices: Mapping[str, Choice], units: tuple[Unit, ...]) -> list[st
     """The names in order of execution; names that are no units come last, for ``attach`` to complain about."""
     known = [unit.name for unit in units if unit.name in choices]
     return known + [name for name in choices if name not in set(known)]
+
+
+@python_door
+def trace(step: Step, plan: Plan | Mapping[str, Choice] | str | Path | None = None) -> Graph:
+    """Trace one whole training step of a live model, with a plan (or choices by unit name) attached or without.
+
+    The model, its optimizer and its gradients stay as they are; nothing is computed and no memory is taken for the
+    step: it is ghost-run where that is possible, else recorded from a real step, and the graph says so. Raises
+    PlanError for a plan that does not fit the model, WorkloadError where the step fails, GhostError where a model on an
+    accelerator cannot be traced without real steps.
+    """
+    with Tracer.from_step(step) as tracer:
+        if isinstance(plan, (str, Path)):
+            plan = Plan.load(plan)
+        if isinstance(plan, Plan):
+            plan = plan.choices_for(tracer.units, tracer.head)
+        return tracer.trace(plan)

@@ -1,4 +1,4 @@
-"""Offload's copies in a recorded step: they take place, and are noted with their place in the step."""
+"""Offload's copies in a recorded step: noted with their place in it. In a ghost run nothing moves."""
 
 from __future__ import annotations
 
@@ -68,6 +68,68 @@ class NotingParcel:
     def _note_back(self) -> None:
         if self._settled and self._back is None:
             self._back = self._recorder.copy_issued("in", self.nbytes, self._out, self._out.tier)
+
+    def __del__(self) -> None:
+        self._recorder.copy_released(self._out)
+
+
+class GhostTransport:
+    """A Transport for ghost runs: copies take no time and move no bytes, but are noted with their place in the step.
+
+    ``copy_queues`` is that of the transport it stands in for.
+    """
+
+    def __init__(self, recorder: Recorder, *, copy_queues: bool = False, tier: Tier = "cpu") -> None:
+        self._recorder = recorder
+        self.copy_queues = copy_queues
+        self._tier: Tier = tier
+
+    def send(self, source: torch.Tensor) -> GhostParcel:
+        """Note a copy of ``source`` (1-D uint8 over one whole storage) off the device."""
+        return GhostParcel(self._recorder, source, self.copy_queues, self._tier)
+
+
+class GhostParcel:
+    """A storage that is away only on paper: ``settle`` lets go of the source, coming back takes a new device buffer."""
+
+    def __init__(self, recorder: Recorder, source: torch.Tensor, copy_queues: bool = False, tier: Tier = "cpu") -> None:
+        self.nbytes = source.numel() * source.element_size()
+        self._recorder = recorder
+        self._copy_queues = copy_queues
+        self._source: torch.Tensor | None = source
+        self._buffer: torch.Tensor | None = None
+        self._tier: Tier = tier
+        self._out = recorder.copy_issued("out", self.nbytes, tier=tier)
+        self._back: CopyRecord | None = None
+
+    def settle(self) -> None:
+        """The source may be released from here on. Idempotent."""
+        if self._source is not None:
+            self._recorder.copy_awaited(self._out)
+            self._source = None
+
+    def fetch(self) -> None:
+        """Start the copy back, where copies have queues. Idempotent, and nothing to do before ``settle``."""
+        if self._copy_queues:
+            self._copy_back()
+
+    def get(self) -> torch.Tensor:
+        """The bytes' place on the device, 1-D uint8: the source itself while it has not been settled."""
+        if self._source is not None:
+            return self._source
+        self._copy_back()
+        assert self._buffer is not None and self._back is not None
+        self._recorder.copy_awaited(self._back)
+        return self._buffer
+
+    def release(self) -> None:
+        """Forget the device side; the bytes can be fetched again."""
+        self._buffer = self._back = None
+
+    def _copy_back(self) -> None:
+        if self._source is None and self._buffer is None:
+            self._buffer = self._recorder.allocate(self.nbytes)
+            self._back = self._recorder.copy_issued("in", self.nbytes, self._out, self._tier)
 
     def __del__(self) -> None:
         self._recorder.copy_released(self._out)

@@ -12,12 +12,11 @@ from torch import nn
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.batches import BatchMaker, has_sequences
-from autockpt.workload.configs import Source, find_config, quiet
+from autockpt.workload.configs import Source, find_config, prepare, quiet
 from autockpt.workload.factory import call_factory, is_factory
 from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.lora import adapt
 from autockpt.workload.losses import inner_model
-from autockpt.workload.prepare import prepare
 from autockpt.workload.pretrained import make_model
 from autockpt.workload.quantised import quantization_facts
 from autockpt.workload.step import Step, short_dtype

@@ -1,20 +1,25 @@
-"""Units: the repeated blocks of a model and their attention and MLP children, from the module tree alone."""
+"""Units: the repeated blocks of a model and their attention and MLP children, from the module tree alone.
+
+Attention and MLP are known by the names that model code gives them. Two units are the same where everything in them is
+that decides what their ops cost.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from autockpt.errors import PlanError
-from autockpt.schema.graph import Unit
+from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import strip_prefixes
 from autockpt.workload.names import class_name, named_units, unwrap
-from autockpt.workload.roles import sub_units
-from autockpt.workload.structure import structure_key
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Lists of parallel members: one block's inside, never a row of blocks.
@@ -203,3 +208,131 @@ def _holds_slots(module: nn.Module) -> bool:
 def _height(module: nn.Module) -> int:
     """Levels of modules below this one: 0 for a leaf."""
     return 1 + max(map(_height, module.children()), default=-1)
+
+
+_DEPTH = 3  # T5: block -> layer list -> member -> SelfAttention
+_ATTENTION = re.compile(r"(attention|attn|mha|attentionblock|selfattn)\d*$")
+_MLP = re.compile(
+    r"(mlp|ffn|ffwd|feedforward|feed_forward|moe|moeblock|moe_block|sparsemoeblock|intermediate|densereludense"
+    r"|denseactdense|densegatedactdense|dense_relu_dense|mlp_?block)\d*$|^ff\d*$"
+)
+_LEAVES_ALLOWED = (nn.Sequential, nn.MultiheadAttention)
+
+
+def sub_units(block: nn.Module) -> Iterator[tuple[str, nn.Module, UnitRole]]:
+    """(name relative to the block, module, role) of the attentions and MLPs inside a block, outermost ones only.
+
+    An MLP in two modules, as BERT's ``intermediate`` and ``output``, gives both.
+    """
+    yield from _search(block, "", _DEPTH, {id(block)})
+
+
+def _search(parent: nn.Module, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module, UnitRole]]:
+    children = {name: unwrap(child) for name, child in parent.named_children()}
+    for name, child in children.items():
+        relative = f"{path}.{name}" if path else name
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        role = _role(name, child)
+        if role is None and name == "output" and "intermediate" in children and _is_composite(child):
+            role = "mlp"
+        if role is not None:
+            yield relative, child, role
+        elif depth > 1 and _is_composite(child):
+            yield from _search(child, relative, depth - 1, seen)
+
+
+def _role(name: str, module: nn.Module) -> UnitRole | None:
+    """The role of a child, by its attribute's name, else by its class's; none for norms, projections and the like.
+
+    Members of lists (T5's layers within a block) are looked into instead: they hold a norm and a residual as well.
+    """
+    if not _is_composite(module) or name.isdigit() or name.startswith(("pre_", "post_")):
+        return None
+    for text in (name.lower(), class_name(module).lower()):
+        if _ATTENTION.search(text):
+            return "attention"
+        if _MLP.search(text):
+            return "mlp"
+    return None
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether it is model code with parameters, and not one of PyTorch's own layers (norm, projection, dropout)."""
+    if not any(True for _ in module.parameters()):
+        return False
+    if isinstance(module, _LEAVES_ALLOWED):
+        return True
+    if type(module).__module__.startswith("torch.nn.modules") and not isinstance(
+        module, (nn.ModuleList, nn.ModuleDict)
+    ):
+        return False
+    return any(True for _ in module.children()) or len(list(module.parameters(recurse=False))) > 2
+
+
+# Attributes that tell siblings apart without changing what they do.
+_POSITIONAL = re.compile(r"(^|_)(idx|index|id|number|num)$|^layer_n|^i_")
+_IGNORED = {"training", "gradient_checkpointing", "forward"}
+
+
+def structure_key(module: nn.Module) -> Hashable:
+    """Equal for modules of equal structure.
+
+    Classes, parameters and buffers (shapes, dtypes, requires_grad) and settings of the module and everything below
+    it. A layer's own number is not part of it; what the model's config says about just that layer is.
+    """
+    return tuple(
+        (name, class_name(inner), tuple(_tensors(inner)), tuple(_settings(inner)))
+        for name, inner in module.named_modules()
+    )
+
+
+def _tensors(module: nn.Module) -> Iterator[Hashable]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield name, tuple(buffer.shape), buffer.dtype
+
+
+def _settings(module: nn.Module) -> Iterator[Hashable]:
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("_") or name in _IGNORED or _POSITIONAL.search(name):
+            continue
+        plain = _normalised(value)
+        if plain is not ...:
+            yield name, plain
+    yield from _own_settings(module)
+
+
+def _own_settings(module: nn.Module) -> Iterator[Hashable]:
+    """Entries of the config's per-layer lists (``layer_types``, ...) that belong to this layer."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(index, int) or not isinstance(layers, int) or not 0 <= index < layers:
+        return
+    for name, value in vars(config).items():
+        about_layers = "layer" in name or "block" in name
+        if about_layers and isinstance(value, (list, tuple)) and len(value) == layers:
+            plain = _normalised(value[index])
+            if plain is not ...:
+                yield name, plain
+
+
+def _normalised(value: Any) -> Hashable:
+    """The part of a setting that decides costs, or Ellipsis where it says nothing.
+
+    Of a float only whether it is zero: drop path rates grow from layer to layer, epsilons and scales cost nothing.
+    """
+    if value is None or isinstance(value, (bool, int, torch.dtype)):
+        return value
+    if isinstance(value, float):
+        return value != 0.0
+    if isinstance(value, str):
+        return re.sub(r"\d+", "#", value)
+    if isinstance(value, (list, tuple)):
+        items = tuple(_normalised(item) for item in value)
+        return ... if any(item is ... for item in items) else items
+    return ...

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.devices.host import HostMemory
+from autockpt.devices.cpu import HostMemory
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

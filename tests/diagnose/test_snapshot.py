@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autockpt.diagnose.purposes import ACTIVATIONS, BACKWARD, OPTIMIZER, UNRECORDED, WEIGHTS
+from autockpt.diagnose.frames import ACTIVATIONS, BACKWARD, OPTIMIZER, UNRECORDED, WEIGHTS
 from autockpt.diagnose.snapshot import read_snapshot, summarise_snapshot
 from autockpt.errors import UsageError
 from tests.diagnose.snapshots import ENGINE, LOADED, MIB, MLP, block, dumped, event, segment, training_oom

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autockpt.profiling import device_peak, memory_at_hand, simulated_memory, tracer_for
-from autockpt.profiling.foresight import SAFETY
+from autockpt.profiling.predictor import SAFETY
 from autockpt.schema import OFFLOAD, DeviceInfo, Graph, WorkloadSpec
 from search_spaces.hardware import load_hardware
 

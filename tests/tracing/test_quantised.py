@@ -11,7 +11,7 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
-from autockpt.tracing.api import trace
+from autockpt.tracing.tracer import trace
 from autockpt.workload import build
 from tests.tracing.reference import Real, ops_of, same_names
 from tests.tracing.test_accuracy import assert_same_bytes, uniform

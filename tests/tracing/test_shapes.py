@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autockpt.tracing.layouts import Layout
 from autockpt.tracing.operators import Operator
-from autockpt.tracing.shapes import Shapes, leaves
+from autockpt.tracing.shapes import Layout, Shapes, leaves
 
 aten = torch.ops.aten
 SHAPES = Shapes()

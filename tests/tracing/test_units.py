@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from autockpt.schema.graph import Unit
 from autockpt.tracing.recorder import RealRecorder
-from autockpt.tracing.units import refine
+from autockpt.tracing.run import refine
 
 
 class Net(nn.Module):

@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from autockpt.errors import WorkloadError
-from autockpt.workload.configs import Source
-from autockpt.workload.prepare import prepare
+from autockpt.workload.configs import Source, prepare
 
 
 def source(model_type: str, **config: Any) -> Source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from autockpt.workload.roles import sub_units
+from autockpt.workload.units import sub_units
 
 
 class MyGatedMLP(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autockpt.workload.structure import structure_key
+from autockpt.workload.units import structure_key
 
 
 def layer(**attributes: Any) -> nn.Module:

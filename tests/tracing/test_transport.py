@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autockpt.devices.base import Parcel, Transport
-from autockpt.devices.ghost import GhostTransport
+from autockpt.tracing.transport import GhostTransport
 
 
 class Log:
