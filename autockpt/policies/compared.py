@@ -1,9 +1,10 @@
-"""Pairs of fingerprints and of sketches, compared on their device and read by the host all at once; and of what they
-can be taken.
+"""Pairs of fingerprints and of sketches, compared on their device and read by the host all at once; of what they can be
+taken; and digests, which processes can compare.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,17 @@ def distance_of(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return torch.where(away.isnan(), torch.inf, away)
 
 
-def place_of(tensor: torch.Tensor, form: Form) -> Place:
+def digest(tensor: torch.Tensor) -> str:
+    """A digest of a tensor's type, shape and bytes, the same in every process; one host copy of it is made."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.blake2b(header + flat.numpy().tobytes(), digest_size=12).hexdigest()
+
+
+def memory_of(tensor: torch.Tensor, form: Form) -> Place:
     """What tells one piece of memory from another while it lives, whichever way round its dimensions are."""
     size = form.size if form.order is None else tuple(form.size[d] for d in form.order)
     storage = tensor.untyped_storage()._cdata

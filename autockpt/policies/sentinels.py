@@ -33,7 +33,7 @@ from autockpt.policies.compared import (
     layout_of,
     left_unwritten,
     local_part,
-    place_of,
+    memory_of,
     read,
 )
 from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, stream_of, why_not
@@ -290,7 +290,7 @@ class Watch:
         named = (*module.named_parameters(), *module.named_buffers())
         known = [(name, local) for name, t in named if why_not(local := local_part(t)) is None]
         self._state = [(name, t, form := form_of(t), fingerprint(t, form)) for name, t in known]
-        self.known = {place_of(t, form): found for _, t, form, found in self._state}
+        self.known = {memory_of(t, form): found for _, t, form, found in self._state}
         self.look_again()
 
     def after_rerun(self) -> None:
@@ -298,7 +298,7 @@ class Watch:
         self.known = {}
         for name, tensor, form, before in self._state:
             if why_not(tensor) is None and form.of(tensor) == form:
-                found = self.known[place_of(tensor, form)] = fingerprint(tensor, form)
+                found = self.known[memory_of(tensor, form)] = fingerprint(tensor, form)
                 what = f"{name}, which running it again changed"
                 self._compared.append(Compared(what, before, found, stream_of(tensor.device)))
         self._state = []
@@ -365,7 +365,7 @@ class Entry:
         self._form = form_of(tensor)
         self._storage = weakref.ref(tensor.untyped_storage())
         self._layout = layout_of(tensor)
-        self._place = place_of(tensor, self._form)
+        self._place = memory_of(tensor, self._form)
         self._stream = stream_of(tensor.device)
 
     def let_go(self) -> None:
@@ -400,7 +400,7 @@ class Entry:
             if why_not(original) is not None or self._form.of(original) != self._form:
                 return
             storage, self._layout = original.untyped_storage(), layout_of(original)
-            self._place = place_of(original, self._form)
+            self._place = memory_of(original, self._form)
         if storage is None or not storage.nbytes():
             return
         if (known := self._watch.known.get(self._place)) is not None and self._sketch is None:

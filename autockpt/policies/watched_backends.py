@@ -8,7 +8,6 @@ on CUDA. On any other device each unit is compared with itself, once.
 from __future__ import annotations
 
 import copy
-import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +21,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.arguments import take_apart
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import device_of
+from autockpt.policies.compared import digest
 
 KNOWN = ("cpu", "cuda", "meta")
 WATCHING = ("selective", "keep_attention", "remake")
@@ -90,12 +90,8 @@ def _bits(
             remedy=f"Use recompute, offload or save on {state.unit}.",
         ) from error
     digests: list[str] = []
-
-    def note(tensor: torch.Tensor) -> None:
-        digests.append(_digest(tensor))
-
     try:
-        with saved_tensors_hooks(note, _never), mode:
+        with saved_tensors_hooks(lambda tensor: digests.append(digest(tensor)), _never), mode:
             output = call_inner(twin, state, args, kwargs)
     except BaseException:  # the user's own, which the unit's forward would have ended with: as far as that would be
         with torch.no_grad():
@@ -104,17 +100,8 @@ def _bits(
         raise
     leaves: list[torch.Tensor] = []
     take_apart(output, leaves, [])
-    return [*digests, *map(_digest, leaves)]
+    return [*digests, *map(digest, leaves)]
 
 
 def _never(packed: Any) -> torch.Tensor:
     raise AssertionError("nobody runs backward here")
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    tensor = tensor.detach()
-    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(header + flat.numpy().tobytes(), digest_size=12).hexdigest()

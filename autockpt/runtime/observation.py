@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates
+from autockpt.policies.compared import digest
 from autockpt.runtime.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 from autockpt.schema.base import Data
 
@@ -192,14 +192,8 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    """A digest of a tensor's type, shape and bytes; one host copy of it is made."""
-    tensor = _local(tensor).detach()
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return hashlib.blake2b(header + flat.numpy().tobytes(), digest_size=12).hexdigest()
+    return digest(_local(tensor))
 
 
 def _digest_of_random_state() -> str:
-    return " ".join(map(_digest, TorchStates().tensors))
+    return " ".join(map(digest, TorchStates().tensors))

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def in_turns(shape: tuple[int, int, int, int], choice: Any, rounds: int) -> tupl
 def asking(calls: int = 200_000) -> float:
     """Seconds that it takes to ask a unit that is not due."""
     from autockpt.policies import Sentinels
+    from autockpt.policies.rerun_state import Code
 
     sentinels = Sentinels("sample")
     unit = sentinels.unit("a unit")
@@ -79,7 +81,8 @@ def asking(calls: int = 200_000) -> float:
             body()
         return time.thread_time() - begin
 
-    return max(0.0, (seconds(unit.watch) - seconds(lambda: None)) / calls)
+    ask = partial(unit.watch, nn.Identity(), code=Code(False, False))
+    return max(0.0, (seconds(ask) - seconds(lambda: None)) / calls)
 
 
 def main() -> None:

@@ -40,8 +40,8 @@ from autockpt.policies.rerun_state.kinds import (
 from autockpt.policies.rerun_state.structure import is_sharded
 
 OBJECTS, DEPTH, SECONDS = 20_000, 24, 5.0
-"""The most objects that are looked at from one unit, as many in one container, the most steps away, and for how long.
-Of all beyond a warning says that it is not looked at; ``kinds`` has the bounds in bytes."""
+"""The most objects that are looked at from one unit, as many in one container, the most steps away, and for how long
+on the processor. Of all beyond a warning says that it is not looked at; ``kinds`` has the bounds in bytes."""
 _NAMES = """
     torch torchvision torchaudio transformers accelerate peft deepspeed diffusers datasets tokenizers safetensors numpy
     scipy pandas bitsandbytes triton xformers flash_attn apex lightning pytorch_lightning tqdm rich wandb tensorboard
@@ -49,6 +49,7 @@ _NAMES = """
     inspect re importlib pathlib tempfile pytest _pytest
 """
 LIBRARIES = frozenset(re.findall(r"\w+", _NAMES))
+_AT_A_TIME = 256
 ARGUMENT = "the argument"
 _HEAP = 1 << 9  # the flag of classes that are written in Python
 _LONG = 10_000
@@ -113,12 +114,17 @@ class Walk:
         self._open.extend((name, value, 0, False) for name, value in roots)
         for node in found:
             self._node(node.name, node.obj, node.kind, 0, node.loose)
-        until = time.monotonic() + SECONDS
+        until = None
         while self._open:
             name, value, step, loose = self._open.popleft()
             if type(value) in _PLAIN or id(value) in self.seen or id(value) in self._known:
                 continue
-            if len(self.seen) >= OBJECTS or step > DEPTH or time.monotonic() > until:
+            late = False
+            if len(self.seen) % _AT_A_TIME == _AT_A_TIME - 1:  # the processor's time, as others may keep it busy
+                now = time.thread_time()
+                until = until or now + SECONDS
+                late = now > until
+            if len(self.seen) >= OBJECTS or step > DEPTH or late:
                 _warn_of_more()
                 break
             self.seen[id(value)] = value
