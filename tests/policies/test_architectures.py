@@ -19,8 +19,7 @@ from tests.policies.zoo import assert_equal
 
 pytestmark = pytest.mark.slow
 
-PRECISIONS = ("fp32", "bf16", "autocast")
-DROPOUTS = (0.0, 0.2)  # each kind has every precision on every architecture, in turn with and without
+SETTINGS = [(precision, dropout) for dropout in (0.0, 0.2) for precision in ("fp32", "bf16", "autocast")]
 KINDS = sorted(choice_kinds("block"))
 
 
@@ -54,25 +53,35 @@ def train(architecture: Architecture, model: nn.Module, precision: str) -> dict[
 def trained(request) -> Iterator[tuple[Architecture, dict]]:
     """An architecture, and per precision and dropout its model with what plain training makes of it."""
     found = {}
-    for precision in PRECISIONS:
-        for dropout in DROPOUTS:
-            model = request.param.build(dropout)
-            if precision == "bf16":
-                model = model.bfloat16()
-            twin = copy.deepcopy(model)
-            with without_kv_cache(twin):
-                found[precision, dropout] = model, train(request.param, twin, precision)
+    for precision, dropout in SETTINGS:
+        model = request.param.build(dropout)
+        if precision == "bf16":
+            model = model.bfloat16()
+        twin = copy.deepcopy(model)
+        with without_kv_cache(twin):
+            found[precision, dropout] = model, train(request.param, twin, precision)
     yield request.param, found
+
+
+def is_bit_equal(architecture: Architecture, cases: dict, kind: str, precision: str, dropout: float) -> None:
+    model, wanted = cases[precision, dropout]
+    twin = copy.deepcopy(model)
+    choices = {u.name: parse_choice(kind) for u in discover_units(twin) if u.role == "block"}
+    assert len(choices) >= 2
+    with attach(twin, choices) as session, without_kv_cache(twin) if session.guard() is None else nullcontext():
+        assert_equal(train(architecture, twin, precision), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_equal_everywhere(trained, kind):
+    """Each kind on every architecture, and both with every setting: not each with each of the others."""
     architecture, cases = trained
     turn = KINDS.index(kind) + list(ARCHITECTURES.values()).index(architecture)
-    for number, precision in enumerate(PRECISIONS):
-        model, wanted = cases[precision, DROPOUTS[(turn + number) % len(DROPOUTS)]]
-        twin = copy.deepcopy(model)
-        choices = {u.name: parse_choice(kind) for u in discover_units(twin) if u.role == "block"}
-        assert len(choices) >= 2
-        with attach(twin, choices) as session, without_kv_cache(twin) if session.guard() is None else nullcontext():
-            assert_equal(train(architecture, twin, precision), wanted)
+    is_bit_equal(architecture, cases, kind, *SETTINGS[turn % len(SETTINGS)])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_equal_everywhere_in_every_setting(trained, kind):
+    for setting in SETTINGS:
+        is_bit_equal(*trained, kind, *setting)

@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
+
+from autockpt.tracing.process import can_fork
 
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
@@ -22,9 +25,14 @@ def in_two_processes(work: Callable[[int], list[str]], folder: Path) -> list[str
 
     ``folder`` is an empty directory for what they share. An exception in one of them is raised here.
     """
-    spawn(_one_process, (work, str(folder)), nprocs=2)
+    in_processes(_one_process, (work, str(folder)), 2)
     files = ((rank, folder / f"{rank}.txt") for rank in (0, 1))
     return [f"rank {rank}: {line}" for rank, file in files for line in file.read_text().splitlines()]
+
+
+def in_processes(work: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
+    """``work(rank, *arguments)`` in so many processes; forked where that is possible: imports are there then."""
+    start_processes(work, arguments, nprocs=number, start_method="fork" if can_fork() else "spawn")
 
 
 def _one_process(rank: int, work: Callable[[int], list[str]], folder: str) -> None:

@@ -54,13 +54,20 @@ def shard(model: Any, way: str) -> Any:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def plans() -> dict[str, dict[str, Choice]]:
-    """Every kind of choice on all layers, segments over all of them, and all kinds side by side."""
+def side_by_side() -> dict[str, dict[str, Choice]]:
+    """Every kind of choice on some layer, beside others."""
     kinds = sorted(choice_kinds("block"))
-    result = {kind: dict.fromkeys(NAMES, parse_choice(kind)) for kind in kinds}
+    result = {}
     for start in range(0, len(kinds), len(NAMES)):
         beside = {name: parse_choice(kinds[(start + i) % len(kinds)]) for i, name in enumerate(NAMES)}
         result["beside one another: " + ", ".join(c.kind for c in beside.values())] = beside
+    return result
+
+
+def plans() -> dict[str, dict[str, Choice]]:
+    """Every kind of choice on all layers, segments over all of them, and all kinds side by side."""
+    result = {kind: dict.fromkeys(NAMES, parse_choice(kind)) for kind in sorted(choice_kinds("block"))}
+    result |= side_by_side()
     for levels in (1, 2):
         result[f"one segment, {levels} levels"] = dict.fromkeys(NAMES, Segment(size=3, levels=levels))
     return result
@@ -114,6 +121,8 @@ def all_plans(rank: int) -> list[str]:
     for way in WAYS:
         wanted, recomputed = train(rank, way), train(rank, way, own=True)
         for what, choices in plans().items():
+            if what in POLICIES and way != "fsdp2":
+                continue  # where every choice is side by side with others
             for order in ("before", "after"):
                 if order == "before" and what in POLICIES:
                     continue  # the order is asked for where all choices are side by side

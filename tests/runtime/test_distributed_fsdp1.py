@@ -14,19 +14,16 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
-from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
-from tests.policies.zoo import CASES
+from autockpt.schema.choices import Choice, Segment
 from tests.runtime.processes import in_two_processes, needs_gloo
+from tests.runtime.test_distributed import LLAMA, NAMES, side_by_side
 
 pytestmark = pytest.mark.slow
 
-LLAMA = CASES["llama"]
-NAMES = [f"model.layers.{i}" for i in range(3)]
-
 
 def plans() -> dict[str, dict[str, Choice]]:
-    """Every kind of choice on all layers, and segments over all of them."""
-    result = {kind: dict.fromkeys(NAMES, parse_choice(kind)) for kind in sorted(choice_kinds("block"))}
+    """Every kind of choice, side by side, and segments over all layers."""
+    result = side_by_side()
     for levels in (1, 2):
         result[f"one segment, {levels} levels"] = dict.fromkeys(NAMES, Segment(size=3, levels=levels))
     return result

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.spawn import spawn
 
 from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
-from tests.runtime.processes import needs_gloo
+from tests.runtime.processes import in_processes, needs_gloo
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +64,7 @@ def two_steps(rank: int, folder: str) -> None:
 
 @needs_gloo
 def test_the_other_rank_sees_this_one_gone_instead_of_waiting(tmp_path: Path) -> None:
-    spawn(two_steps, (str(tmp_path),), nprocs=2)
+    in_processes(two_steps, (str(tmp_path),), 2)
     assert (tmp_path / "1.txt").read_text() == "backward of layers.1 was n"
     assert (tmp_path / "0.txt").read_text().endswith("the other is gone")
 
@@ -103,6 +102,6 @@ def _by_dtensor(model: Model, mesh: DeviceMesh) -> None:
 
 @needs_gloo
 def test_what_fsdp_and_dtensor_shard_is_checked(tmp_path: Path) -> None:
-    spawn(sharded, (str(tmp_path),), nprocs=1)
+    in_processes(sharded, (str(tmp_path),), 1)
     mismatch = "backward of layers.1 was n"
     assert (tmp_path / "seen.txt").read_text().splitlines() == ["2 []", "2 []", mismatch, mismatch]

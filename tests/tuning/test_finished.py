@@ -39,13 +39,21 @@ def ask(out: Path, **more: Any) -> tuple[SearchOutcome, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchOutcome]:
+def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchOutcome, set[str]]:
+    """Where a search wrote, what it found, and the files it went through."""
     out = tmp_path_factory.mktemp("runs")
-    return out, ask(out)[0]
+    found: list[SearchOutcome] = []
+    files = files_entered(lambda: found.append(ask(out)[0]))
+    return out, found[0], files
 
 
-def test_a_request_walks_through_few_files(tmp_path: Path) -> None:
-    files = files_entered(lambda: ask(tmp_path))
+@pytest.fixture
+def finished(walked: tuple[Path, SearchOutcome, set[str]]) -> tuple[Path, SearchOutcome]:
+    return walked[:2]
+
+
+def test_a_request_walks_through_few_files(walked: tuple[Path, SearchOutcome, set[str]]) -> None:
+    files = walked[2]
     assert "tuning/search.py" in files and len(files) <= 15, sorted(files)
 
 

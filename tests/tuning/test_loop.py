@@ -17,6 +17,7 @@ from autockpt.schema import (
     Measurement,
     Silence,
     Trial,
+    load_space,
     parse_choice,
     plan_hash,
 )
@@ -54,7 +55,7 @@ def run_in(tmp_path: Path, question: str = "q") -> RunDirectory:
 @pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
 def test_names_a_plan_close_to_the_optimum_although_the_profile_is_wrong(space: str, budget: str) -> None:
     device = MadeUpDevice()
-    found = search(device, budget, space=space)
+    found = search(device, budget, space=space, sampler=load_space(space).sampler)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.peak_bytes <= found.budget.bytes
     assert device.true_seconds(found.best.choices) <= 1.03 * device.optimum(found.budget.bytes)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import autockpt
@@ -21,18 +22,20 @@ def files_entered(search: Callable[[], Any]) -> set[str]:
     found: set[str] = set()
     carried = (SearchRequest, Question)
 
-    def watch(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(str(ROOT)) or code.co_name == "<genexpr>":
-            return
-        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if any(isinstance(frame.f_locals.get(name), carried) for name in arguments):
-            found.add(str(Path(code.co_filename).relative_to(ROOT)))
+    @functools.cache
+    def arguments(code: CodeType) -> tuple[str, ...]:
+        ours = code.co_filename.startswith(str(ROOT)) and code.co_name != "<genexpr>"
+        return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if ours else ()
 
-    before = sys.getprofile()
-    sys.setprofile(watch)
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        names = arguments(frame.f_code)
+        if names and any(isinstance(frame.f_locals.get(name), carried) for name in names):
+            found.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
+
+    before = sys.gettrace()
+    sys.settrace(watch)  # calls only, as it returns nothing that would watch the lines
     try:
         search()
     finally:
-        sys.setprofile(before)
+        sys.settrace(before)
     return found
