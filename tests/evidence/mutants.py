@@ -1,6 +1,7 @@
 """How many small changes of the code do the tests notice? A sample of lines, one mutant each.
 
-    OMP_NUM_THREADS=1 python -m tests.evidence.mutants --out mutants.md [--sample 20] [--seed 0] [PACKAGE ...]
+    OMP_NUM_THREADS=1 python -m tests.evidence.mutants --out mutants.md [--sample 20] [--seed 0] [--drawn-from CHECKOUT]
+        [PACKAGE ...]
 
 Mutants change one thing of one line: a comparison, a sign, a number, a condition, a call that is left out. Each is put
 in place of its module in a process of its own, which then runs the tests that mirror the module and, for ``policies``,
@@ -126,15 +127,27 @@ def mutated(mutant: Mutant) -> ast.Module:
     return ast.fix_missing_locations(Put().visit(tree))
 
 
-def sample(package: str, number: int, seed: int) -> list[Mutant]:
-    """Of each sampled line one mutant."""
+def sample(package: str, number: int, seed: int, root: Path = ROOT) -> list[Mutant]:
+    """Of each sampled line of a checkout one mutant."""
     by_line: dict[tuple[Path, int], list[Mutant]] = {}
-    for module in sorted((ROOT / "autockpt" / package).rglob("*.py")):
+    for module in sorted((root / "autockpt" / package).rglob("*.py")):
         for mutant in mutants_of(module):
             by_line.setdefault((module, mutant.line), []).append(mutant)
     drawn = random.Random(f"{package} {seed}")
     lines = drawn.sample(sorted(by_line), min(number, len(by_line)))
     return [drawn.choice(by_line[line]) for line in sorted(lines)]
+
+
+def found_again(mutant: Mutant, package: str) -> Mutant | None:
+    """The same change of the same line, drawn from another checkout, in the code here: where the line reads the same,
+    the module of the same name and the nearest line first."""
+    text = mutant.module.read_text().splitlines()[mutant.line - 1].strip()
+    found = []
+    for module in (ROOT / "autockpt" / package).rglob("*.py"):
+        lines = module.read_text().splitlines()
+        same = [m for m in mutants_of(module) if m.what == mutant.what and lines[m.line - 1].strip() == text]
+        found += [((module.name != mutant.module.name, abs(m.line - mutant.line)), m) for m in same]
+    return min(found)[1] if found else None
 
 
 def tests_of(module: Path) -> list[str]:
@@ -235,6 +248,12 @@ def main() -> int:
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", default=PACKAGES, help="of autockpt")
     parser.add_argument("--sample", type=int, default=20, help="lines of each package")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--drawn-from",
+        type=Path,
+        metavar="CHECKOUT",
+        help="sample this checkout's lines, for a comparison of two commits",
+    )
     parser.add_argument("--out", type=Path, required=True, help="the table, as Markdown")
     given = parser.parse_args()
 
@@ -251,7 +270,10 @@ def main() -> int:
     counts: dict[str, list[int]] = {}
     for package in given.packages:
         counts[package] = [0, 0]
-        for mutant in sample(package, given.sample, given.seed):
+        drawn = sample(package, given.sample, given.seed, (given.drawn_from or ROOT).resolve())
+        for mutant in [found_again(m, package) for m in drawn] if given.drawn_from else drawn:
+            if mutant is None:
+                continue  # that line is gone
             found, spent = noticed(mutant, tests_of(mutant.module))
             counts[package] = [counts[package][0] + bool(found), counts[package][1] + 1]
             where = f"{mutant.module.relative_to(ROOT / 'autockpt' / package)}:{mutant.line}"

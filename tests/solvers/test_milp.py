@@ -54,6 +54,23 @@ def test_identical_units_with_growing_gradients_keep_the_optimum():
             check_exact(problem, milp(problem, gap=0.0))
 
 
+@pytest.mark.parametrize(
+    ("menu", "forward", "backward", "budget"),
+    [
+        ([(0.0, 4, 4, 11), (1.0, 6, 9, 4)], (0, 8), (18, 1), 23),
+        ([(0.0, 7, 8, 6), (4.0, 0, 7, 3), (3.0, 6, 10, 2), (2.0, 8, 11, 12)], (1, 7, 10), (5, 3, 16), 43),
+    ],
+    ids=["the order is not safe", "it is safe for some pairs"],
+)
+def test_identical_units_whose_points_differ_keep_the_optimum(menu, forward, backward, budget):
+    options = tuple(option(Level(level=k), *numbers) for k, numbers in enumerate(menu))
+    units = tuple(UnitOptions(name=f"u{i}", options=options) for i in range(len(forward)))
+    points = [Point(base=base, prefix=i, own=i, phase="forward") for i, base in enumerate(forward)]
+    points += [Point(base=base, prefix=i, own=i, phase="backward") for i, base in enumerate(backward)][::-1]
+    problem = Problem(units=units, points=tuple(points), budget=budget, base_seconds=10.0)
+    check_exact(problem, milp(problem, gap=0.0))
+
+
 def test_out_of_time_falls_back_to_a_plan_that_fits():
     problem = transformer(64, 6, seed=5, share=0.3, identical=False)
     answer = milp(problem, time_limit=0.0)
