@@ -97,7 +97,7 @@ def test_the_head_stays_as_it_is(heavy: SearchRequest, request_: SearchRequest, 
 
 def test_measured_it_holds_the_budget_with_plain_plans_beside_it(heavy: SearchRequest, tmp_path: Path) -> None:
     spec = heavy.workload.model_copy(update={"batch_size": 8, "seq_len": 64, "optimizer": "none"})
-    changes = {"budget": parse_budget("60%"), "workload": spec, "dry_run": False, "trials": 2, "out": tmp_path}
+    changes = {"budget": parse_budget("60%"), "workload": spec, "dry_run": False, "trials": 6, "out": tmp_path}
     outcome = run_search(heavy.model_copy(update=changes))
     plan = outcome.plan
     assert plan is not None and plan.choices["lm_head"] == CHUNKED_SOFTMAX
