@@ -28,7 +28,7 @@ class Unit(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-        self.body = body
+        self.body, self.step = body, 0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x)
@@ -375,3 +375,98 @@ def test_parts_that_there_are_not(keep, within, says):
 def test_parts_that_make_no_sense(within):
     with pytest.raises(PlanError, match="within"):
         selective(within=within)
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.view(1, -1, 2, 4).transpose(1, 2)
+
+
+def _attention(unit: Unit, x: Tensor) -> Tensor:
+    q, k, v, _ = F.silu(unit.up(x)).split(8, -1)
+    return F.scaled_dot_product_attention(_heads(q), _heads(k), _heads(v)).transpose(1, 2).reshape_as(x)
+
+
+def _gradient_inside(unit: Unit, x: Tensor) -> Tensor:
+    hidden = unit.up(x)
+    (slope,) = torch.autograd.grad(F.gelu(unit.down(hidden)).sum(), hidden, retain_graph=True)
+    return unit.down(F.gelu(hidden) * slope.detach())
+
+
+def _gradient_without_saved_tensors(unit: Unit, x: Tensor) -> Tensor:
+    hidden = F.linear(x.detach(), unit.up.weight.detach(), unit.up.bias)
+    (slope,) = torch.autograd.grad(hidden.sum(), unit.up.bias, retain_graph=True)
+    return unit.down(F.gelu(hidden) * slope)
+
+
+def _another_kernel(unit: Unit, x: Tensor) -> Tensor:
+    with torch.nn.attention.sdpa_kernel(KERNELS[int(unit.step >= 3)]):
+        return unit.down(F.silu(unit.up(_attention(unit, x))))
+
+
+KERNELS = (torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.MATH)
+ODD: dict[str, Body] = {
+    "attention": lambda unit, x: unit.down(F.silu(unit.up(_attention(unit, x)))),
+    "a write to what is returned": lambda unit, x: unit.down(F.gelu(unit.up(x).mul_(2.0))),
+    "a hook on what is returned": lambda unit, x: unit.down(F.gelu(_hooked(unit.up(x)))),
+    "another kernel late": _another_kernel,
+    "a gradient taken inside": _gradient_inside,
+    "a gradient taken late": lambda unit, x: (_gradient_inside if unit.step >= 3 else mlp)(unit, x),
+    "a gradient through nothing saved": _gradient_without_saved_tensors,
+    "its own autograd node": lambda unit, x: unit.down(F.gelu(_named(unit.up(x)))),
+}
+
+
+def _hooked(hidden: Tensor) -> Tensor:
+    hidden.register_hook(lambda grad: grad * 2)
+    return hidden
+
+
+def _named(hidden: Tensor) -> Tensor:
+    assert hidden.grad_fn is not None and not hidden.is_leaf
+    return hidden
+
+
+def _gradients_of_steps(body: Body, choice: Choice | None) -> list[Tensor]:
+    model, found = Model(body), []
+    with attach(model, {"units.0": choice, "units.1": choice} if choice else {}, sentinels="off"):
+        for step in range(5):
+            for unit in model.units:
+                unit.step = step
+            torch.manual_seed(step)
+            with torch.autograd.graph.save_on_cpu() if step == 4 else torch.enable_grad():
+                model(torch.randn(4, 8, requires_grad=True)).square().sum().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_gradients_are_those_of_plain_training_whatever_is_done_with_a_product(odd):
+    wanted, found = (_gradients_of_steps(ODD[odd], choice) for choice in (None, selective("**")))
+    assert len(wanted) == len(found) > 0
+    assert all(map(torch.equal, wanted, found))
+
+
+class _Transposed(TorchDispatchMode):
+    """Counts transposed weights: one for every linear layer that begins, and one for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.t.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_known_product_is_not_even_begun_again():
+    def transposed(choice: Choice | None) -> int:
+        model = Model(ODD["attention"])
+        with attach(model, {"units.0": choice} if choice else {}):
+            for _ in range(2):
+                model(torch.randn(4, 8)).sum().backward()
+            loss = model(torch.randn(4, 8)).sum()
+            with _Transposed() as mode:
+                loss.backward()
+        return mode.count
+
+    assert transposed(selective("**")) == transposed(None) < transposed(RECOMPUTE)
