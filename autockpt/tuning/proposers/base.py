@@ -20,24 +20,19 @@ class Proposer(Protocol):
 
     known: dict[str, dict[str, Choice]]
     notes: list[str]
-
-    @property
-    def budget(self) -> ResolvedBudget | None: ...
+    budget: ResolvedBudget | None
+    smallest_peak: int
+    """The least reachable peak in bytes, as far as is known."""
 
     @property
     def most_baselines(self) -> int:
         """How many baselines there are at most."""
-        ...
-
-    @property
-    def smallest_peak(self) -> int:
-        """The least reachable peak in bytes, as far as is known."""
-        ...
+        return len(self.known)
 
     @property
     def knows_the_budget(self) -> bool:
         """Whether the trials so far say what the budget is in bytes."""
-        ...
+        return True
 
     def begin(self) -> None:
         """Open what proposing needs. Raises InfeasibleError for a budget that is known to be out of reach."""
@@ -53,7 +48,6 @@ class Proposer(Protocol):
 
     def learn_budget(self) -> None:
         """To be called when all trials were held against the budget."""
-        ...
 
     def first(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:
         """Plans to try before ``propose`` is asked; none that take work to find where the limits are ``used_up``."""
@@ -69,7 +63,7 @@ class Proposer(Protocol):
 
     def foresee(self, candidate: Candidate) -> tuple[Prediction | None, Score | None]:
         """What is predicted of a plan, and how it is judged by that where no step is worth it."""
-        ...
+        return None, None
 
     def compared(self) -> Sequence[Trial]:
         """Trials of well-known plans that the finals time as well."""
@@ -77,7 +71,7 @@ class Proposer(Protocol):
 
     def nothing_left(self) -> str:
         """Why nothing better can be found; empty where it can."""
-        ...
+        return ""
 
     def infeasible(self) -> AutockptError:
         """The error for a budget that nothing fits."""

@@ -16,6 +16,7 @@ from autockpt.schema import (
     Choice,
     Prediction,
     Problem,
+    ResolvedBudget,
     SearchSpace,
     Trial,
     format_bytes,
@@ -30,7 +31,7 @@ from autockpt.solvers import Ruling, exact, refine
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.pooling import foreseen
-from autockpt.tuning.proposers.base import Plans
+from autockpt.tuning.proposers.base import Plans, Proposer
 from autockpt.tuning.proposers.sampler import Study
 from autockpt.tuning.question import Question
 from autockpt.tuning.refit import Fit, fit, unseen_bytes
@@ -49,11 +50,13 @@ CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too 
 MOST_MISSES = 3  # candidates tried for each that is wanted
 
 
-class SolverProposer:
+class SolverProposer(Proposer):
     """Plans of the solver for one question; what is predicted of them comes from ghost runs and op times.
 
     ``calls`` are the ghost runs that may be spent on refining one candidate; ``study`` names the sampler's study.
     """
+
+    budget: ResolvedBudget
 
     def __init__(
         self,
@@ -82,14 +85,6 @@ class SolverProposer:
         top = self._predict(self.known[NONE]).peak_bytes
         self.budget = question.budget.resolved(top, self._plain_smallest, self.room, self.device.kind)
         target.begin(trials, lambda scored: foreseen(self.unpriced, scored))
-
-    @property
-    def most_baselines(self) -> int:
-        return len(self.known)
-
-    @property
-    def knows_the_budget(self) -> bool:
-        return True
 
     def begin(self) -> None:
         """Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step."""

@@ -15,7 +15,6 @@ from autockpt.schema import (
     SAVE,
     Choice,
     CompileMode,
-    Prediction,
     ResolvedBudget,
     Trial,
     format_bytes,
@@ -23,11 +22,11 @@ from autockpt.schema import (
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.space import Knob
-from autockpt.tuning.proposers.base import Plans
+from autockpt.tuning.proposers.base import Plans, Proposer
 from autockpt.tuning.proposers.sampler import Study
 from autockpt.tuning.question import Question
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
-from autockpt.tuning.trials import Candidate, Parameters, Score, Trials
+from autockpt.tuning.trials import Candidate, Parameters, Trials
 
 GRID = 0.05
 """Fractions are multiples of this: each is compiled anew, and finer ones seldom save other tensors."""
@@ -178,7 +177,7 @@ def proposals(known: Known, budget: int, mode: CompileMode, layers: int) -> list
     return sorted(found, key=lambda split: (found[split], split))
 
 
-class SplitProposer:
+class SplitProposer(Proposer):
     """Well-known plans, uniform budgets, the eager solver's plan, then interleaved what should be best by all that was
     measured, and what the sampler wants to know.
 
@@ -251,8 +250,6 @@ class SplitProposer:
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
         self.budget = self.question.budget.resolved(top, self._leanest, self.room, self.target.device_kind)
         return self.budget.bytes
-
-    def learn_budget(self) -> None: ...
 
     @property
     def smallest_peak(self) -> int:
@@ -342,18 +339,11 @@ class SplitProposer:
         violation = trial.measured.peak_bytes / self.budget.bytes - 1
         self.study.tell(candidate.number, trial.measured.step_seconds, violation, trial)
 
-    def foresee(self, candidate: Candidate) -> tuple[Prediction | None, Score | None]:
-        """Nothing."""
-        return None, None
-
     def compared(self) -> Sequence[Trial]:
         """Saving everything, and the fastest of the well-known ones that fits."""
         tried = [trial for choices in self.known.values() if (trial := self.trials.find(choices)) is not None]
         none = [trial for trial in tried if trial.measured is not None and trial.name == NONE]
         return none + sorted((t for t in tried if t.feasible and t not in none), key=lambda t: t.score_seconds)[:1]
-
-    def nothing_left(self) -> str:
-        return ""
 
     def _costs(self) -> dict[Split, Cost]:
         """All splits that were measured."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from autockpt.schema import PlanStatus, Prediction, Trial
+from autockpt.tuning.finals import MOST_ROUNDS
 from autockpt.tuning.pooling import Foreseen
 from autockpt.tuning.trials import Candidate, Score, Trials
 
@@ -16,7 +17,8 @@ STEPS, COMPILING = "measured steps", "compiling"
 Foresee = Callable[[Sequence[Trial]], Foreseen]
 
 
-class Target(Protocol):
+@dataclass(kw_only=True)
+class Target:
     """Judges candidates. ``source`` says what its numbers are; ``notes`` what people should know.
 
     The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
@@ -24,31 +26,30 @@ class Target(Protocol):
     at most ``final_rounds`` rounds, None: they take no time.
     """
 
-    source: PlanStatus
-    most_repeats: int
-    worthwhile: float
-    most_candidates: int | None
-    final_rounds: int | None
-    notes: list[str]
+    source: PlanStatus = "measured"
+    most_repeats: int = MOST_REPEATS
+    worthwhile: float = 0.0
+    most_candidates: int | None = None
+    final_rounds: int | None = MOST_ROUNDS
+    notes: list[str] = field(default_factory=list)
 
-    def begin(self, trials: Trials, foresee: Foresee) -> None:
+    def begin(self, trials: Trials, foresee: Foresee | None = None) -> None:
         """To be called with the trials of the question before any is scored.
 
         ``foresee`` says what is expected of trials, which decides between those that steps cannot tell apart.
         """
-        ...
 
     def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score | None:
         """Judge a plan; None where time ran out over it. ``budget_bytes``: a limit to hold where the device has one."""
-        ...
+        raise NotImplementedError
 
     def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
         """Seconds of the time limit in which no further plan is begun."""
-        ...
+        return 0.0
 
     def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """The plan to name, of those that fit; None where none holds the budget.
 
         ``compared`` are well-known plans to time with the best; ``seconds`` are left to do so.
         """
-        ...
+        return trials.best

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from autockpt.errors import ConflictError, MeasurementError
 from autockpt.measuring import WorkerMeasurer
-from autockpt.schema import CompileMode, PlanStatus, Prediction, Trial
-from autockpt.tuning.finals import BATCH, MOST_ROUNDS
+from autockpt.schema import CompileMode, Prediction, Trial
+from autockpt.tuning.finals import BATCH
 from autockpt.tuning.question import Clock, Limits
-from autockpt.tuning.targets.base import MOST_REPEATS, Foresee
+from autockpt.tuning.targets.base import Foresee, Target
 from autockpt.tuning.targets.measured import FINALISTS, RealSteps
 from autockpt.tuning.trials import Candidate, Score, Trials
 
@@ -30,7 +30,7 @@ _COMPILING = {
 
 
 @dataclass
-class CompiledSteps:
+class CompiledSteps(Target):
     """Real steps by a measurer that compiles as ``mode`` says, within the time limit."""
 
     mode: CompileMode
@@ -38,13 +38,7 @@ class CompiledSteps:
     measurer: WorkerMeasurer
     limits: Limits
     clock: Clock
-    source: PlanStatus = "measured"
-    most_repeats: int = MOST_REPEATS
-    worthwhile: float = 0.0
-    most_candidates: int | None = None
-    final_rounds: int | None = MOST_ROUNDS
     refuses_budgets: bool = False
-    notes: list[str] = field(default_factory=list)
     _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included
     _typical: float | None = None  # seconds of a step so far
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
-from autockpt.schema import Choice, CompileMode, Measurement, PlanStatus, Prediction, Trial, WorkloadSpec
+from autockpt.schema import Choice, CompileMode, Measurement, Prediction, Trial, WorkloadSpec
 from autockpt.solvers.refine import FASTER
-from autockpt.tuning.finals import MOST_ROUNDS, Final, play, remeasured
+from autockpt.tuning.finals import Final, play, remeasured
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock
 from autockpt.tuning.refit import noise_of
-from autockpt.tuning.targets.base import MOST_REPEATS, STEPS, Foresee
+from autockpt.tuning.targets.base import STEPS, Foresee, Target
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
@@ -54,22 +54,17 @@ def confirmation(
 
 
 @dataclass
-class RealSteps:
+class RealSteps(Target):
     """Candidates are measured; the best few once more side by side, the winner once more in a fresh process."""
 
     measurer: Measurer
     clock: Clock
     confirm: Confirm | None = None
     pairing: Pairing | None = None  # None: candidates are timed by themselves
-    source: PlanStatus = "measured"
-    most_repeats: int = MOST_REPEATS
-    worthwhile: float = FASTER
-    most_candidates: int | None = None
-    final_rounds: int | None = MOST_ROUNDS
-    notes: list[str] = field(default_factory=list)
+    worthwhile: float = field(default=FASTER, kw_only=True)
     _foresee: Foresee | None = None
 
-    def begin(self, trials: Trials, foresee: Foresee) -> None:
+    def begin(self, trials: Trials, foresee: Foresee | None = None) -> None:
         """What earlier trials were timed beside stays what later ones are timed beside."""
         self._foresee = foresee
         if self.pairing is not None:
@@ -88,10 +83,6 @@ class RealSteps:
                 return Score("measured", self.pairing.measure(choices, steps=steps, budget_bytes=budget_bytes))
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
-
-    def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
-        """The finals may take longer than the limit."""
-        return 0.0
 
     def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """Measure the best few again side by side, confirm the winner, and return it with its final numbers."""

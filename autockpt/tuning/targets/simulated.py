@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autockpt.errors import AutockptError
@@ -28,7 +28,6 @@ from autockpt.schema import (
     SearchOutcome,
     SearchRequest,
     SearchSpace,
-    Trial,
     format_bytes,
 )
 from autockpt.schema.hardware import Hardware
@@ -38,40 +37,27 @@ from autockpt.tuning.infeasible import WhatIf, naming_alternatives
 from autockpt.tuning.opening import Traced, blocks_of, traced
 from autockpt.tuning.question import Clock
 from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, question_of, save_plan_copy
-from autockpt.tuning.targets.base import MOST_REPEATS, Foresee
+from autockpt.tuning.targets.base import MOST_REPEATS, Target
 from autockpt.tuning.targets.shallow_twin import DEEP, calls_per_candidate, open_twin, transplanted
-from autockpt.tuning.trials import Candidate, Score, Trials
+from autockpt.tuning.trials import Candidate, Score
 
 CANDIDATES = 1
 """Plans of the solver that are refined where ghost runs of the whole model are dear. In a simulation prices are what
 the solver takes them for, so its plan is what any other candidate would come to."""
 
 
-@dataclass
-class Simulated:
+@dataclass(kw_only=True)
+class Simulated(Target):
     """Candidates are what their ghost runs and modelled op times say; nothing is measured, so nothing is repeated."""
 
     source: PlanStatus = "simulated"
     most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
     worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
-    most_candidates: int | None = None
     final_rounds: int | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def begin(self, trials: Trials, foresee: Foresee) -> None:
-        """Predictions need no other trials."""
 
     def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score:
         """The prediction stands."""
         return Score("simulated")
-
-    def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
-        """Nothing is measured."""
-        return 0.0
-
-    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
-        """The fastest that fits."""
-        return trials.best
 
 
 def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) -> SearchOutcome:
