@@ -12,6 +12,7 @@ from autockpt.schema.diagnosis import Room
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.remedy import WayOut
 from autockpt.tuning.question import Clock
+from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import simulate_search
 
 SPACE = "knobs"
@@ -41,7 +42,7 @@ def prescribe(question: Question, spec: WorkloadSpec, hardware: Hardware, room: 
         dry_run=True,
     )
     try:
-        outcome = simulate_search(request, hardware, clock)
+        outcome = save_plan_copy(request, simulate_search(request, hardware, clock))
     except InfeasibleError as error:
         return Prescription(ways=error.ways, smallest_peak=error.smallest_peak)
     return Prescription(outcome=outcome, smallest_peak=outcome.smallest_peak)

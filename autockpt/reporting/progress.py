@@ -16,11 +16,13 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.text import Text
 
 from autockpt.schema import Trial, format_binary, words
 
+SILENT = 2.0  # seconds after which a stage says how far it came
 SHOWN = 0.1  # seconds of compiling that are worth a word
 STATES = {
     "measured": "",
@@ -39,6 +41,8 @@ class LineListener:
         self._console = console
         self._clock = clock
         self._start = clock()
+        self._stage, self._total, self._done = "", 0, 0
+        self._began = self._told = self._start
 
     def __enter__(self) -> LineListener:
         return self
@@ -48,19 +52,25 @@ class LineListener:
 
     def stage(self, name: str, total: int | None = None) -> None:
         self._line(f"{name} …")
+        self._stage, self._total, self._done, self._began = name, total or 0, 0, self._told
 
     def advance(self, steps: int = 1) -> None:
-        pass
+        self._done += steps
+        now = self._clock()
+        if now - self._told > SILENT and self._done < self._total:
+            left = (now - self._began) / self._done * (self._total - self._done)
+            self._line(f"{self._stage}: {self._done} of {self._total}, at most {words.seconds(left)} left")
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
+        self._done += 1
         self._line(describe_trial(trial, best))
 
     def note(self, text: str) -> None:
         self._line(text)
 
     def _line(self, text: str) -> None:
-        elapsed = self._clock() - self._start
-        self._console.print(Text(f"[{elapsed:6.1f} s] {text}"), soft_wrap=True)
+        self._told = self._clock()
+        self._console.print(Text(f"[{self._told - self._start:6.1f} s] {text}"), soft_wrap=True)
 
 
 class _Count(MofNCompleteColumn):
@@ -68,6 +78,13 @@ class _Count(MofNCompleteColumn):
 
     def render(self, task: Task) -> Text:
         return Text("") if task.total is None else super().render(task)
+
+
+class _Left(TimeRemainingColumn):
+    """``0:00:12 left``, and nothing where that cannot be told."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if not task.time_remaining else Text.assemble(super().render(task), " left")
 
 
 class BarListener:
@@ -81,6 +98,7 @@ class BarListener:
             BarColumn(bar_width=24),
             _Count(),
             TimeElapsedColumn(),
+            _Left(),
             TextColumn("{task.fields[best]}", style="dim"),
             console=console,
             transient=True,

@@ -46,6 +46,7 @@ class SearchRequest(Data):
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
     again: bool = Field(default=False, description="measure on where the search had come to its end")
+    continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
     command: tuple[str, ...] = Field(default=(), description="the exact command line")
     notes: tuple[str, ...] = Field(
         default=(), description="what was decided for the user, to be repeated with the answer"

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from autockpt.devices import get_device, process_environment
+from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, UsageError
-from autockpt.measuring import environment_of
+from autockpt.measuring import WorkerMeasurer
 from autockpt.profiling import uniform_graphs
 from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
 from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, on_device, predictions
-from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.opening import blocks_of, environment_here
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import on_hardware
 
@@ -80,6 +80,7 @@ class Climb:
                 "workload": variant(self.request.workload, self.rows, size),
                 "trials": trials,
                 "plan_out": None,
+                "continued": self.found.get(size) is not None,
                 "timeout": None if left is None else max(1.0, left),
             }
         )
@@ -197,8 +198,11 @@ def _judge(request: SearchRequest, kinds: list[str]) -> WhatIf:
     """What variants of the job are judged by, on the device or simulated."""
     if request.hardware is not None:
         return on_hardware(request, request.hardware, kinds)
-    device = get_device(request.device)
-    return on_device(request, device, environment_of(device, process_environment(request.device)), kinds)
+    environment = environment_here(request.device)
+    if environment is None:
+        with WorkerMeasurer(request.workload, request.device) as worker:
+            environment = worker.environment
+    return on_device(request, get_device(request.device), environment, kinds)
 
 
 def variant(spec: WorkloadSpec, rows: int, size: int) -> WorkloadSpec:
@@ -218,7 +222,7 @@ def _refuse(request: SearchRequest, rows: int) -> None:
             f"--accumulate {request.workload.accumulate} is what a search for {rows} rows per update decides",
             remedy="Leave --accumulate out.",
         )
-    if request.dry_run:
+    if request.dry_run and request.hardware is None:
         raise UsageError(
             "a dry run knows no step times to choose a batch by",
             remedy="Leave --dry-run out, or simulate with --hardware.",

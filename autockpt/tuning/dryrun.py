@@ -5,30 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autockpt.profiling import CostModel
-from autockpt.schema import (
-    Budget,
-    Choice,
-    Prediction,
-    ResolvedBudget,
-    SearchSpace,
-)
+from autockpt.schema import Budget, Choice, Prediction, SearchSpace
 from autockpt.schema.known import NONE, OURS, known_plans
 from autockpt.solvers import refine
 from autockpt.tuning.infeasible import nothing_fits
+from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.proposers.solver import smallest_peaks
 
 REFEREE_CALLS = 20
 
 
-@dataclass(frozen=True)
-class Foreseen:
+@dataclass(kw_only=True)
+class Foreseen(SearchResult):
     """What a dry run says: predictions of the known plans and of the solver's, by name, and the solver's choices."""
 
-    budget: ResolvedBudget
     predictions: dict[str, Prediction]
     choices: dict[str, Choice]
-    smallest_peak: int
-    binding: bool
 
 
 def foresee(profiled: CostModel, budget: Budget, space: SearchSpace) -> Foreseen:
@@ -52,4 +44,4 @@ def foresee(profiled: CostModel, budget: Budget, space: SearchSpace) -> Foreseen
             raise nothing_fits(profiled, resolved, smallest)
         choices = profiled.plan(refined.choices)
     predictions[OURS] = predictor.predict(choices)
-    return Foreseen(resolved, predictions, choices, smallest, binding)
+    return Foreseen(resolved, None, [], binding, smallest, stopped="dry run", predictions=predictions, choices=choices)

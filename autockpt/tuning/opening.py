@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autockpt.devices import get_device, process_environment
 from autockpt.errors import UsageError
+from autockpt.measuring import environment_of
 from autockpt.profiling import Heads, Traces, UniformRuns, head_graphs, uniform_graphs
-from autockpt.schema import SAVE, Choice, Graph, SearchSpace, Unit, parse_choice
+from autockpt.schema import SAVE, Choice, Environment, Graph, SearchSpace, Unit, parse_choice
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.tracing import Tracer
 
@@ -55,6 +58,16 @@ def traced(
     if inexact and tracer.head is None:
         notes.append("--allow-inexact changes nothing: the model has no output head")
     return Traced(tracer, uniform, heads, space, tuple(notes))
+
+
+def environment_here(device: str | None) -> Environment | None:
+    """What steps would run on; None where saying so takes a process of its own: asking a GPU opens a context.
+
+    Allocator settings are those of the process that measures.
+    """
+    if get_device(device).kind != "cpu":
+        return None
+    return environment_of(get_device(device), {**process_environment(device), **os.environ})
 
 
 def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:

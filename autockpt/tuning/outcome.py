@@ -17,11 +17,11 @@ from autockpt.schema import (
     Trial,
     Unit,
     Verdict,
-    WorkloadSpec,
     format_bytes,
     plan_hash,
 )
 from autockpt.schema.known import OURS
+from autockpt.tracing import Tracer
 from autockpt.tuning.question import Question
 from autockpt.workload import fingerprint
 
@@ -57,40 +57,34 @@ def simulated_rows(
 
 def make_plan(
     question: Question,
+    tracer: Tracer,
     choices: Mapping[str, Choice],
-    units: Sequence[Unit],
     environment: Environment,
     budget: ResolvedBudget,
     *,
     source: PlanStatus,
     rows: Sequence[Comparison],
     notes: Sequence[str] = (),
-    host_budget: int | None = None,
 ) -> Plan:
-    """The plan with its provenance; ``rows`` end with the plan's own."""
-    ours = rows[-1]
-    spec: WorkloadSpec | None = question.spec
+    """The plan with its provenance; the head is listed only where that has a choice. ``rows`` end with its own."""
+    ours, head = rows[-1], tracer.head
+    chosen = head is not None and choices.get(head.name, SAVE) != SAVE
     return Plan.create(
         choices,
-        units,
+        [*tracer.units, head] if chosen and head is not None else tracer.units,
         model=question.name,
-        fingerprint=fingerprint(unit for unit in units if unit.role != "head"),
+        fingerprint=fingerprint(tracer.units),
         source=source,
-        workload=spec,
+        workload=question.spec,
         settings=plain(question.settings),
         environment=environment,
         budget=budget,
-        host_budget_bytes=host_budget,
+        host_budget_bytes=question.host_budget,
         predicted=ours.predicted,
         measured=ours.measured,
         baselines=tuple(rows[:-1]),
         notes=tuple(notes),
     )
-
-
-def listed_units(units: Sequence[Unit], head: Unit | None, choices: Mapping[str, Choice]) -> tuple[Unit, ...]:
-    """The units that a plan lists: the output head only where it has a choice."""
-    return (*units, *([head] if head is not None and choices.get(head.name, SAVE) != SAVE else []))
 
 
 def said_of_head(head: Unit | None, choices: Mapping[str, Choice]) -> tuple[str, ...]:

@@ -41,7 +41,8 @@ class Limits:
 class Question:
     """What is asked: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
 
-    ``seeds`` are plans to try early, by name; ``host_budget`` bounds what offloading may claim on the host, in bytes.
+    ``seeds`` are plans to try early, by name; ``host_budget`` bounds what offloading may claim on the host, in bytes;
+    ``continued``: what the search has named so far was no verdict yet.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Question:
     limits: Limits
     notes: tuple[str, ...] = field(default=())
     host_budget: int | None = None
+    continued: bool = False
     seeds: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
 
     @property

@@ -42,7 +42,7 @@ from autockpt.schema import (
 from autockpt.schema.files import unwritable
 from autockpt.tracing import Tracer
 from autockpt.tuning.infeasible import naming_alternatives, on_device, out_of_memory
-from autockpt.tuning.opening import Traced, traced
+from autockpt.tuning.opening import Traced, environment_here, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock, Limits, Question
@@ -61,10 +61,14 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     RunDirectoryError or MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the
     best plan so far.
     """
-    clock = Clock(listener or Silence())
     _refuse_unwritable(request)
-    if (known := answered(request, _environment(request))) is not None:
-        return save_plan_copy(request, known)
+    simulated = simulated_environment(request.hardware) if request.hardware is not None else None
+    known = answered(request, simulated or environment_here(request.device))
+    return save_plan_copy(request, known or _answer(request, Clock(listener or Silence())))
+
+
+def _answer(request: SearchRequest, clock: Clock) -> SearchOutcome:
+    """Search where the request wants it: compiled, simulated, or by real steps."""
     if request.compile is not None:
         refuse_simulated(request.workload)
         return compiled_search(request, request.compile, clock)
@@ -88,25 +92,11 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         stack.enter_context(naming_alternatives(found, needed_on(here.device), clock, request, what_if))
         question = question_of(request, found, request.budget)
         if worker is None:
-            outcome = _dry_run(question, found, clock, device, here)
-        else:
-            with clock.stage("build"):
-                environment = worker.environment
-            run, known = enter_run(stack, request, question, environment, tracer.units)
-            if known is not None:
-                return save_plan_copy(request, known)
-            outcome = _searched(question, found, worker, run, request.storage or run.storage, clock)
-        return save_plan_copy(request, outcome)
-
-
-def _environment(request: SearchRequest) -> Environment | None:
-    """What steps would run on; None where saying so takes a process of its own: asking a GPU opens a context."""
-    if request.hardware is not None:
-        return simulated_environment(request.hardware)
-    device = get_device(request.device)
-    return (
-        environment_of(device, {**process_environment(request.device), **os.environ}) if device.kind == "cpu" else None
-    )
+            return _dry_run(question, found, clock, device, here)
+        with clock.stage("build"):
+            environment = worker.environment
+        run, known = enter_run(stack, request, question, environment, tracer.units)
+        return known or _searched(question, found, worker, run, request.storage or run.storage, clock)
 
 
 def _refuse_unwritable(request: SearchRequest) -> None:

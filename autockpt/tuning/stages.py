@@ -31,7 +31,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.dryrun import foresee
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Traced
-from autockpt.tuning.outcome import listed_units, make_plan, plain, said_of_head, scored_rows, simulated_rows
+from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, simulated_rows
 from autockpt.tuning.proposers.sampler import show_trials
 from autockpt.tuning.proposers.solver import REFEREE_CALLS, SolverProposer
 from autockpt.tuning.question import Clock, Limits, Question
@@ -60,6 +60,7 @@ def question_of(request: SearchRequest, found: Traced, budget: Budget, notes: Se
         space=found.space,
         limits=Limits(request.trials, request.timeout, request.seed),
         host_budget=request.host_budget,
+        continued=request.continued,
         seeds=seeds,
     )
 
@@ -150,7 +151,7 @@ def finish(run: RunDirectory | None, question: Question, found: SearchResult, ou
     """Put an outcome on record, unless it was interrupted; a verdict that is another than before is said so."""
     if run is None or found.interrupted or outcome.plan is None:
         return outcome
-    before = run.finished()
+    before = None if question.continued else run.finished()
     if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != outcome.plan.hash:
         note = _changed(before.outcome.plan, outcome.plan, found)
         outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
@@ -240,17 +241,8 @@ def find_plan(
     if found.best is not None:
         found.notes.extend(said_of_head(tracer.head, found.best.choices))
         notes = (*question.notes, *found.notes) if target.source == "simulated" else found.notes
-        plan = make_plan(
-            question,
-            found.best.choices,
-            listed_units(tracer.units, tracer.head, found.best.choices),
-            environment,
-            found.budget,
-            source=target.source,
-            rows=rows,
-            notes=notes,
-            host_budget=question.host_budget,
-        )
+        choices, source = found.best.choices, target.source
+        plan = make_plan(question, tracer, choices, environment, found.budget, source=source, rows=rows, notes=notes)
         if run is not None:
             run.write_plan(plan)
             run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
@@ -258,16 +250,9 @@ def find_plan(
                 run.write_graph(profiled.predictor.graph(proposer.known[ALL]), "recompute")
     if run is not None:
         found.notes.extend(_shown(storage, title, found))
+    stages, notes = clock.stages, found.notes
     outcome = outcome_of(
-        question,
-        found,
-        rows,
-        plan,
-        environment.device,
-        run,
-        source=target.source,
-        stages=clock.stages,
-        notes=found.notes,
+        question, found, rows, plan, environment.device, run, source=target.source, stages=stages, notes=notes
     )
     return finish(run, question, found, outcome)
 
@@ -297,29 +282,13 @@ def foresee_plan(
     with clock.stage("solve"):
         foreseen = foresee(profiled, question.budget, question.space)
     environment = profiled.profile.op_times.environment
-    notes = (*question.notes, *said_of_head(tracer.head, foreseen.choices))
+    choices, said = foreseen.choices, said_of_head(tracer.head, foreseen.choices)
     rows = simulated_rows(foreseen.predictions, seconds=seconds, host_budget=question.host_budget)
-    return SearchOutcome(
-        plan=make_plan(
-            question,
-            foreseen.choices,
-            listed_units(tracer.units, tracer.head, foreseen.choices),
-            environment,
-            foreseen.budget,
-            source="simulated",
-            rows=rows,
-            notes=notes,
-            host_budget=question.host_budget,
-        ),
-        source="simulated",
-        budget=foreseen.budget,
-        device=environment.device,
-        rows=rows,
-        settings=plain(question.settings),
-        binding=foreseen.binding,
-        dry_run=True,
-        stopped="dry run",
-        smallest_peak=foreseen.smallest_peak,
-        stages=tuple(clock.stages),
-        notes=notes,
+    notes = (*question.notes, *said)
+    plan = make_plan(
+        question, tracer, choices, environment, foreseen.budget, source="simulated", rows=rows, notes=notes
     )
+    outcome = outcome_of(
+        question, foreseen, rows, plan, environment.device, None, source="simulated", stages=clock.stages, notes=said
+    )
+    return outcome.model_copy(update={"dry_run": True})

@@ -92,6 +92,18 @@ def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> No
         climbed(climb_of({}, 2), known, 3)
 
 
+def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:
+    asked: list[bool] = []
+
+    def search(request: SearchRequest, _: Any) -> SearchOutcome:
+        asked.append(request.continued)
+        return outcome(1.0)
+
+    climb = Made(request(), 2, search, Silence())
+    climb.at(1, 3), climb.at(2, 3), climb.at(1, 8)
+    assert asked == [False, False, True]
+
+
 def test_a_line_through_two_sizes_says_what_fits() -> None:
     known = Sizes([1, 2, 4, 8], 100, {1: {"save": 30, "recompute": 20}, 2: {"save": 50, "recompute": 30}})
     assert known.predicted(4, "save") == 90 and known.predicted(4, "offload") is None
@@ -153,3 +165,5 @@ def test_a_simulated_search_names_the_setting_with_the_most_tokens_per_second(tm
     assert answer.outcome.plan is not None and answer.outcome.plan.workload is not None
     assert answer.outcome.plan.workload.batch_size == answer.best.batch_size
     assert answer.best.score.peak_bytes <= 600 * 10**6
+    dry = search_batch_sizes(asked.model_copy(update={"dry_run": True}), 4, run_search, Silence())
+    assert dry.best.batch_size == answer.best.batch_size and dry.outcome.dry_run

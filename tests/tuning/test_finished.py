@@ -82,6 +82,9 @@ def test_a_changed_verdict_names_both_plans(finished: tuple[Path, SearchOutcome]
     run.write_finished(record.model_copy(update={"outcome": record.outcome.model_copy(update={"plan": other})}))
     again, _ = ask(out, again=True)
     said = next(note for note in again.notes if "verdict changed" in note)
+    run.write_finished(record.model_copy(update={"outcome": record.outcome.model_copy(update={"plan": other})}))
+    continued, _ = ask(out, again=True, continued=True)
+    assert not any("verdict changed" in note for note in continued.notes), "what a round named was no verdict"
     assert again.plan is not None and str(again.plan.hash) in said and str(first.rows[1].plan_hash) in said
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
@@ -16,7 +15,6 @@ from autockpt.profiling import build_profile, nominal_op_times, used_by_others
 from autockpt.schema import (
     CompileMode,
     Measurement,
-    Plan,
     SearchOutcome,
     SearchRequest,
     StageTime,
@@ -31,7 +29,7 @@ from autockpt.tuning.outcome import make_plan, scored_rows
 from autockpt.tuning.proposers.base import Plans
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import enter_run, finish, outcome_of, question_of, save_plan_copy
+from autockpt.tuning.stages import enter_run, finish, outcome_of, question_of
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.measured import RealSteps, confirmation
@@ -70,10 +68,10 @@ def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> 
             environment = measurer.environment
         run, known = enter_run(stack, request, question, environment, tracer.units)
         if known is not None:
-            return save_plan_copy(request, known)
+            return known
         run.write_environment(environment)
         run.write_graph(found.uniform["save"][1])
-        return save_plan_copy(request, _searched(request, mode, question, found, measurer, run, clock))
+        return _searched(request, mode, question, found, measurer, run, clock)
 
 
 def _refuse(request: SearchRequest, device_kind: str) -> None:
@@ -131,7 +129,11 @@ def _searched(
         late = request.timeout is not None and clock.elapsed > request.timeout
         elsewise, said = (None, []) if late else _in_eager_steps(measurer, found)
         notes += said
-        plan = _plan(question, mode, tracer, measurer, found, rows, (*notes, _NOT_PREDICTED), elsewise)
+        choices, told = found.best.choices, (*notes, _NOT_PREDICTED)
+        plan = make_plan(
+            question, tracer, choices, environment, found.budget, source="measured", rows=rows, notes=told
+        ).model_copy(update={"compile": mode})
+        plan = plan if elsewise is None else plan.noting("eager", elsewise)
         run.write_plan(plan)
     stages = _compiling_apart(clock.stages, found)
     outcome = outcome_of(question, found, rows, plan, info, run, source="measured", stages=stages, notes=notes)
@@ -143,31 +145,6 @@ def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[
     compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
     steps = [s.model_copy(update={"seconds": s.seconds - compiling}) if s.name == STEPS else s for s in stages]
     return (*steps, StageTime(name=COMPILING, seconds=compiling, part=True))
-
-
-def _plan(
-    question: Question,
-    mode: CompileMode,
-    tracer: Tracer,
-    measurer: WorkerMeasurer,
-    found: SearchResult,
-    rows: tuple[Any, ...],
-    notes: tuple[str, ...],
-    eager: Measurement | None,
-) -> Plan:
-    assert found.best is not None
-    plan = make_plan(
-        question,
-        found.best.choices,
-        tracer.units,
-        measurer.environment,
-        found.budget,
-        source="measured",
-        rows=rows,
-        notes=notes,
-    )
-    plan = plan.model_copy(update={"compile": mode})
-    return plan if eager is None else plan.noting("eager", eager)
 
 
 def _in_eager_steps(measurer: WorkerMeasurer, found: SearchResult) -> tuple[Measurement | None, list[str]]:

@@ -36,7 +36,7 @@ from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.infeasible import WhatIf, naming_alternatives
 from autockpt.tuning.opening import Traced, blocks_of, traced
 from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, question_of, save_plan_copy
+from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, question_of
 from autockpt.tuning.targets.base import MOST_REPEATS, Target
 from autockpt.tuning.targets.shallow_twin import DEEP, calls_per_candidate, open_twin, transplanted
 from autockpt.tuning.trials import Candidate, Score
@@ -79,15 +79,13 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
             profiled = _profiled(found, hardware, budget, request.host_budget)
         environment = profiled.profile.op_times.environment
         if request.dry_run:
-            return save_plan_copy(request, foresee_plan(question, tracer, profiled, clock, seconds=True))
+            return foresee_plan(question, tracer, profiled, clock, seconds=True)
         run, known = enter_run(stack, request, question, environment, tracer.units, device=hardware.name)
         if known is not None:
-            return save_plan_copy(request, known)
+            return known
         storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
         target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
-        return save_plan_copy(
-            request, find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls)
-        )
+        return find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls)
 
 
 def foreseen(request: SearchRequest, hardware: Hardware, clock: Clock) -> SearchOutcome:
