@@ -23,17 +23,7 @@ from autockpt.page import compare_page, write_page, write_text
 from autockpt.reporting import listener
 from autockpt.reporting.explain_view import print_explanation
 from autockpt.reporting.terminal import console
-from autockpt.schema import (
-    Budget,
-    Plan,
-    SearchRequest,
-    SearchSpace,
-    Silence,
-    WorkloadSpec,
-    load_space,
-    parse_budget,
-    parse_size,
-)
+from autockpt.schema import Budget, Plan, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget, parse_size
 from autockpt.schema.explanation import Explanation
 from autockpt.schema.plan import CompileMode
 from autockpt.tuning import run_search
@@ -41,6 +31,7 @@ from autockpt.tuning import search as search_live
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
 
 
 @python_door

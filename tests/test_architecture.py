@@ -68,6 +68,8 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
             start = ".".join(p for p in (base, node.module or "") if p)
             for alias in node.names:
                 yield f"{start}.{alias.name}", node.lineno
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("search_spaces."):
+            yield str(node.value), node.lineno  # what resources are asked for by name
         elif isinstance(node, ast.Call) and _is_dynamic_import(node):
             name = node.args[0] if node.args else None
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
@@ -86,6 +88,8 @@ def violations(path: Path) -> Iterator[str]:
         top, *rest = name.split(".")
         if top in WITHOUT.get(package, ()):
             yield f"{where}: {package} does without {top}"
+        if top == "search_spaces" and LAYER.get(package, 1) == 0:
+            yield f"{where}: the data that ships with autockpt is read from above"
         if top in ONLY and package not in ONLY[top]:
             yield f"{where}: only {', '.join(ONLY[top])} may"
         if top != "autockpt" or package == "__init__" or not rest:

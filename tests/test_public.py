@@ -11,7 +11,7 @@ from torch import nn
 
 import autockpt
 from autockpt.errors import UsageError
-from autockpt.schema import load_space
+from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

@@ -193,7 +193,7 @@ def _compile_mode(given: str | None) -> CompileMode | None:
 
 
 def _space(name: str, choices: str | None) -> SearchSpace:
-    from autockpt.schema import load_space
+    from search_spaces.spaces import load_space
 
     space = load_space(name)
     return space if choices is None else space.restricted(listed(choices))

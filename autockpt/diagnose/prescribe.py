@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from autockpt.diagnose.question import Question
 from autockpt.errors import InfeasibleError
-from autockpt.schema import Budget, Choice, SearchOutcome, SearchRequest, Unit, WorkloadSpec, load_space, parse_choice
+from autockpt.schema import Budget, Choice, SearchOutcome, SearchRequest, Unit, WorkloadSpec, parse_choice
 from autockpt.schema.diagnosis import Room
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.remedy import WayOut
 from autockpt.tuning.question import Clock
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import simulate_search
+from search_spaces.spaces import load_space
 
 SPACE = "knobs"
 

@@ -13,23 +13,13 @@ from autockpt.errors import UsageError
 from autockpt.explaining.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
 from autockpt.profiling import CostModel, UniformRuns, build_profile, simulated_memory, tracer_for
-from autockpt.schema import (
-    SAVE,
-    Budget,
-    Choice,
-    Graph,
-    Listener,
-    Plan,
-    Remake,
-    Selective,
-    WorkloadSpec,
-    load_space,
-)
+from autockpt.schema import SAVE, Budget, Choice, Graph, Listener, Plan, Remake, Selective, WorkloadSpec
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning.opening import traced
 from autockpt.tuning.question import workload_key
 from search_spaces.hardware import list_hardware, load_hardware
+from search_spaces.spaces import load_space
 
 SPACE = "knobs"
 

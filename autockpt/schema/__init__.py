@@ -60,7 +60,7 @@ from autockpt.schema.sizes import (
     parse_budget,
     parse_size,
 )
-from autockpt.schema.space import Knob, SearchSpace, load_space
+from autockpt.schema.space import Knob, SearchSpace
 from autockpt.schema.trial import Measurement, Prediction, Trial, TrialState
 from autockpt.schema.verification import Check, CheckState, VerifyReport
 from autockpt.schema.workload import Dtype, OptimizerName, WorkloadSpec

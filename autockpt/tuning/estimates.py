@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autockpt.errors import AutockptError, InfeasibleError, python_door
-from autockpt.schema import SAVE, Estimate, SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
+from autockpt.schema import SAVE, Estimate, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.simulated import foreseen
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
 
 CHOICES = ("save", "recompute", "offload", "recompute_offload", "chunked_softmax")
 """Choices of whole layers, and of the output head. ``search`` has finer ones, which take it longer to weigh."""

@@ -35,7 +35,6 @@ from autockpt.schema import (
     SearchRequest,
     SearchSpace,
     Silence,
-    load_space,
     parse_budget,
     parse_size,
 )
@@ -51,6 +50,7 @@ from autockpt.tuning.targets.compiled import compiled_search
 from autockpt.tuning.targets.measured import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import simulate_search, simulated_environment
 from autockpt.workload import Step, fingerprint, refuse_simulated
+from search_spaces.spaces import load_space
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:

@@ -14,8 +14,9 @@ from autockpt.bench.peers import PEERS as PEERS_TABLE
 from autockpt.bench.run import taking_part
 from autockpt.bench.store import BenchDirectory
 from autockpt.errors import InfeasibleError, RunDirectoryError, UsageError
-from autockpt.schema import WorkloadSpec, load_space, parse_budget
+from autockpt.schema import WorkloadSpec, parse_budget
 from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow, SearchCost
+from search_spaces.spaces import load_space
 from tests.bench.stand_in import HereMeasurer
 from tests.measuring.small_workloads import BLOCKS
 

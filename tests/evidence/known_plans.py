@@ -16,18 +16,9 @@ from pathlib import Path
 
 from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
-from autockpt.schema import (
-    RECOMPUTE,
-    SAVE,
-    Choice,
-    SearchRequest,
-    WorkloadSpec,
-    choice_kinds,
-    load_space,
-    parse_budget,
-    plan_hash,
-)
+from autockpt.schema import RECOMPUTE, SAVE, Choice, SearchRequest, WorkloadSpec, choice_kinds, parse_budget, plan_hash
 from autockpt.tuning import run_search
+from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until
 
 SPEC = WorkloadSpec(model="llama-small", batch_size=2)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from autockpt.errors import InfeasibleError, PlanError, UsageError
 from autockpt.integrations.at_start import largest_batch
 from autockpt.integrations.transformers import AutockptCallback
-from autockpt.schema import SearchSpace, load_space
+from autockpt.schema import SearchSpace
+from search_spaces.spaces import load_space
 from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
 from tests.policies.zoo import assert_equal
 

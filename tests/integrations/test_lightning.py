@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, UsageError
 from autockpt.policies import attached_to, recomputing
-from autockpt.schema import Plan, load_space
+from autockpt.schema import Plan
+from search_spaces.spaces import load_space
 from tests.policies.zoo import CASES, assert_equal
 
 LLAMA = CASES["llama"]

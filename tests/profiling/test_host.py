@@ -9,10 +9,11 @@ from autockpt.devices.hostpool import AREA_BYTES
 from autockpt.errors import InfeasibleError
 from autockpt.profiling import build_profile, nominal_op_times, uniform_graphs, wants_disk
 from autockpt.runtime import attach
-from autockpt.schema import OFFLOAD, DeviceInfo, Environment, Offload, WorkloadSpec, load_space, parse_budget
+from autockpt.schema import OFFLOAD, DeviceInfo, Environment, Offload, WorkloadSpec, parse_budget
 from autockpt.tracing import Tracer
 from autockpt.tuning.dryrun import foresee
 from autockpt.workload import build
+from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

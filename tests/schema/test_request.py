@@ -2,16 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autockpt.schema import (
-    DeviceInfo,
-    Environment,
-    SearchRequest,
-    Silence,
-    WorkloadSpec,
-    load_space,
-    parse_budget,
-    question_hash,
-)
+from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget, question_hash
+from search_spaces.spaces import load_space
 
 ENVIRONMENT = Environment(
     device=DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34, threads=2),

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import UsageError
-from autockpt.schema import SearchSpace, load_space, searched_kinds
-from autockpt.schema.space import known_knobs, shipped_spaces
+from autockpt.schema import SearchSpace, searched_kinds
+from autockpt.schema.space import known_knobs
+from search_spaces.spaces import load_space, shipped_spaces
 
 
 def test_all_shipped_spaces_load() -> None:

@@ -21,12 +21,12 @@ from autockpt.schema import (
     SearchRequest,
     Silence,
     WorkloadSpec,
-    load_space,
     parse_budget,
 )
 from autockpt.tuning import batches, run_search
 from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
 
 DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
 

@@ -11,17 +11,7 @@ import pytest
 
 from autockpt.errors import ConflictError, InfeasibleError, MeasurementError
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import (
-    RECOMPUTE,
-    SAVE,
-    Choice,
-    DeviceInfo,
-    Environment,
-    Measurement,
-    Silence,
-    load_space,
-    parse_budget,
-)
+from autockpt.schema import RECOMPUTE, SAVE, Choice, DeviceInfo, Environment, Measurement, Silence, parse_budget
 from autockpt.schema.choices import CompileBudget
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.splits import SplitProposer
@@ -29,6 +19,7 @@ from autockpt.tuning.question import Clock, Limits, Question
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.measured import RealSteps
 from autockpt.tuning.trials import Trials
+from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,11 @@ import transformers
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
+from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning import run_search, search
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
 from tests.tuning.walk import files_entered
 
 pytestmark = pytest.mark.slow

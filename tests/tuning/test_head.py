@@ -11,12 +11,13 @@ import transformers
 from autockpt.cli.options import named_hardware
 from autockpt.errors import HostBudgetExceeded, InfeasibleError, UsageError
 from autockpt.runtime import apply
-from autockpt.schema import Plan, SearchRequest, WorkloadSpec, load_space, parse_budget
+from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search
 from autockpt.tuning.opening import CHUNKS
 from autockpt.workload import Step
+from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

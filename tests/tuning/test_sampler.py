@@ -8,8 +8,9 @@ import optuna
 import pytest
 
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import RECOMPUTE, SAVE, Measurement, ResolvedBudget, Trial, load_space
+from autockpt.schema import RECOMPUTE, SAVE, Measurement, ResolvedBudget, Trial
 from autockpt.tuning.proposers.sampler import MIB, Study, show_trials
+from search_spaces.spaces import load_space
 from tests.reporting.samples import trial
 
 

@@ -9,9 +9,10 @@ import pytest
 from torch import nn, ones
 
 from autockpt.errors import AutockptError, UsageError
-from autockpt.schema import SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
+from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning import run_search, search
 from autockpt.workload import Step
+from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

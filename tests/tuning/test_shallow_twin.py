@@ -9,12 +9,13 @@ import pytest
 import transformers
 
 from autockpt.profiling import build_profile, head_graphs, tracer_for, uniform_graphs
-from autockpt.schema import SAVE, WorkloadSpec, load_space, plan_hash
+from autockpt.schema import SAVE, WorkloadSpec, plan_hash
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.tracing import Tracer
 from autockpt.tuning.targets import shallow_twin as depth
 from autockpt.tuning.targets.simulated import modelled
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

@@ -11,12 +11,13 @@ import torch
 
 from autockpt.errors import InfeasibleError
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, load_space, parse_budget
+from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
 from autockpt.tuning.targets.simulated import within
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

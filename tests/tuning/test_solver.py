@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autockpt.schema import load_space
 from autockpt.tuning.proposers.solver import COPY_PRICES, hidden_copies, neutral
 from autockpt.tuning.trials import Parameters
+from search_spaces.spaces import load_space
 
 
 def test_the_price_of_copies_is_the_one_whose_plan_should_be_fastest() -> None:

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from autockpt.errors import UsageError
-from autockpt.schema import SearchRequest, WorkloadSpec, load_space, parse_budget
+from autockpt.schema import SearchRequest, WorkloadSpec, parse_budget
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
 from autockpt.workload import build, make_optimizer, refuse_simulated
+from search_spaces.spaces import load_space
 
 MODEL = "tests.tracing.cuda_models:causal_fp32"
 

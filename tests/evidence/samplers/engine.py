@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autockpt.profiling import CostModel
-from autockpt.schema import Budget, SearchSpace, Silence, load_space, searched_kinds
+from autockpt.schema import Budget, SearchSpace, Silence, searched_kinds
 from autockpt.tuning import question as asked
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.measured import RealSteps
 from autockpt.tuning.trials import Trials
+from search_spaces.spaces import load_space
 from tests.evidence.samplers.device import MadeUpDevice, Truth, believed, menu_of
 from tests.evidence.samplers.family import Instance, instance
 from tests.evidence.samplers.reference import Costs, Reference, optimum, scheduled

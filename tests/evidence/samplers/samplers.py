@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autockpt.schema import Choice, Problem, SearchSpace, Trial, from_label, label, load_space, parse_choice
+from autockpt.schema import Choice, Problem, SearchSpace, Trial, from_label, label, parse_choice
 from autockpt.schema.known import known_plans
 from autockpt.solvers import Ruling, exact
 from autockpt.tuning.proposers.sampler import Study
 from autockpt.tuning.proposers.solver import from_knobs, from_layers, neutral
 from autockpt.tuning.refit import fit
 from autockpt.tuning.trials import Candidate, Parameters, Score, Trials
+from search_spaces.spaces import load_space
 from tests.evidence.samplers.device import MadeUpDevice
 from tests.evidence.samplers.engine import Question, question
 from tests.evidence.samplers.family import instance

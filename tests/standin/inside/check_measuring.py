@@ -10,17 +10,10 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.runtime import apply
-from autockpt.schema import (
-    OFFLOAD,
-    RECOMPUTE,
-    SearchRequest,
-    Silence,
-    WorkloadSpec,
-    load_space,
-    parse_budget,
-)
+from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning.batches import foreseen_sizes, variant
 from autockpt.workload import Step, build, discover_units
+from search_spaces.spaces import load_space
 from tests.standin.inside.scenarios import Model
 
 standin = torch.get_device_module("standin")

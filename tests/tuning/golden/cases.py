@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from autockpt.schema import SearchRequest, WorkloadSpec, dump_choice, load_space, parse_budget
+from autockpt.schema import SearchRequest, WorkloadSpec, dump_choice, parse_budget
 from autockpt.tuning import run_search
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
 from tests.tuning.made_up import search_made_up
 
 ANSWERS = Path(__file__).with_name("answers.json")
