@@ -120,7 +120,7 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
         found = traced(tracer, load_space(SPACE), of_head=of_head)
         uniform, head = found.uniform, found.heads
         times, others = _times(question, uniform, list(head.graphs.values()) if head is not None else [])
-        listener.stage("weighing choices")
+        listener.stage("profiling choices")
         needs = simulated_memory(question.hardware, question.limit) if question.hardware is not None else None
         own = _own_sets(choices or {})
         profiled = build_profile(tracer, times.times, uniform, used_by_others=others, extra=own, needs=needs, head=head)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -230,19 +230,7 @@ Choice = Annotated[
 ]
 SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
 CHUNKED_SOFTMAX, CHUNKED_LOSS = ChunkedSoftmax(), ChunkedLoss()
-CHOICE_TYPES: tuple[type[_Choice], ...] = (
-    Save,
-    Recompute,
-    KeepAttention,
-    Selective,
-    Remake,
-    Offload,
-    RecomputeOffload,
-    Segment,
-    ChunkedSoftmax,
-    ChunkedLoss,
-    CompileBudget,
-)
+CHOICE_TYPES: tuple[type[_Choice], ...] = get_args(get_args(Choice)[0])
 _adapter: TypeAdapter[Any] = TypeAdapter(Choice)
 
 
