@@ -60,11 +60,8 @@ class _Reader:
     def read(self) -> CommandReading:
         self.values = self._values()
         self._world()
-        for name, option in (
-            (flags.MODEL, "model"),
-            (flags.ATTENTION, "attn"),
-        ):
-            self._text(name, option)
+        self._text(flags.MODEL, "model")
+        self._text(flags.ATTENTION, "attn")
         self._titan_model()
         self._number(flags.BATCH, "batch_size")
         self._number(flags.LENGTH, "seq_len")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from autockpt import errors
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import AutockptError, UsageError
 from autockpt.reporting.progress import describe_trial
+from autockpt.runtime import Handle, apply
 from autockpt.schema import words
 from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import format_binary, parse_budget
@@ -97,6 +99,33 @@ def wanted(
     if not timeout > 0:
         raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
     return Wanted(budget, timeout, None if out is None else Path(out), options)
+
+
+class PlanCallback:
+    """What the callbacks of all trainers share: a plan, or the wish for one, and what was attached."""
+
+    def __init__(
+        self,
+        plan: Plan | str | Path | None = None,
+        *,
+        budget: str | None = None,
+        timeout: float = TIMEOUT,
+        out: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.plan = wanted(plan, budget, timeout, out, options)
+        self.handle: Handle | None = None
+
+    def remove(self) -> None:
+        """Take the plan off the model where it is still on. Idempotent."""
+        if self.handle is not None:
+            self.handle.remove()
+
+    def _apply(self, plan: Plan, model: nn.Module, *, aloud: bool) -> None:
+        self.handle = apply(model, plan)
+        if aloud:
+            logging.getLogger(type(self).__module__).info("%s", self.handle)
 
 
 class _Lines:

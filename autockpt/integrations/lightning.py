@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.integrations.at_start import TIMEOUT, Wanted, found_once, largest_batch, wanted
-from autockpt.runtime import Handle, apply, choices_for
+from autockpt.integrations.at_start import PlanCallback, Wanted, found_once, largest_batch
+from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
 from autockpt.workload import Step, discover_units, find_loss, move
 
@@ -37,7 +37,7 @@ def _callback_classes() -> tuple[type, ...]:
     return tuple(import_module(name).Callback for name in found)
 
 
-class AutockptLightningCallback(*_callback_classes()):  # type: ignore[misc]
+class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ignore[misc]
     """Applies a plan while a Lightning Trainer fits: one from a file, or one that it searches for as training starts.
 
         Trainer(callbacks=[AutockptLightningCallback("plan.yaml")], …).fit(module)
@@ -56,31 +56,18 @@ class AutockptLightningCallback(*_callback_classes()):  # type: ignore[misc]
     manual optimization, several optimizers), InfeasibleError where nothing fits the budget.
     """
 
-    def __init__(
-        self,
-        plan: Plan | str | Path | None = None,
-        *,
-        budget: str | None = None,
-        timeout: float = TIMEOUT,
-        out: str | Path | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self.plan = wanted(plan, budget, timeout, out, options)
-        self.handle: Handle | None = None
-
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         self.remove()
         self.handle = None
         if isinstance(self.plan, Plan):
-            self._apply(self.plan, called_part(pl_module, self.plan), trainer)
+            self._apply(self.plan, called_part(pl_module, self.plan), aloud=_is_first(trainer))
         else:
             _refuse_unsearchable(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         if self.handle is None and isinstance(plan := self.plan, Wanted):
             found = found_once(lambda: _search(trainer, pl_module, plan, batch, batch_idx))
-            self._apply(found, called_part(pl_module, found), trainer)
+            self._apply(found, called_part(pl_module, found), aloud=_is_first(trainer))
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         self.remove()
@@ -91,15 +78,9 @@ class AutockptLightningCallback(*_callback_classes()):  # type: ignore[misc]
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         self.remove()
 
-    def remove(self) -> None:
-        """Take the plan off the model where it is still on. Idempotent."""
-        if self.handle is not None:
-            self.handle.remove()
 
-    def _apply(self, plan: Plan, model: nn.Module, trainer: Any) -> None:
-        self.handle = apply(model, plan)
-        if getattr(trainer, "is_global_zero", True):
-            _log.info("%s", self.handle)
+def _is_first(trainer: Any) -> bool:
+    return getattr(trainer, "is_global_zero", True)
 
 
 def _refuse_unsearchable(trainer: Any, module: Any) -> None:

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.integrations.at_start import TIMEOUT, Wanted, found_once, largest_batch, wanted
-from autockpt.runtime import Handle, apply
+from autockpt.integrations.at_start import PlanCallback, Wanted, found_once, largest_batch
 from autockpt.schema.plan import Plan
 from autockpt.workload import Step, move
 
@@ -26,7 +25,7 @@ _SPELLINGS = ("activation_checkpointing", "gradient_checkpointing")
 _TELLING = ("every_n_layers", "offload", "selective")
 
 
-class AutockptCallback(TrainerCallback):
+class AutockptCallback(PlanCallback, TrainerCallback):
     """Applies a plan while a Trainer trains: one from a file, or one that it searches for as training starts.
 
         Trainer(model, args, callbacks=[autockpt.AutockptCallback("plan.yaml")], …).train()
@@ -48,18 +47,6 @@ class AutockptCallback(TrainerCallback):
     possible in this trainer (FSDP, DeepSpeed, torch_compile), InfeasibleError where nothing fits the budget.
     """
 
-    def __init__(
-        self,
-        plan: Plan | str | Path | None = None,
-        *,
-        budget: str | None = None,
-        timeout: float = TIMEOUT,
-        out: str | Path | None = None,
-        **options: Any,
-    ) -> None:
-        self.plan = wanted(plan, budget, timeout, out, options)
-        self.handle: Handle | None = None
-
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         refuse_own_checkpointing(args)
 
@@ -68,7 +55,7 @@ class AutockptCallback(TrainerCallback):
         self.remove()  # left from a run that was interrupted, or that is tried again with a smaller batch
         self.handle = None
         if isinstance(self.plan, Plan):
-            self._apply(self.plan, kwargs["model"], state)
+            self._apply(self.plan, kwargs["model"], aloud=state.is_world_process_zero)
         else:
             trainer = calling_trainer()
             _refuse_unsearchable(trainer)
@@ -84,16 +71,6 @@ class AutockptCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
 
-    def remove(self) -> None:
-        """Take the plan off the model where it is still on. Idempotent."""
-        if self.handle is not None:
-            self.handle.remove()
-
-    def _apply(self, plan: Plan, model: nn.Module, state: Any) -> None:
-        self.handle = apply(model, plan)
-        if state.is_world_process_zero:
-            _log.info("%s", self.handle)
-
     def _await_batches(self, trainer: Any, plan: Wanted) -> None:
         """Search once the batches of the first step are there: drawn as ever, so the order of the data stays."""
 
@@ -102,13 +79,11 @@ class AutockptCallback(TrainerCallback):
             batches, items = drawn
             if batches:
                 del trainer.get_batch_samples
-                self._apply(self._find(trainer, plan, batches, items), trainer.model, trainer.state)
+                found = found_once(lambda: _search(trainer, plan, batches, items))
+                self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             return drawn
 
         trainer.get_batch_samples = get_batch_samples
-
-    def _find(self, trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
-        return found_once(lambda: _search(trainer, plan, batches, items))
 
 
 def calling_trainer() -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
+from autockpt.measuring.failures import chain
 from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.choices import SAVE, Choice, label
 from autockpt.schema.plan import CompileMode, plan_hash
@@ -221,17 +222,8 @@ def _in_words() -> Iterator[None]:
 
 def _within(error: BaseException) -> AutockptError | None:
     """What the compiler wrapped."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        one = pending.pop()
-        if one is None or id(one) in seen:
-            continue
-        if isinstance(one, AutockptError) and not isinstance(one, DeviceOutOfMemory):
-            return one
-        seen.add(id(one))
-        pending += [one.__cause__, one.__context__, getattr(one, "inner_exception", None)]
-    return None
+    ours = (e for e in chain(error) if isinstance(e, AutockptError) and not isinstance(e, DeviceOutOfMemory))
+    return next(ours, None)
 
 
 def measure_eagerly(runner: Any, payload: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def forget_frames(error: BaseException) -> None:
 
     They hold the step's activations: without this, memory that ran out stays full for as long as the exception lives.
     """
-    for one in _chain(error):
+    for one in chain(error):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
 
@@ -82,8 +82,8 @@ def from_wire(data: dict[str, Any]) -> AutockptError:
     return cls(data["message"], remedy=data.get("remedy"), **known)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and all that it was raised from or while handling."""
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and all that it was raised from, or while handling, or that a compiler wrapped in it."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -91,4 +91,4 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         if one is not None and id(one) not in seen:
             seen.add(id(one))
             yield one
-            pending += [one.__cause__, one.__context__]
+            pending += [one.__cause__, one.__context__, getattr(one, "inner_exception", None)]

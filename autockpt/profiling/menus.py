@@ -138,18 +138,10 @@ class _Change:
 
 
 def _change(plain: _Run, variant: _Run, index: int, name: str) -> _Change:
-    kept, forward, backward = _byte_changes(plain, variant, index)
     times = {phase: variant.seconds(name, phase) for phase in ("forward", "backward", "recompute")}
-    return _Change(
-        kept=kept,
-        forward=forward,
-        backward=backward,
-        forward_seconds=times["forward"],
-        backward_seconds=times["backward"],
-        recompute_seconds=times["recompute"],
-        copy_seconds=_copy_seconds(plain.simulation, variant.simulation, times),
-        host=variant.host_bytes,
-    )
+    copying = _copy_seconds(plain.simulation, variant.simulation, times)
+    seconds = times["forward"], times["backward"], times["recompute"], copying
+    return _Change(*_byte_changes(plain, variant, index), *seconds, variant.host_bytes)
 
 
 def _byte_changes(plain: _Run, variant: _Run, index: int) -> tuple[int, int, int]:

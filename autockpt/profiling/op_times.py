@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
 from autockpt.devices.disk import DiskTransport
-from autockpt.profiling.probes import Clock, watch_seconds
+from autockpt.profiling.probes import Clock, by_transport, watch_seconds
 from autockpt.schema.choices import parse_choice
 from autockpt.tracing import signature
 
 if TYPE_CHECKING:
     from autockpt.measuring import StepRunner
 
-COPY_PROBE_BYTES, COPY_PROBES, COPY_ROUNDS = 4 * 2**20, 8, 5
+COPY_PROBE_BYTES, COPY_PROBES = 4 * 2**20, 8
 QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the time that queueing a copy takes
 # The device is kept busy while the host queues so many ops: else it would wait for the host between two events, and ops
 # would seem to take as long as launching them. A launch queue holds about a thousand entries, and an op makes three.
@@ -118,7 +118,8 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
             optimizer.append(timer.optimizer)
             for name, values in timer.seconds.items():
                 seconds[name].extend(values)
-    out, back = _copy_bandwidths(runner)
+    size = COPY_PROBE_BYTES if device.type == "cpu" else QUEUED_COPY_PROBE_BYTES  # about that of one activation
+    out, back = by_transport(device, size, COPY_PROBES, time.perf_counter, runner.device.synchronize)
     disk = _disk_bandwidths(runner) if payload.get("disk") else (0.0, 0.0)
     return {
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
@@ -136,30 +137,6 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
 def memory_of_others(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes on the device that other processes hold."""
     return {"bytes": runner.device.used_by_others()}
-
-
-def _copy_bandwidths(runner: StepRunner) -> tuple[float, float]:
-    """Bytes per second off the device and back, by the transport that offload uses: the best of some rounds.
-
-    Many copies of the size of one activation, in buffers that earlier rounds used: as in the steady state of training.
-    """
-    transport = transport_for(runner.device.torch_device)
-    size = COPY_PROBE_BYTES if runner.device.kind == "cpu" else QUEUED_COPY_PROBE_BYTES
-    sources = [torch.ones(size, dtype=torch.uint8, device=runner.device.torch_device) for _ in range(COPY_PROBES)]
-    best_out = best_back = float("inf")
-    for _ in range(COPY_ROUNDS):
-        runner.device.synchronize()
-        start = time.perf_counter()
-        parcels = [transport.send(source) for source in sources]
-        for parcel in parcels:
-            parcel.settle()
-        runner.device.synchronize()
-        middle = time.perf_counter()
-        while parcels:
-            parcels.pop().get()
-        runner.device.synchronize()
-        best_out, best_back = min(best_out, middle - start), min(best_back, time.perf_counter() - middle)
-    return COPY_PROBES * size / best_out, COPY_PROBES * size / best_back
 
 
 def _disk_bandwidths(runner: StepRunner) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from autockpt.workload import Step, build
 
 T = TypeVar("T")
 WATCHED_LAYERS, WATCHED_CALLS = 4, 5
+COPY_ROUNDS = 5
 LEAST_SAMPLE = 2e-3  # seconds: shorter samples are repeated until they last that long
 
 
@@ -268,7 +269,8 @@ def _host_seconds(clock: Clock, fn: Callable[[], Any]) -> float:
 def time_links(clock: Clock, *, small: int, large: int) -> Links:
     """Copies off the device and back: as offload does them on a CPU, pinned and pageable on an accelerator."""
     if clock.device.type == "cpu":
-        small_out, small_back = _by_transport(clock.device, small, max(1, large // small))
+        now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        small_out, small_back = by_transport(clock.device, small, max(1, large // small), now, lambda: None)
         return Links(out=small_out, back=small_back, small_out=small_out, small_back=small_back)
     out, back = _by_copy(clock, large, pinned=True)
     small_out, small_back = _by_copy(clock, small, pinned=True)
@@ -291,19 +293,27 @@ def _by_copy(clock: Clock, nbytes: int, *, pinned: bool) -> tuple[float, float]:
     return nbytes / out, nbytes / back
 
 
-def _by_transport(device: torch.device, nbytes: int, count: int, rounds: int = 5) -> tuple[float, float]:
-    """Many copies of one size in buffers that earlier rounds used, as in training's steady state: the best round."""
-    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+def by_transport(
+    device: torch.device, nbytes: int, count: int, now: Callable[[], float], wait: Callable[[], None]
+) -> tuple[float, float]:
+    """Bytes per second off the device and back, by the transport that offload uses: the best of some rounds.
+
+    Many copies of one size in buffers that earlier rounds used, as in training's steady state. ``now`` is the clock,
+    ``wait`` returns when the device has done all of its work.
+    """
     transport = transport_for(device)
     sources = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
     best_out = best_back = float("inf")
-    for _ in range(rounds):
+    for _ in range(COPY_ROUNDS):
+        wait()
         start = now()
         parcels = [transport.send(source) for source in sources]
         for parcel in parcels:
             parcel.settle()
+        wait()
         middle = now()
         while parcels:
             parcels.pop().get()
+        wait()
         best_out, best_back = min(best_out, middle - start), min(best_back, now() - middle)
     return count * nbytes / best_out, count * nbytes / best_back

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.schema.graph import Tier
 from autockpt.tracing.accumulation import Counts, EngineAdds, FusedAdds
-from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
 from autockpt.tracing.operators import Operator, Operators, count_flops, flat_tensors
 from autockpt.tracing.quantised_kernels import notes_on_quantised
@@ -22,7 +21,7 @@ from autockpt.tracing.scratch import GIVEN_UP, Trials, is_measured
 from autockpt.tracing.shapes import Outcome
 from autockpt.tracing.signature import dtype_name, plain_signature, signature
 from autockpt.tracing.storages import StorageLog
-from autockpt.tracing.workspaces import workspace_bytes
+from autockpt.tracing.workspaces import cuda_workspace_bytes, workspace_bytes
 
 _SCALARS = frozenset({int, bool, str, type(None)})
 _SETTINGS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from autockpt.schema import RECOMPUTE, Graph, WorkloadSpec
 from autockpt.tracing import Tracer, run
 from autockpt.tracing.cuda_kernels import AMPERE, attention, attention_kernel, cuda_kernels
-from autockpt.tracing.cuda_workspaces import cuda_workspace_bytes
 from autockpt.tracing.operators import Operator
+from autockpt.tracing.workspaces import cuda_workspace_bytes
 from tests.tracing.cuda_models import HEADS, LENGTH, WIDTH
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
