@@ -140,14 +140,17 @@ def sample(package: str, number: int, seed: int, root: Path = ROOT) -> list[Muta
 
 def found_again(mutant: Mutant, package: str) -> Mutant | None:
     """The same change of the same line, drawn from another checkout, in the code here: where the line reads the same,
-    the module of the same name and the nearest line first."""
-    text = mutant.module.read_text().splitlines()[mutant.line - 1].strip()
-    found = []
-    for module in (ROOT / "autockpt" / package).rglob("*.py"):
+    in the module of that name first; of several such lines of a module the one that is as far down among them."""
+
+    def alike(module: Path) -> list[Mutant]:
         lines = module.read_text().splitlines()
-        same = [m for m in mutants_of(module) if m.what == mutant.what and lines[m.line - 1].strip() == text]
-        found += [((module.name != mutant.module.name, abs(m.line - mutant.line)), m) for m in same]
-    return min(found)[1] if found else None
+        return [m for m in mutants_of(module) if m.what == mutant.what and lines[m.line - 1].strip() == text]
+
+    text = mutant.module.read_text().splitlines()[mutant.line - 1].strip()
+    rank = alike(mutant.module).index(mutant)
+    modules = sorted((ROOT / "autockpt" / package).rglob("*.py"), key=lambda path: path.name != mutant.module.name)
+    found = next(filter(None, map(alike, modules)), [])
+    return found[min(rank, len(found) - 1)] if found else None
 
 
 def tests_of(module: Path) -> list[str]:
