@@ -4,9 +4,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eagerly(run: F, *, recursive: bool = True, reason: str | None = None) -> F:
+    """``torch.compiler.disable``, which imports the compiler, but only once one is at work: that takes seconds."""
+    disabled: list[Callable[..., Any]] = []
+
+    def prepare() -> None:
+        if not disabled:
+            disabled.append(torch.compiler.disable(run, recursive=recursive, reason=reason))
+
+    # Run for real while the compiler traces: what torch.compiler.assume_constant_result does, which imports it as well.
+    prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        prepare()
+        return disabled[0](*args, **kwargs)
+
+    # The compiler counts how often a code object was compiled: each function needs its own.
+    outside.__code__ = outside.__code__.replace(co_name=run.__name__)
+    return functools.wraps(run)(outside)  # type: ignore[return-value]
 
 
 def outside_graphs(kind: str, why: str, *, inside: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -21,13 +45,4 @@ def outside_graphs(kind: str, why: str, *, inside: bool = False) -> Callable[[Ca
         "fullgraph=True, or choose save or recompute for it."
     )
 
-    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
-        eager = torch.compiler.disable(run, recursive=inside, reason=reason)
-
-        @functools.wraps(run)
-        def between_graphs(*args: Any, **kwargs: Any) -> Any:
-            return (eager if torch.compiler.is_compiling() else run)(*args, **kwargs)
-
-        return between_graphs
-
-    return decorate
+    return functools.partial(eagerly, recursive=inside, reason=reason)

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -36,11 +36,11 @@ from autockpt.policies.compared import (
     memory_of,
     read,
 )
+from autockpt.policies.compiling import eagerly
 from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, stream_of, why_not
 from autockpt.policies.rerun_state import Code, code_of
 from autockpt.policies.saved import probe_of
 
-F = TypeVar("F", bound=Callable[..., Any])
 Mode = Literal["off", "sample", "all"]
 WINDOW = 499
 """Steps after which every unit has been checked again, at most. A prime: of a unit that is called several times in
@@ -56,12 +56,7 @@ _CAUSES = (
 )
 
 
-def _eagerly(method: F) -> F:
-    """Not to be compiled along with the unit that it is called in."""
-    return torch.compiler.disable(method)  # type: ignore[return-value]
-
-
-_code_of = _eagerly(code_of)
+_code_of = eagerly(code_of)
 
 
 class Rounding(NamedTuple):
@@ -260,7 +255,7 @@ class Watch:
         """Hooks on saved tensors around the unit's forward."""
         return (self._assignments.hooks if self._assignments is not None else saved_tensors_hooks)(pack, unpack)
 
-    @_eagerly
+    @eagerly
     def packed(self, tensor: torch.Tensor) -> Entry:
         """Autograd saves a tensor, and something else will be handed out for it."""
         entry = Entry(self, len(self._entries), tensor)
@@ -271,13 +266,13 @@ class Watch:
                 entry.let_go()
         return entry
 
-    @_eagerly
+    @eagerly
     def forward_ended(self) -> None:
         """The unit's forward has ended."""
         for entry in self._entries:
             entry.let_go()
 
-    @_eagerly
+    @eagerly
     def look_again(self) -> None:
         """What the originals hold now, as far as they live, is what backward would read."""
         for entry in self._entries:
