@@ -10,7 +10,7 @@ kernel is chosen follows ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from autockpt.tracing.quantised_kernels import cuda_int8_products
 
 Attention = Literal["cudnn", "flash", "efficient", "math"]
 Capability = tuple[int, int]
+Unread = Callable[[], AbstractContextManager[None]]
 AMPERE: Capability = (8, 0)
 
 # Operators that have no CPU kernel: never run for real, however small their inputs.
@@ -135,12 +136,17 @@ def attention(
     enable_gqa: bool = False,
     *,
     capability: Capability = AMPERE,
+    unread: Unread = nullcontext,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` as CUDA runs it, for ghosts on the CPU; autocast is applied."""
+    """``scaled_dot_product_attention`` as CUDA runs it, for ghosts on the CPU; autocast is applied.
+
+    ``unread`` is entered where values are made that nothing but a kernel of CUDA's reads.
+    """
     query, key, value = (_autocast(t) for t in (query, key, value))
     options = {"dropout": dropout_p, "causal": is_causal, "gqa": enable_gqa}
     kernel = attention_kernel(query, key, value, attn_mask, **options, capability=capability)
-    mask = _additive(attn_mask, query.dtype)
+    with nullcontext() if kernel == "math" else unread():
+        mask = _additive(attn_mask, query.dtype)
     saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     aten = torch.ops.aten
     if kernel == "cudnn":
@@ -193,13 +199,16 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def cuda_kernels(capability: Capability) -> Iterator[None]:
-    """Let code that calls ``torch.nn.functional`` take the kernels of CUDA, while a ghost run is under way."""
+def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterator[None]:
+    """Let code that calls ``torch.nn.functional`` take the kernels of CUDA, while a ghost run is under way.
+
+    ``unread`` as for ``attention``.
+    """
     plain_attention, plain_dropout = F.scaled_dot_product_attention, F.dropout
     plain_norms: dict[Any, Callable[..., Tensor]] = {F: F.rms_norm, torch: torch.rms_norm}
 
     def sdpa(*args: Any, **kwargs: Any) -> Tensor:
-        return attention(*args, **kwargs, capability=capability)
+        return attention(*args, **kwargs, capability=capability, unread=unread)
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if inplace or not training or not 0 < p < 1 or not input.numel():

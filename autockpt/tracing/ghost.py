@@ -57,6 +57,7 @@ class GhostMode(Recorder):
         self.building = False
         self.capability: Capability | None = None  # of the NVIDIA GPU whose kernels the step is to take
         self.refused: str | None = None
+        self._values_matter = True
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -72,11 +73,20 @@ class GhostMode(Recorder):
 
         Tensor.tolist = tolist  # type: ignore[method-assign]
         try:
-            kernels = nullcontext() if self.capability is None else cuda_kernels(self.capability)
+            kernels = nullcontext() if self.capability is None else cuda_kernels(self.capability, self._unread)
             with super().recording(), kernels:
                 yield self
         finally:
             Tensor.tolist = plain  # type: ignore[method-assign]
+
+    @contextmanager
+    def _unread(self) -> Iterator[None]:
+        """What is made inside is a ghost, whatever it is made of: nobody asks for its values."""
+        self._values_matter = False
+        try:
+            yield
+        finally:
+            self._values_matter = True
 
     def allocate(self, nbytes: int) -> Tensor:
         """A 1-D uint8 ghost, born before the op that runs next."""
@@ -114,7 +124,11 @@ class GhostMode(Recorder):
             return func(*args, **kwargs)
         if operator.base in CUDA_ONLY:
             return self._pretend(call, func, args, kwargs, tensors)
-        if not self._reads_ghost(tensors) and self._makes_small(call, func, args, kwargs, tensors):
+        if (
+            not self._reads_ghost(tensors)
+            and self._values_matter
+            and self._makes_small(call, func, args, kwargs, tensors)
+        ):
             return func(*args, **kwargs)
         return self._pretend(call, func, args, kwargs, tensors)
 
@@ -132,7 +146,9 @@ class GhostMode(Recorder):
     def _makes_small(
         self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> bool:
-        """Whether an op on real tensors is small enough on both sides to run for real."""
+        """Whether an op on real tensors is small enough on both sides to run for real, and worth it."""
+        if not self._values_matter:
+            return False
         for tensor in tensors:
             if tensor.numel() * tensor.element_size() > self._real_bytes(tensor.dtype, tensor.dim()):
                 return False
