@@ -319,13 +319,13 @@ def build_profile(
     variants: dict[tuple[int, Choice], Graph] = {}
     for unit in representatives(base.blocks()).values():
         choices = [choice for kind in uniform if (choice := parse_choice(kind)) != SAVE]
-        if Selective().kind in uniform:
-            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
-            most = MOST_SETS_BESIDE if Remake().kind in uniform else MOST_SETS
-            choices += selective_front(again, unit, times, most)
-        if Remake().kind in uniform:
-            again = variants.setdefault((unit.kind, RECOMPUTE), predictor.graph({unit.name: RECOMPUTE}))
-            choices += remake_front(again, unit, times)
+        if Selective().kind in uniform or Remake().kind in uniform:
+            again = variants[unit.kind, RECOMPUTE] = predictor.graph({unit.name: RECOMPUTE})
+            if Selective().kind in uniform:
+                most = MOST_SETS_BESIDE if Remake().kind in uniform else MOST_SETS
+                choices += selective_front(again, unit, times, most)
+            if Remake().kind in uniform:
+                choices += remake_front(again, unit, times)
         if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
             moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
             choices += [choice for choice in moving if choice.kind in uniform]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import transformers
 
 from autockpt.profiling import build_profile, head_graphs, tracer_for, uniform_graphs
-from autockpt.schema import SAVE, WorkloadSpec, plan_hash
+from autockpt.schema import RECOMPUTE, SAVE, WorkloadSpec, plan_hash
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.tracing import Tracer
 from autockpt.tuning.targets import shallow_twin as depth
@@ -81,12 +80,24 @@ def test_deeper_models_get_fewer_ghost_runs_per_candidate() -> None:
     assert calls == [8, 8, 8, 6]
 
 
-def test_remembered_ghost_runs_are_not_repeated(tmp_path: Path) -> None:
+def test_remembered_ghost_runs_are_not_repeated() -> None:
     asked: list[str] = []
+
+    class Graph:
+        ops = range(depth.REMEMBERED_OPS // 2)
 
     def trace(choices):
         asked.append(plan_hash(choices))
-        return len(asked)
+        return Graph()
 
-    remembering = depth.Remembering(trace)
-    assert remembering({}) == remembering({"a": SAVE}) == 1 and len(asked) == 1
+    remembering = depth.Remembering(trace)  # type: ignore[arg-type]
+    first = remembering({})
+    assert remembering({"a": SAVE}) is first and len(asked) == 1
+    remembering({"a": RECOMPUTE})
+    assert remembering({}) is first and len(asked) == 2  # both are kept
+    remembering({"b": RECOMPUTE})  # the third sends off the one that was asked for longest ago
+    assert remembering({}) is first and len(asked) == 3
+    remembering({"a": RECOMPUTE})
+    assert len(asked) == 4
+    remembering.always[plan_hash({"c": RECOMPUTE})] = first
+    assert remembering({"c": RECOMPUTE}) is first and len(asked) == 4

@@ -21,7 +21,7 @@ from autockpt.workload.shallow import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while
 TWIN_BLOCKS = 6
-REMEMBERED_GRAPHS = 1  # 0.1 GB each for 80 blocks
+REMEMBERED_OPS = 100_000  # of ghost runs that are kept: about 0.3 GB
 OPS_PER_CANDIDATE = 120_000  # ghost-run for one candidate: fewer ghost runs of deeper models
 FEWEST_CALLS, MOST_CALLS = 6, 8
 
@@ -56,7 +56,9 @@ def transplanted(
     ``needs`` says what a ghost run of the whole model takes of the device.
     """
     times = small.profile.op_times
-    predictor = Predictor(Remembering(traces, base), times, small.host_budget, needs)
+    remembering = Remembering(traces)
+    remembering.always[plan_hash({})] = base
+    predictor = Predictor(remembering, times, small.host_budget, needs)
     predictor.learn({}, base)
     by_kind = {menu.kind: menu for menu in small.profile.menus}
     twins = _matching(small.base, base) or {}
@@ -69,7 +71,7 @@ def transplanted(
         head = head.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})
     lean = dict.fromkeys((unit.name for unit in base.blocks()), menus[-1].items[-1].choice)
     lean |= {name: RECOMPUTE for name in lean if RECOMPUTE in [item.choice for item in menus[-1].items]}
-    leanest = predictor.graph(lean)
+    leanest = remembering.always[plan_hash(lean)] = predictor.graph(lean)
     predictor.learn(lean, leanest)
     if head is not None:
         menus = (*menus, small.profile.menus[-1].model_copy(update={"kind": head.kind}))
@@ -92,20 +94,23 @@ def calls_per_candidate(base: Graph) -> int:
 
 
 class Remembering:
-    """Ghost runs by plan, the last few remembered; ``base``, that of saving everything, always."""
+    """Ghost runs by plan, the last few remembered; those in ``always`` (by hash of their plan) for good."""
 
-    def __init__(self, trace: Callable[[Mapping[str, Choice]], Graph], base: Graph | None = None) -> None:
-        self._trace, self._base, self._nothing = trace, base, plan_hash({})
+    def __init__(
+        self, trace: Callable[[Mapping[str, Choice]], Graph], always: Mapping[str, Graph] | None = None
+    ) -> None:
+        self.always = dict(always or {})
+        self._trace = trace
         self._graphs: OrderedDict[str, Graph] = OrderedDict()
 
     def __call__(self, choices: Mapping[str, Choice]) -> Graph:
         key = plan_hash(choices)
-        if self._base is not None and key == self._nothing:
-            return self._base
+        if key in self.always:
+            return self.always[key]
         if key not in self._graphs:
             self._graphs[key] = self._trace(choices)
         self._graphs.move_to_end(key)
-        while len(self._graphs) > REMEMBERED_GRAPHS:
+        while len(self._graphs) > 1 and sum(len(graph.ops) for graph in self._graphs.values()) > REMEMBERED_OPS:
             self._graphs.popitem(last=False)
         return self._graphs[key]
 
