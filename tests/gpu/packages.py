@@ -62,7 +62,8 @@ class Wanted:
             f"not here: {', '.join(f'{name} (for {by})' for name, by in self.missing.items())}.\nWhere there is a "
             f"network: python -m pip download --only-binary=:all: --python-version {version} "
             f"--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 -d WHEELS {names}\nthen here: --wheels "
-            "WHEELS (torch and transformers have to be installed)"
+            "WHEELS (torch and transformers have to be installed). results/gpu/README.md names all that a bare machine "
+            "needs, for --no-deps: peft would bring PyTorch along"
         )
 
 
