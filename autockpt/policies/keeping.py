@@ -115,7 +115,7 @@ def alias(leaf: Any) -> Any:
 
 
 def _geometry(tensor: torch.Tensor) -> Geometry:
-    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+    return tensor.size(), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
 def _address(tensor: torch.Tensor) -> int | None:
@@ -412,8 +412,8 @@ def _origins(saved: Sequence[torch.Tensor], given: Sequence[Any]) -> tuple[tuple
 
 
 def _extent(tensor: torch.Tensor) -> Any:
-    """Which elements of which memory, whatever their order."""
-    return _address(tensor), tensor.dtype, tensor.storage_offset(), tensor.numel()
+    """Which elements of which memory, whatever their order; of plain tensors, as ``_key`` has seen to."""
+    return tensor.untyped_storage()._cdata, tensor.dtype, tensor.storage_offset(), tensor.numel()
 
 
 def _learn(key: Any, seen: list[Any], out: Any, origins: tuple[int, ...], made: list[torch.Tensor]) -> None:
