@@ -5,15 +5,15 @@ from autockpt.policies.base import ForwardListener, InPlaceError, PlannedUnit, P
 from autockpt.policies.chunked_loss import ChunkedLossPolicy
 from autockpt.policies.chunked_softmax import ChunkedSoftmaxPolicy
 from autockpt.policies.compile_budget import CompileBudgetPolicy
+from autockpt.policies.compute_ops import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
-from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
-from autockpt.policies.keeping import given_up
 from autockpt.policies.offload import OffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.recompute_offload import RecomputeOffloadPolicy
 from autockpt.policies.remake import RemakePolicy
 from autockpt.policies.replay import recomputing
 from autockpt.policies.save import SavePolicy
+from autockpt.policies.saved_outputs import given_up
 from autockpt.policies.segment import SegmentPolicy
 from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy, kept_by
 from autockpt.policies.sentinels import FIRST_CALLS, WINDOW, Sentinels

@@ -20,8 +20,8 @@ from autockpt.policies.attachment import Attachment, acts, call_inner
 from autockpt.policies.base import InPlaceError, PlannedUnit, PolicySession
 from autockpt.policies.chunked_loss import refuse_others
 from autockpt.policies.headcall import CrossEntropy, refuse_many, refuse_twice
-from autockpt.policies.keeping import alias
 from autockpt.policies.lazylogits import lazy_logits
+from autockpt.policies.saved_outputs import alias
 from autockpt.schema.choices import Choice
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from autockpt.policies.heavy import is_heavy
+from autockpt.policies.compute_ops import is_heavy
 from autockpt.policies.watching import CHANGED_BY_WATCHING
 
 Kind = Literal["view", "hidden view", "writes", "statistics", "suspect", "again", "heavy", "other"]

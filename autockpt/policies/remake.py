@@ -24,11 +24,11 @@ from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native, refuse_transforms
 from autockpt.policies.following import Following, Ways
+from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
 from autockpt.policies.rerun_state import Code, code_of
 from autockpt.policies.score import Learning
 from autockpt.policies.sentinels import HELD_BYTES, Watch
 from autockpt.policies.tape import unpack
-from autockpt.policies.taping import HandingOut, Tape, current, running, tape_of
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 from autockpt.schema.names import strip_prefixes

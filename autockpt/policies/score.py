@@ -1,7 +1,8 @@
 """What one call of a unit did, function by function, and what a later one can make again by doing the same.
 
-Beside a tape (``taping``), which notes ops below autograd, a call's functions of torch's are noted: with every number,
-flag and type among their arguments, and where each tensor comes from. ``following`` holds later calls against it.
+Beside a tape (``op_recorder``), which notes ops below autograd, a call's functions of torch's are noted: with every
+number, flag and type among their arguments, and where each tensor comes from. ``following`` holds later calls against
+it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autockpt.policies.op_recorder import HANDS_OUT, Tape
 from autockpt.policies.tape import Geometry, Op, Read, Source, geometry_of
-from autockpt.policies.taping import HANDS_OUT, Tape
 
 PLAIN = (torch.Tensor, nn.Parameter)
 _EXACT = frozenset(

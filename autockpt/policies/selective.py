@@ -16,9 +16,9 @@ from autockpt.policies.attachment import acts, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_late_writes
-from autockpt.policies.keeping import KeepingReplay, ScopeState, run_scope
 from autockpt.policies.recompute import run_twice
 from autockpt.policies.replay import ReplayState
+from autockpt.policies.saved_outputs import KeepingReplay, ScopeState, run_scope
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Remake, Selective
 from autockpt.schema.names import strip_prefixes

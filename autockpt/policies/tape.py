@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.keeping import alias
 from autockpt.policies.replay import running_again
 from autockpt.policies.saved import Kept
+from autockpt.policies.saved_outputs import alias
 from autockpt.policies.slots import differs
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autockpt.policies import taping
+from autockpt.policies import op_recorder
 from autockpt.runtime import attach
 from autockpt.schema.choices import from_label
 
@@ -52,8 +52,8 @@ def steps(then: Callable[[Tensor, int], Tensor], choice: str | None, sizes: tupl
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The ops that tapes note."""
     ops: list[Any] = []
-    note = taping.Tape.note
-    monkeypatch.setattr(taping.Tape, "note", lambda tape, *args: ops.append(args[1]) or note(tape, *args))
+    note = op_recorder.Tape.note
+    monkeypatch.setattr(op_recorder.Tape, "note", lambda tape, *args: ops.append(args[1]) or note(tape, *args))
     return ops
 
 

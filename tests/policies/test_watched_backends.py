@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autockpt.errors import ConflictError
-from autockpt.policies import keeping, taping, watched_backends
+from autockpt.policies import op_recorder, saved_outputs, watched_backends
 from autockpt.runtime import attach
 from autockpt.schema.choices import parse_choice
 from tests.policies.zoo import Tally
@@ -82,7 +82,7 @@ def test_a_unit_that_watching_does_not_change_is_compared_once_and_trains_as_eve
 
 @pytest.mark.parametrize("choice", ["selective", "keep_attention", "remake"])
 def test_one_that_it_changes_is_refused_by_name(choice, monkeypatch):
-    for module in (keeping, taping):  # what is known of the CPU
+    for module in (op_recorder, saved_outputs):  # what is known of the CPU
         monkeypatch.setattr(module, "refuse_watching", lambda func, args, unit: None)
     model = Model(Trilinear())
     x = torch.randn(4, 8)

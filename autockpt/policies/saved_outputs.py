@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.heavy import draws_random_numbers, is_attention, is_heavy
+from autockpt.policies.compute_ops import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.watching import CHANGED_BY_WATCHING, refuse_watching
 

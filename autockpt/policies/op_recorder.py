@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autockpt.errors import ConflictError
-from autockpt.policies.heavy import draws_random_numbers, is_attention
+from autockpt.policies.compute_ops import draws_random_numbers, is_attention
 from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
 from autockpt.policies.sentinels import Watch
