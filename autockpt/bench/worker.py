@@ -127,7 +127,7 @@ def _attach(peer: Any, units: list[str], setting: Mapping[str, Any], model: nn.M
 
 
 def _blocks(runner: StepRunner) -> list[Unit]:
-    return [unit for unit in discover_units(runner.workload.model) if unit.role == "block"]
+    return [unit for unit in discover_units(runner.workload.model, runner.workload.units) if unit.role == "block"]
 
 
 def _gradients(runner: StepRunner, payload: Mapping[str, Any]) -> tuple[bool, str]:

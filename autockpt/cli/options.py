@@ -44,6 +44,9 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
     ),
     "batch_size": _option(int, "--batch-size -b N", "Sequences per micro-batch. Default: the shape's.", min=1),
     "seq_len": _option(int, "--seq-len -s N", "Tokens of the longest sequence. Default: the shape's.", min=1),
+    "units": _option(
+        str, "--units NAMES", "Modules to choose for: encoder.layers.*,mid. Default: repeated blocks, or the best cuts."
+    ),
     "pad_to": _option(int, "--pad-to N", "Pad every sequence to this length.", min=1),
     "packed": _option(bool, "--packed/--padded", "No padding, so no attention mask. Default: padded."),
     "dtype": _option(str, "--dtype [fp32|bf16|fp16]", "Type of the weights. Default: the shape's."),

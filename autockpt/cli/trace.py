@@ -69,6 +69,8 @@ def _trace(spec: WorkloadSpec, plan: Path | None, hardware: Hardware | None) -> 
     from autockpt.schema import Plan
 
     loaded = Plan.load(plan) if plan is not None else None
+    if loaded is not None and spec.units is None and isinstance(named := loaded.settings.get("units"), str):
+        spec = spec.model_copy(update={"units": named})
     from autockpt.tracing import Tracer
 
     kind: dict[str, Any] = {}

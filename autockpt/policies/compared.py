@@ -85,10 +85,11 @@ def layout_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int,
 def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is one that this autograd node saves and its kernel need not write, nor backward read.
 
-    ``rrelu`` outside of training makes room for its slopes; cuDNN's and MIOpen's reserved space has gaps. Fused
-    attention saves the state of its generator, one or two 64-bit integers, which without dropout are empty memory
-    (PyTorch's ``transformers/cuda/attention.cu``, ``flash_attn/flash_api.cpp``); a third that flash attention saves, of
-    no dimension and type uint64, always is. Other integers there, lengths of sequences, are 32 bits wide.
+    ``rrelu`` outside of training makes room for its slopes; cuDNN's and MIOpen's reserved space has gaps, and so has
+    oneDNN's workspace. Fused attention saves the state of its generator, one or two 64-bit integers, which without
+    dropout are empty memory (PyTorch's ``transformers/cuda/attention.cu``, ``flash_attn/flash_api.cpp``); a third that
+    flash attention saves, of no dimension and type uint64, always is. Other integers there, lengths of sequences, are
+    32 bits wide.
     """
     name = node.name()
     if name.startswith("RreluWithNoise"):
@@ -96,7 +97,7 @@ def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
     if "Attention" in name and tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2:
         never = tensor.dtype is torch.uint64 and tensor.dim() == 0
         return never or not getattr(node, "_saved_dropout_p", 0.0)
-    return name.startswith(("Cudnn", "Miopen")) and tensor.dtype is torch.uint8
+    return name.startswith(("Cudnn", "Miopen", "MkldnnRnn")) and tensor.dtype is torch.uint8
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

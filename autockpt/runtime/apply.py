@@ -22,7 +22,7 @@ from autockpt.schema.names import fold
 from autockpt.schema.plan import Plan
 from autockpt.workload.losses import default_loss
 from autockpt.workload.step import short_dtype
-from autockpt.workload.units import discover_head, discover_units
+from autockpt.workload.units import discover_head, discover_units, plan_units
 
 
 class Handle:
@@ -130,10 +130,10 @@ def apply(
 
 def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:
     """The plan's choice for every unit of a live model, by name. Raises PlanError where it belongs to another model."""
-    units = discover_units(model)
+    units = plan_units(model, plan.settings.get("units"), list(plan.choices))
     if not units:
         raise PlanError(
-            f"{type(model).__name__} has no repeated blocks that a plan could speak of",
+            f"{type(model).__name__} has no repeated blocks, nor modules that the plan names",
             remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
         )
     return plan.choices_for(units, discover_head(model))

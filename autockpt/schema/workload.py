@@ -41,6 +41,9 @@ class WorkloadSpec(Data):
     load_in_4bit: bool = Field(default=False, description="base weights in NF4 with double quantisation (bitsandbytes)")
     load_in_8bit: bool = Field(default=False, description="base weights in int8 (bitsandbytes)")
     quantization: dict[str, Any] | None = Field(default=None, description="transformers' quantization_config")
+    units: str | None = Field(
+        default=None, description="patterns of module names with commas, to choose for; None: repeated blocks, or cuts"
+    )
     weights: bool = Field(default=False, description="load trained weights instead of random ones")
     trust_remote_code: bool = False
     seed: int = 0

@@ -15,14 +15,16 @@ import torch
 from autockpt.devices import nvml
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import transport_for
-from autockpt.errors import AutockptError, GhostError, TracingError
+from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Tier, Unit
+from autockpt.schema.names import fold
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing.assemble import RawGraph, Source, summarize
+from autockpt.tracing.assemble import Place, RawGraph, Source, summarize, to_graph
 from autockpt.tracing.cuda_kernels import AMPERE, Capability
+from autockpt.tracing.cuts import find_cuts, said_of_cuts
 from autockpt.tracing.flash_package import FLASH, flash_on_ghosts, note_on_flash
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, imitate_device, untouched
@@ -79,9 +81,35 @@ class Run:
         self.workload = workload
         self._recorder.location.bind(workload.model)
         self._cycle()
-        self.units = refine(discover_units(workload.model), self._recorder)
+        self.units = self._units(workload)
         self.head = discover_head(workload.model)
         self._places = [(path, unit_of(path, self.units)) for path in self._recorder.location.paths]
+
+    def _units(self, workload: Step) -> tuple[Unit, ...]:
+        """Units that the first cycle called: those that were asked for, else blocks, else the best cuts.
+
+        Where they are not simply the blocks, the workload's settings name them, and a note says so.
+        """
+        units = refine(discover_units(workload.model, workload.units), self._recorder)
+        if units and not workload.units:
+            return units
+        if not workload.units:
+            places: list[Place] = [(path, None) for path in self._recorder.location.paths]
+            graph = to_graph(summarize(self._recorder, workload, places, self.source), ())
+            called = {self._recorder.location.paths[number] for number in self._recorder.location.order}
+            cuts = find_cuts(graph, called)
+            if not cuts:
+                return ()
+            units = refine(discover_units(workload.model, ",".join(cuts)), self._recorder)
+            workload.notes += (f"Nothing repeats in this model. {said_of_cuts(graph, cuts)}",)
+        names = [unit.name for unit in units if unit.role == "block"]
+        if not names:
+            raise UsageError(
+                f"units {workload.units!r}: none of these modules is called in the step",
+                remedy="Name modules whose forward runs; `autockpt trace --ops` prints the module of every op.",
+            )
+        workload.settings = {**workload.settings, "units": ",".join(fold(dict.fromkeys(names, "")))}
+        return units
 
     @contextmanager
     def _attached(self, choices: Mapping[str, Choice]) -> Iterator[None]:

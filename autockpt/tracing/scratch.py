@@ -25,7 +25,7 @@ from autockpt.schema.files import ScratchFolder
 from autockpt.tracing.operators import Operator, flat_tensors, overload_of
 from autockpt.tracing.signature import TensorSpec, Word, dtype_of, parse_signature, word_value
 
-_CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+_ALWAYS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer_backward"})
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # packs its blocks by oneDNN's products
 _ATTENTIONS = frozenset({_ATTENTION, f"{_ATTENTION}_backward"})
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -81,7 +81,7 @@ def is_measured(operator: Operator, tensors: list[Tensor]) -> bool:
     """Whether only a real call tells what the CPU kernel takes while it runs."""
     if not torch.backends.mkldnn.is_available():
         return False
-    if operator.base in _CONVOLUTIONS:
+    if operator.base in _ALWAYS:
         return True
     packs = operator.multiplies or operator.base in _ATTENTIONS or operator.base == "gemm_4bit"
     return packs and bool(tensors) and tensors[0].dtype in _SIXTEEN_BIT

@@ -143,6 +143,18 @@ def _suggested(x: Tensor) -> Layout:
     return dense(x.size(), stride, x.dtype)
 
 
+def _recurrent_layer(tree: Any, argument: Argument) -> Any:
+    """oneDNN alone knows the size of the workspace that it keeps for backward, so it is asked: one layer is run."""
+    if not argument("train"):
+        return tree
+    names = [a.name for a in torch.ops.aten.mkldnn_rnn_layer.default._schema.arguments]
+    given = [argument(name) for name in names]
+    with torch.enable_grad():  # without, there is none
+        real = [torch.zeros(a.size(), dtype=a.dtype) if isinstance(a, Tensor) else a for a in given]
+        workspace = torch.ops.aten.mkldnn_rnn_layer.default(*real)[3]
+    return (*tree[:3], dense(workspace.size(), workspace.stride(), workspace.dtype))
+
+
 def _retyped(layout: Layout, dtype: torch.dtype) -> Layout:
     return layout._replace(dtype=dtype, nbytes=layout.nbytes // layout.dtype.itemsize * dtype.itemsize)
 
@@ -206,6 +218,7 @@ _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
     "gelu": _gelu,
     "gelu_backward": _gelu,
     "roll": _roll,
+    "mkldnn_rnn_layer": _recurrent_layer,
 }
 _REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {
     "_ctc_loss": _ctc_loss,

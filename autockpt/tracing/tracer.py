@@ -190,7 +190,7 @@ class _InProcess:
         self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
         self._run.copy(workload)
         self.units, self.head = self._run.units, self._run.head
-        self.settings, self.notes = workload.settings, workload.notes
+        self.settings, self.notes = self._run.workload.settings, self._run.workload.notes
 
     def ask(self, verb: str, **arguments: Any) -> Any:
         if self._run is None:

@@ -75,7 +75,9 @@ def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
     blocks = tuple(u for u in tracer.units if u.role == "block")
     if not blocks:
         raise UsageError(
-            "the model has no repeated blocks, so there is nothing to choose per layer",
-            remedy="autockpt plans for members of an nn.ModuleList or nn.Sequential, and for transformers' layers.",
+            "the model has no repeated blocks, and no module that keeps much more for backward than it is given: "
+            "there is nothing to choose for",
+            remedy="Name modules with --units (any whose forward is called), or move a part of the model's own forward "
+            "into a module; `autockpt trace` shows what is kept.",
         )
     return blocks

@@ -69,14 +69,17 @@ def make_plan(
     """The plan with its provenance; the head is listed only where that has a choice. ``rows`` end with its own."""
     ours, head = rows[-1], tracer.head
     chosen = head is not None and choices.get(head.name, SAVE) != SAVE
+    spec, settings = question.spec, plain(question.settings)
+    if spec is not None and (named := settings.get("units")):  # found cuts are not looked for again
+        spec = spec.model_copy(update={"units": named})
     return Plan.create(
         choices,
         [*tracer.units, head] if chosen and head is not None else tracer.units,
         model=question.name,
         fingerprint=fingerprint(tracer.units),
         source=source,
-        workload=question.spec,
-        settings=plain(question.settings),
+        workload=spec,
+        settings=settings,
         environment=environment,
         budget=budget,
         host_budget_bytes=question.host_budget,

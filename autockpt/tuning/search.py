@@ -155,11 +155,11 @@ def search(
         environment = measurer.environment
         if not allow_inexact:
             stack.enter_context(naming_alternatives(found, needed_on(environment.device), clock))
-        said = (*step.notes, *found.uniform["save"][1].notes, *found.notes)
+        said = (*tracer.notes, *found.uniform["save"][1].notes, *found.notes)
         question = Question(
             name=type(step.model).__name__,
             spec=None,
-            settings=dict(step.settings),
+            settings={**step.settings, **{k: v for k, v in tracer.settings.items() if k == "units"}},
             notes=said,
             budget=parsed,
             space=found.space,

@@ -25,17 +25,18 @@ from autockpt.runtime import (
     sketch,
 )
 from autockpt.schema.choices import Choice, parse_choice
-from autockpt.workload import Step, discover_head, discover_units
+from autockpt.workload import Step, discover_head
+from autockpt.workload.units import plan_units
 
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def describe_units(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
-    """The units of the runner's model, and its output head."""
+    """The units of the runner's model, as a plan speaks of them, and its output head."""
     model = runner.workload.model
     head = discover_head(model)
     return {
-        "units": [unit.model_dump(mode="json") for unit in discover_units(model)],
+        "units": [unit.model_dump(mode="json") for unit in plan_units(model, payload["named"], payload["patterns"])],
         "head": None if head is None else head.model_dump(mode="json"),
     }
 

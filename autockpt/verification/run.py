@@ -147,7 +147,9 @@ class _Verification:
 
     def report(self) -> VerifyReport:
         self.listener.stage("build the model")
-        described = self._call("describe_units", {})
+        described = self._call(
+            "describe_units", {"named": self.plan.settings.get("units"), "patterns": list(self.plan.choices)}
+        )
         units = [Unit.model_validate(u) for u in described["units"]]
         head = described.get("head")
         output_head = None if head is None else Unit.model_validate(head)

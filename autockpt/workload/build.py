@@ -175,7 +175,7 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     made = call_factory(spec)
     if isinstance(made, Step):
         made.settings |= {"model": spec.model}
-        return replace(made, spec=spec)
+        return replace(made, spec=spec, units=spec.units or made.units)
     if spec.lora is not None and made.get("optimizer") is not None:
         raise UsageError(
             f"--lora changes the model, but {spec.model} made an optimizer for the old one",
@@ -210,6 +210,7 @@ def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -
         autocast=parts.get("autocast") or spec.autocast,
         full_step=parts.get("full_step"),
         snapshot=tuple(parts.get("snapshot") or ()),
+        units=spec.units or parts.get("units"),
         spec=spec,
     )
 

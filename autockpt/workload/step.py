@@ -33,8 +33,10 @@ class Step:
     scaler, clipping and ``optimizer`` are run by autockpt, over ``accumulate`` micro-batches. ``autocast`` is a dtype,
     or "bf16" or "fp16". ``full_step()`` replaces the whole cycle for loops that do not fit; ``optimizer`` or
     ``snapshot`` then name the objects with state that it changes. ``batch`` is any nesting of tensors on the model's
-    device. Making a Step runs, copies and changes nothing. ``settings`` are resolved facts for people (parameters,
-    dtype, batch size, ...), ``notes`` what they should know, ``spec`` what the step was built from, if from a spec.
+    device. ``units`` names the modules that choices are made for, as patterns with commas between them
+    (``"encoder.layers.*,mid"``; default: the repeated blocks). Making a Step runs, copies and changes nothing.
+    ``settings`` are resolved facts for people (parameters, dtype, batch size, ...), ``notes`` what they should know,
+    ``spec`` what the step was built from, if from a spec.
 
     Raises WorkloadError for what cannot make a training step.
     """
@@ -50,6 +52,7 @@ class Step:
     autocast: torch.dtype | str | None = None
     full_step: Callable[[], Any] | None = None
     snapshot: tuple[Any, ...] = ()
+    units: str | None = None
     spec: WorkloadSpec | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

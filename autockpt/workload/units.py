@@ -1,4 +1,4 @@
-"""Units: the repeated blocks of a model and their attention and MLP children, from the module tree alone.
+"""Units: repeated blocks or modules by name, and the attention and MLP in each, from the module tree alone.
 
 Attention and MLP are known by the names that model code gives them. Two units are the same where everything in them is
 that decides what their ops cost.
@@ -10,15 +10,16 @@ import hashlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from autockpt.errors import PlanError
+from autockpt.errors import PlanError, UsageError
 from autockpt.schema.graph import Unit, UnitRole
-from autockpt.schema.names import strip_prefixes
+from autockpt.schema.names import align, ancestors, fold, listing, outermost, parse_pattern, strip_prefixes
+from autockpt.schema.suggest import closest
 from autockpt.workload.names import class_name, named_units, unwrap
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -26,8 +27,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PARALLEL = ("expert", "head", "branch")
 
 
-def discover_units(model: nn.Module) -> tuple[Unit, ...]:
+def discover_units(model: nn.Module, named: str | None = None) -> tuple[Unit, ...]:
     """The model's blocks in order of the module tree, then their sub-units; empty where nothing repeats.
+
+    ``named`` are patterns of module names, as in a plan, with commas between them (``encoder.layers.*,mid``): the
+    modules that they stand for are the blocks then, whatever repeats. Raises UsageError for a pattern that stands for
+    nothing that is called, and for modules of which one lies in another.
 
     Blocks are transformers' layers with a checkpointing slot, and otherwise the members of lists and sequences of
     modules; stages (ResNet, Swin) are descended to their blocks, a block's own inside and its experts are not. Names
@@ -36,7 +41,7 @@ def discover_units(model: nn.Module) -> tuple[Unit, ...]:
     kinds: dict[object, int] = {}
     blocks: list[Unit] = []
     inner: list[Unit] = []
-    for path, module in _blocks(model):
+    for path, module in _blocks(model) if not named else _named(model, named):
         name = strip_prefixes(path)
         row = name.rpartition(".")[0]
         key = (row, structure_key(module))
@@ -121,6 +126,65 @@ def fingerprint(units: Iterable[Unit]) -> str:
     """12 hexadecimal digits that identify a model's structure: its units' names and classes, in any order."""
     text = "\n".join(sorted(f"{unit.name} {unit.cls}" for unit in units))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def plan_units(model: nn.Module, named: object, patterns: Sequence[str]) -> tuple[Unit, ...]:
+    """The units that a plan speaks of: those ``named`` in its settings, else blocks and what its ``patterns`` name.
+
+    Raises PlanError where the model has no such modules.
+    """
+    if isinstance(named, str) and named:
+        try:
+            return discover_units(model, named)
+        except UsageError as error:
+            raise PlanError(
+                f"this plan was made for another model: {error.message}",
+                remedy="Search again for this model, or apply the plan to the model it was made for.",
+            ) from None
+    units = discover_units(model)
+    known = [unit.name for unit in units]
+    head = discover_head(model)
+    unknown = [p for p in patterns if not _select(p, known) and not (head and _select(p, [head.name]))]
+    every = [name for name, _ in named_units(model) if name]
+    more = outermost([name for pattern in unknown for name in _select(pattern, every)])
+    return (*units, *discover_units(model, ",".join(more))) if more else units
+
+
+def _select(pattern: str, names: Collection[str]) -> list[str]:
+    """The names that a pattern stands for, however the model is wrapped."""
+    view = align([pattern], names)
+    return [view[name] for name in parse_pattern(pattern).select(view)]
+
+
+def _named(model: nn.Module, patterns: str) -> list[tuple[str, nn.Module]]:
+    """(name, module) of all that the patterns stand for, in the order of the module tree."""
+    modules = {name: unwrap(module) for name, module in named_units(model) if name}
+    found: set[str] = set()
+    for pattern in filter(None, map(str.strip, patterns.split(","))):
+        selected = _select(pattern, modules)
+        called = [name for name in selected if type(modules[name]).forward is not nn.Module.forward]
+        if selected and not called:
+            kind = class_name(modules[selected[0]])
+            raise UsageError(
+                f"units {pattern!r}: {selected[0]} is a {kind}, which has no forward of its own",
+                remedy=f"Name its members: {selected[0]}.*",
+            )
+        if not called:
+            near = closest(pattern, [*modules, *fold(dict.fromkeys(modules, ""))])
+            inside = listing(n for n in modules if "." not in n)
+            raise UsageError(
+                f"units {pattern!r}: the model has no such module",
+                remedy=(f"Did you mean {near}? " if near else "")
+                + f"Outermost modules: {inside}. * stands for one component of a name, 0-11 for a range of indices.",
+            )
+        found.update(called)
+    for name in found:
+        if outer := next((a for a in ancestors(name) if a in found), None):
+            raise UsageError(
+                f"units {patterns!r}: {name} lies in {outer}, and both are named",
+                remedy=f"Choose for {outer} as a whole, or leave it out and name its members.",
+            )
+    return [(name, module) for name, module in modules.items() if name in found]
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

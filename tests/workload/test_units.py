@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autockpt.errors import PlanError
+from autockpt.errors import PlanError, UsageError
 from autockpt.schema.graph import Unit
 from autockpt.workload import discover_units, fingerprint, module_of
 
@@ -262,3 +262,32 @@ def test_sub_units_of_one_kind_per_role() -> None:
     by_role = {role: {u.kind for u in units if u.role == role} for role in ("block", "attention", "mlp")}
     assert all(len(kinds) == 1 for kinds in by_role.values())
     assert len(set().union(*by_role.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ("model.layers.*", ["model.layers.0", "model.layers.1", "model.layers.2"]),
+        ("model.layers.1-2.mlp, lm_head", ["model.layers.1.mlp", "model.layers.2.mlp", "lm_head"]),
+        ("**.mlp", ["model.layers.0.mlp", "model.layers.1.mlp", "model.layers.2.mlp"]),
+    ],
+)
+def test_patterns_name_any_modules_however_the_model_is_wrapped(
+    patterns: str, expected: list[str], wrappers: dict[str, nn.Module]
+) -> None:
+    for model in (tiny_llama(), wrappers["peft"], wrappers["compiled layers"]):
+        assert [u.name for u in discover_units(model, patterns) if u.role == "block"] == expected
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message", "remedy"),
+    [
+        ("model.layer.*", "no such module", "model.layers"),
+        ("model.layers", "no forward of its own", "model.layers.*"),
+        ("model.layers.0,model.layers.*.mlp", "model.layers.0.mlp lies in model.layers.0", "leave it out"),
+    ],
+)
+def test_patterns_that_name_nothing_to_choose_for_are_refused(patterns: str, message: str, remedy: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        discover_units(tiny_llama(), patterns)
+    assert remedy in caught.value.remedy

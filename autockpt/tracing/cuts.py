@@ -1,0 +1,83 @@
+"""Where nothing repeats: which modules are worth a choice, from one recorded step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from autockpt.schema.graph import Graph
+from autockpt.schema.names import ancestors, listing
+from autockpt.schema.sizes import format_bytes
+
+SMALL = 0.5  # inputs are small that are at most this part of what the module keeps
+MOST_INSIDE = 24  # a module is not split into more
+WORTH_SPLITTING = 0.5  # the members of a module are chosen for where together they free this part of what it would
+LEAST = 0.01  # of all that is kept: what frees less is left out
+
+
+def find_cuts(graph: Graph, called: Collection[str]) -> list[str]:
+    """Names of the modules that keep the most for backward beyond what they are given, none inside another.
+
+    ``graph`` saves everything; ``called`` are the modules with a forward of their own that ran. A module is split into
+    its members where these free nearly as much: several small ones need less when they run again than one large one.
+    The root is never one of them: to run the whole model again frees nothing at the peak.
+    """
+    kept, given = bytes_of_modules(graph)
+    members: dict[str, list[str]] = defaultdict(list)
+    for path in kept:
+        if path:
+            members[path.rpartition(".")[0]].append(path)
+    least = LEAST * kept.get("", 0)
+
+    def freed(path: str) -> int:
+        return kept[path] - given.get(path, 0)
+
+    def cuts(path: str) -> list[str]:
+        inside = [cut for member in members[path] for cut in cuts(member)]
+        worth = path in called and freed(path) > least and given.get(path, 0) <= SMALL * kept[path]
+        if not path or not worth:
+            return inside
+        enough = sum(map(freed, inside)) >= WORTH_SPLITTING * freed(path)
+        return inside if enough and 2 <= len(inside) <= MOST_INSIDE else [path]
+
+    return cuts("")
+
+
+def said_of_cuts(graph: Graph, cuts: Sequence[str]) -> str:
+    """One sentence on the cuts and on what they hold."""
+    kept, given = bytes_of_modules(graph)
+    held, inputs = (sum(of.get(cut, 0) for cut in cuts) for of in (kept, given))
+    part = f"{held / kept['']:.0%} of" if kept.get("") else ""
+    return (
+        f"Chosen for are the modules that keep most beyond their inputs: {listing(cuts)} ({part} what is kept for "
+        f"backward, {format_bytes(held)}, for {format_bytes(inputs)} of inputs). --units names others."
+    )
+
+
+def bytes_of_modules(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
+    """By module, all it contains included: bytes that its first forward leaves for backward, and bytes of its inputs.
+
+    The empty name is the whole model. Inputs are activations that are made elsewhere, each counted once.
+    """
+    stop = next((op.index for op in graph.ops if op.phase != "forward"), len(graph.ops))
+    ops = graph.ops[:stop]
+    around = {op.module: (op.module, *ancestors(op.module), "") if op.module else ("",) for op in ops}
+    kept: dict[str, int] = defaultdict(int)
+    made: dict[int, str] = {}
+    size: dict[int, int] = {}
+    for storage in graph.storages:
+        if storage.kind == "activation" and 0 <= storage.birth < stop:
+            made[storage.id], size[storage.id] = ops[storage.birth].module, storage.bytes
+            if storage.death is None or storage.death >= stop:
+                for path in around[made[storage.id]]:
+                    kept[path] += storage.bytes
+    readers: dict[int, set[str]] = defaultdict(set)
+    for op in ops:
+        for storage in op.inputs:
+            if storage in made:
+                readers[storage].update(around[op.module])
+    given: dict[str, int] = defaultdict(int)
+    for storage, paths in readers.items():
+        for path in paths.difference(around[made[storage]]):
+            given[path] += size[storage]
+    return dict(kept), dict(given)

@@ -1,0 +1,81 @@
+"""Models that are no plain stack of blocks: what there is to choose for, and what a traced step of it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import UsageError
+from autockpt.runtime import apply
+from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, parse_choice
+from autockpt.tracing import Tracer
+from autockpt.tuning.opening import blocks_of
+from autockpt.workload import Step
+from tests.tracing.reference import Real
+from tests.unrepeated import NAMED, one_block, recurrent, unet
+
+CLOSE = 64  # bytes: numbers of no dimension
+
+
+def made(make: Callable[[], Step], units: str | None = None) -> Step:
+    torch.manual_seed(0)
+    return replace(make(), units=units)
+
+
+def gradients(step: Step, choices: dict[str, Choice]) -> list[Tensor | None]:
+    torch.manual_seed(5)
+    with apply(step.model, choices):
+        step.forward_backward()
+    found = [None if p.grad is None else p.grad.clone() for p in step.model.parameters()]
+    step.release_gradients()
+    return found
+
+
+def equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("make", NAMED, ids=lambda make: make.__name__)
+def test_named_modules_are_traced_exactly_and_train_the_same_under_each_choice(make: Callable[[], Step]) -> None:
+    step = made(make, NAMED[make])
+    kinds = ("recompute", "selective", "remake", "offload", "recompute_offload", "segment")
+    with Tracer.from_step(step) as tracer:
+        names = [unit.name for unit in tracer.units if unit.role == "block"]
+        recomputed = dict.fromkeys(names, RECOMPUTE)
+        graph = tracer.trace(recomputed)
+    assert graph.source == "ghost"
+    assert abs(graph.peak_bytes - Real(made(make), recomputed).peak_bytes) <= CLOSE
+    plain = gradients(step, dict.fromkeys(names, SAVE))
+    for kind in kinds:
+        assert equal(plain, gradients(step, dict.fromkeys(names, parse_choice(kind)))), kind
+
+
+@pytest.mark.parametrize(
+    ("make", "cuts"),
+    [(unet, "down1,down2,mid,up2,up1"), (recurrent, "lstm,gru,out"), (one_block, "block")],
+)
+def test_where_nothing_repeats_the_modules_that_keep_most_beyond_their_inputs_are_chosen_for(
+    make: Callable[[], Step], cuts: str
+) -> None:
+    with Tracer.from_step(made(make)) as tracer:
+        assert tracer.settings["units"] == cuts
+        assert [unit.name for unit in blocks_of(tracer)] == cuts.split(",")
+        assert any("--units" in note and cuts.split(",")[0] in note for note in tracer.notes)
+
+
+def test_where_there_is_nothing_to_cut_it_is_said_what_to_do() -> None:
+    step = Step(nn.Linear(4, 4), torch.ones(2, 4), loss=lambda model, batch: model(batch).sum())
+    with Tracer.from_step(step) as tracer, pytest.raises(UsageError, match="nothing to choose for") as caught:
+        blocks_of(tracer)
+    assert "--units" in caught.value.remedy
+
+
+def test_named_modules_that_are_never_called_are_refused() -> None:
+    step = made(unet, "mid.unused")
+    step.model.mid.unused = nn.Linear(2, 2)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="none of these modules is called"):
+        Tracer.from_step(step)
