@@ -56,6 +56,11 @@ def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> 
         measurer = stack.enter_context(WorkerMeasurer(request.workload, request.device, compile=mode))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
+            if mode == "layers" and tracer.settings.get("units"):
+                raise UsageError(
+                    f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
+                    remedy="Search with --compile model, or without --compile; leave --units out where blocks repeat.",
+                )
             inside = tuple(kind for kind in request.space.choices if kind in IN_GRAPHS)
             if "recompute" not in inside:
                 raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
