@@ -79,11 +79,14 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             batches, items = drawn
             if batches:
                 del trainer.get_batch_samples
-                found = found_once(lambda: _search(trainer, plan, batches, items))
+                found = self._find(trainer, plan, batches, items)
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             return drawn
 
         trainer.get_batch_samples = get_batch_samples
+
+    def _find(self, trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
+        return found_once(lambda: _search(trainer, plan, batches, items))
 
 
 def calling_trainer() -> Any:

@@ -100,7 +100,8 @@ def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:
         return outcome(1.0)
 
     climb = Made(request(), 2, search, Silence())
-    climb.at(1, 3), climb.at(2, 3), climb.at(1, 8)
+    for size, trials in ((1, 3), (2, 3), (1, 8)):
+        climb.at(size, trials)
     assert asked == [False, False, True]
 
 
