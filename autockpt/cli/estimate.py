@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,16 +21,22 @@ def estimate(
     seq_lens: Annotated[str, opt("--seq-lens N,M", "Tokens of a sequence.")] = "2048",
     lora: Annotated[int, opt("--lora RANK", "Rank of the LoRA rows; 0 leaves them out.", min=0)] = 16,
     full: Annotated[bool, opt("--full/--no-full", "Rows that train all weights.")] = True,
+    qlora: Annotated[bool, opt("--qlora/--no-qlora", "LoRA rows again on a base in 4 bits.")] = True,
+    dtype: Annotated[
+        str | None, opt("--dtype TYPE", "Type of the weights: bf16, fp16, fp32. Default: the model's.")
+    ] = None,
     as_json: Annotated[bool, opt("--json", "Print JSON, one object a line.")] = False,
 ) -> None:
     """Say whether training fits, with what plan, and how fast, before a card is rented.
 
-    One row after the other for every model, card, batch size and length, for full training with AdamW and for LoRA
-    adapters. Everything is simulated, nothing is measured, and no weights are loaded. Plans choose for whole layers;
-    `autockpt search --hardware` weighs finer choices for one of the rows, which can only be faster.
+    One row after the other for every model, card, batch size and length, for full training with AdamW, for LoRA
+    adapters, and for these on a base in 4 bits (QLoRA). Everything is simulated, nothing is measured, and no weights
+    are loaded. Plans choose for whole layers; `autockpt search --hardware` weighs finer choices for one of the rows,
+    which can only be faster.
     """
     from autockpt.tuning import estimate as estimated
 
+    kind: Any = dtype
     rows = estimated(
         models,
         cards=listed(cards),
@@ -38,6 +44,8 @@ def estimate(
         seq_lens=_numbers("--seq-lens", seq_lens),
         lora=lora,
         full=full,
+        qlora=qlora,
+        dtype=kind,
     )
     if as_json:
         for row in rows:

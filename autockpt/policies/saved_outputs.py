@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from autockpt.errors import ConflictError
@@ -392,9 +392,9 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _other_modes() -> bool:
     """Whether other ops may run than those of plain tensors: a mode may put others in their place, as autocast does."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
+    if torch._C._is_any_autocast_enabled() or _transform() is not None:  # type: ignore[attr-defined]
         return True
-    return _transform() is not None
+    return not all(getattr(mode, "only_records", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def _origins(saved: Sequence[torch.Tensor], given: Sequence[Any]) -> tuple[tuple[int, ...], list[torch.Tensor]]:

@@ -32,7 +32,7 @@ def _cells(estimate: Estimate) -> tuple[str, ...]:
         estimate.model,
         estimate.card,
         f"{estimate.batch_size}×{estimate.seq_len}",
-        f"LoRA {estimate.lora}" if estimate.lora else "full",
+        f"{'Q' * estimate.load_in_4bit}LoRA {estimate.lora}" if estimate.lora else "full",
         fits,
         f"~{format_binary(peak)}" if peak else "",
         f"~{words.seconds(estimate.step_seconds)}" if estimate.step_seconds else "",

@@ -19,6 +19,7 @@ class Estimate(Data):
     batch_size: int
     seq_len: int
     lora: int | None = Field(default=None, description="rank of LoRA adapters")
+    load_in_4bit: bool = Field(default=False, description="the adapters' base is quantised: QLoRA")
     fits: bool
     peak_bytes: int | None = None
     step_seconds: float | None = None

@@ -117,6 +117,7 @@ class Recorder(TorchDispatchMode):
         """Not wrapped by torch: the wrapper costs as much as recording does, and importing dynamo a second."""
         return False
 
+    only_records = True  # asked for by choices that leave it to other modes what runs
     on_cpu = True  # whether the step runs, or would run, on the CPU
     on_cuda = False  # likewise
     threads = 1  # of a step on the CPU

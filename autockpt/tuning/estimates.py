@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import get_args
 
-from autockpt.errors import AutockptError, InfeasibleError, python_door
+from autockpt.errors import AutockptError, InfeasibleError, UsageError, python_door
 from autockpt.schema import SAVE, Estimate, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema.workload import Dtype
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.simulated import foreseen
 from search_spaces.hardware import load_hardware
@@ -25,31 +28,34 @@ def estimate(
     seq_lens: Sequence[int] = (2048,),
     lora: int = 16,
     full: bool = True,
+    qlora: bool = True,
+    dtype: Dtype | None = None,
 ) -> Iterator[Estimate]:
-    """One simulated answer after the other: for full training and for LoRA adapters of rank ``lora`` (0: none).
+    """One simulated answer after the other: for full training, for LoRA adapters of rank ``lora`` (0: none), and with
+    ``qlora`` for these on a base in 4 bits, which needs bitsandbytes to be installed.
 
-    Models are named as for ``search``, cards as for its ``hardware``. The weights are what the shape's file says
-    (bf16, mostly), the optimizer is AdamW, and the budget is all that the card has. Plans choose for whole layers, so
-    that a row takes seconds: a search for the same question finds an equally fast plan or a faster one. Nothing is
-    measured. Raises UsageError for an unknown model or card; a row that cannot be had says why in ``note``.
+    Models are named as for ``search``, cards as for its ``hardware``. The weights are of ``dtype``, by default what the
+    shape's file says (bf16, mostly), the optimizer is AdamW, and the budget is all that the card has. Plans choose for
+    whole layers, so that a row takes seconds: a search for the same question finds an equally fast plan or a faster
+    one. Nothing is measured. Raises UsageError for an unknown model, card or type; a row that cannot be had says why in
+    ``note``.
     """
+    if dtype not in (None, *get_args(Dtype)):
+        raise UsageError(f"--dtype {dtype} is not known", remedy=f"Write one of {', '.join(get_args(Dtype))}.")
     named = [models] if isinstance(models, str) else list(models)
     known = [(card, load_hardware(card)) for card in cards]
-    ways = [0] * full + [lora] * (lora > 0)
+    ways: list[tuple[int | None, bool]] = [(None, False)] * full
+    ways += [(lora, False), *[(lora, True)] * qlora] if lora > 0 else []
     space = load_space("knobs").restricted(CHOICES)
-    for model in named:
-        for card, hardware in known:
-            for batch in batch_sizes:
-                for length in seq_lens:
-                    for rank in ways:
-                        spec = WorkloadSpec(model=model, batch_size=batch, seq_len=length, lora=rank or None)
-                        request = SearchRequest(
-                            budget=parse_budget("auto"), workload=spec, space=space, hardware=hardware, dry_run=True
-                        )
-                        row = Estimate(
-                            model=model, card=card, batch_size=batch, seq_len=length, lora=rank or None, fits=False
-                        )
-                        yield _answered(row, request)
+    for model, (card, hardware), batch, length, (rank, in_4bit) in product(named, known, batch_sizes, seq_lens, ways):
+        spec = WorkloadSpec(model=model, batch_size=batch, seq_len=length, dtype=dtype, lora=rank, load_in_4bit=in_4bit)
+        request = SearchRequest(
+            budget=parse_budget("auto"), workload=spec, space=space, hardware=hardware, dry_run=True
+        )
+        row = Estimate(
+            model=model, card=card, batch_size=batch, seq_len=length, lora=rank, load_in_4bit=in_4bit, fits=False
+        )
+        yield _answered(row, request)
 
 
 def _answered(row: Estimate, request: SearchRequest) -> Estimate:

@@ -24,7 +24,9 @@ def small_card(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_rows_come_one_by_one_with_a_plan_where_one_is_needed(small_card):
     small_card("560MB")
-    rows = autockpt.estimate("gpt2-tiny", cards=["small"], batch_sizes=[1, 64], seq_lens=[64], lora=2, full=False)
+    rows = autockpt.estimate(
+        "gpt2-tiny", cards=["small"], batch_sizes=[1, 64], seq_lens=[64], lora=2, full=False, qlora=False
+    )
     small = next(rows)
     assert small.fits and not small.choices and small.step_seconds and small.lora == 2
     large = next(rows)
@@ -42,7 +44,18 @@ def test_what_does_not_fit_says_what_it_needs(small_card):
     assert row.smallest_peak and row.smallest_peak > parse_size("500MB")
 
 
+@pytest.mark.slow
+def test_a_base_in_four_bits_is_a_row_of_its_own():
+    pytest.importorskip("bitsandbytes", reason="4 bits need bitsandbytes")
+    rows = autockpt.estimate("llama-tiny", batch_sizes=[2], seq_lens=[64], lora=2, full=False, dtype="bf16")
+    whole, quantised = rows
+    assert quantised.load_in_4bit and not whole.load_in_4bit and whole.lora == quantised.lora == 2
+    assert whole.fits and quantised.fits and not quantised.note
+
+
 def test_wrong_questions_are_refused_at_once():
+    with pytest.raises(UsageError, match="int3"):
+        next(autockpt.estimate("gpt2-tiny", dtype="int3"))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="rtx9999"):
         next(autockpt.estimate("gpt2-tiny", cards=["rtx9999"]))
 
@@ -55,12 +68,21 @@ def test_the_table_fits_eighty_columns():
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     common = {"model": "gpt-oss-20b", "card": "rtx6000-ada", "batch_size": 16, "seq_len": 32768}
     rows = [
-        Estimate(**common, lora=16, fits=True, peak_bytes=47 << 30, step_seconds=0.7, choices={"recompute": 24}),
+        Estimate(
+            **common,
+            lora=16,
+            load_in_4bit=True,
+            fits=True,
+            peak_bytes=47 << 30,
+            step_seconds=0.7,
+            choices={"recompute": 24},
+        ),
         Estimate(**common, fits=False, smallest_peak=83770359152),
         Estimate(**common, fits=False, note="the hardware gives no rate for bfloat16 products " * 3),
     ]
     print_estimates(rows, console)
     lines = console.export_text().splitlines()
     assert all(len(line) <= 80 for line in lines)
+    assert "QLoRA 16" in lines[1]
     assert "~yes  ~47.0 GiB   ~700 ms" in lines[1] and "24 recompute" in lines[2]
     assert "~no   ~78.0 GiB" in lines[3] and "simulated" in lines[-1]

@@ -17,12 +17,12 @@ from autockpt.schema import (
     Measurement,
     Silence,
     Trial,
-    load_space,
     parse_choice,
     plan_hash,
 )
 from autockpt.tuning.finals import BATCH, Final, play
 from autockpt.tuning.question import Clock
+from search_spaces.spaces import load_space
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
 

@@ -236,7 +236,7 @@ class TensorTaken(NamedTuple):
     trains: bool
     alias: torch.Tensor | None
     bits: torch.Tensor | None
-    print: torch.Tensor | None
+    print: torch.Tensor | int | None
     stream: Any = None
 
 
@@ -326,14 +326,15 @@ def place_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if plain else 0
 
 
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Of a tensor's bits and where they stand, on its device; None where it has none of its own."""
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor | int | None:
+    """Of a tensor's bits and where they stand, left on a device; None where it has none of its own."""
     if not place_of(tensor) or tensor.is_meta or without_values():
         return None
     if not tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
     with quietly():
-        return fingerprints.fingerprint(tensor, fingerprints.form_of(tensor))
+        print = fingerprints.fingerprint(tensor, fingerprints.form_of(tensor))
+        return int(print) if tensor.is_cpu else print  # there nothing waits, and a tensor would count as held
 
 
 def without_values() -> bool:
