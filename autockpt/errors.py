@@ -52,7 +52,7 @@ class InfeasibleError(AutockptError):
     """No plan fits the budget. Exit code 3.
 
     ``smallest_peak`` is the least reachable peak in bytes, where known; ``ways`` are changes of the job that would fit
-    (``schema.remedy.WayOut``), cheapest first.
+    (``schema.remedy.WayOut``), least change first.
     """
 
     exit_code = 3

@@ -20,6 +20,7 @@ from autockpt.reporting.progress import describe_trial
 from autockpt.runtime import Handle, apply
 from autockpt.schema import words
 from autockpt.schema.plan import Plan
+from autockpt.schema.remedy import Terms
 from autockpt.schema.sizes import format_binary, parse_budget
 from autockpt.schema.trial import Trial
 from autockpt.tuning import search
@@ -43,11 +44,12 @@ class Wanted:
     out: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def find(self, step: Step, folder: Path, say: Say, *, others_wait: bool = False) -> Plan:
+    def find(self, step: Step, folder: Path, say: Say, terms: Terms, *, others_wait: bool = False) -> Plan:
         """Search for the live ``step``, or find what an earlier run has answered; ``others_wait`` as for ``search``.
 
         Runs are kept under ``folder``, or under ``out`` where that was given. ``say`` gets a line at a time: progress,
-        and in the end what it cost. Raises what ``autockpt.search`` raises, without its inner frames.
+        and in the end what it cost. ``terms`` are the trainer's words for what would fit where nothing does. Raises
+        what ``autockpt.search`` raises, without its inner frames.
         """
         folder = self.out or folder
         began, heard = time.monotonic(), _Lines(say)
@@ -60,6 +62,7 @@ class Wanted:
                 out=folder,
                 others_wait=others_wait,
                 listener=heard,
+                terms=terms,
                 **self.options,
             )
         except AutockptError as error:

@@ -15,6 +15,7 @@ from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.at_start import PlanCallback, Wanted, found_once, largest_batch
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
+from autockpt.schema.remedy import LIGHTNING
 from autockpt.workload import Step, discover_units, find_loss, move
 
 _log = logging.getLogger(__name__)
@@ -132,7 +133,8 @@ def _search(trainer: Any, module: Any, plan: Wanted, first: Any, index: int) -> 
             settings={"trainer": type(module).__name__, "autocast": trainer.precision, "processes": trainer.world_size},
         )
         folder = Path(trainer.default_root_dir) / "autockpt"
-        return plan.find(step, folder, lambda line: show(f"autockpt: {line}"), others_wait=trainer.world_size > 1)
+        many = trainer.world_size > 1
+        return plan.find(step, folder, lambda line: show(f"autockpt: {line}"), LIGHTNING, others_wait=many)
     finally:
         vars(module).clear()
         vars(module).update(before)

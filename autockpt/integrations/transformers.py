@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from autockpt.errors import ConflictError, UsageError
 from autockpt.integrations.at_start import PlanCallback, Wanted, found_once, largest_batch
 from autockpt.schema.plan import Plan
+from autockpt.schema.remedy import TRAINER
 from autockpt.workload import Step, move
 
 _log = logging.getLogger(__name__)
@@ -161,7 +162,9 @@ def _search(trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
             snapshot=(records,),
             settings=_facts(trainer),
         )
-        return replace(plan, options=options).find(step, Path(args.output_dir) / "autockpt", say, others_wait=many)
+        return replace(plan, options=options).find(
+            step, Path(args.output_dir) / "autockpt", say, TRAINER, others_wait=many
+        )
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, 
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
-from autockpt.tuning.infeasible import MICRO_STEPS, WhatIf, on_device, predictions
+from autockpt.tuning.alternatives import WhatIf, on_device, predictions
+from autockpt.tuning.jobs import Described
 from autockpt.tuning.opening import blocks_of, environment_here
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import on_hardware
@@ -179,9 +180,9 @@ def foreseen_sizes(request: SearchRequest, rows: int, sizes: list[int], listener
     judge = _judge(request, kinds)
     for size in sizes[1::-1]:  # the larger first: batch norms refuse single rows
         spec = variant(request.workload, rows, size)
-        short = spec.model_copy(update={"accumulate": min(spec.accumulate, MICRO_STEPS)})
+        job = Described(spec, request.hardware).brief()
         with ExitStack() as stack:
-            tracer = stack.enter_context(judge.tracer(short))
+            tracer = stack.enter_context(job.tracer(judge.device))
             uniform = uniform_graphs(tracer, blocks_of(tracer), kinds)
             if normed := sorted({op.target for op in uniform["save"][1].ops if "batch_norm" in op.target}):
                 raise UsageError(
@@ -202,7 +203,8 @@ def _judge(request: SearchRequest, kinds: list[str]) -> WhatIf:
     if environment is None:
         with WorkerMeasurer(request.workload, request.device) as worker:
             environment = worker.environment
-    return on_device(request, get_device(request.device), environment, kinds)
+    device = get_device(request.device)
+    return on_device(request.budget, device.torch_device, environment, device.used_by_others(), kinds)
 
 
 def variant(spec: WorkloadSpec, rows: int, size: int) -> WorkloadSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,11 @@ from autockpt.schema import (
     parse_size,
 )
 from autockpt.schema.files import unwritable
+from autockpt.schema.remedy import STEP, Terms
 from autockpt.tracing import Tracer
-from autockpt.tuning.infeasible import naming_alternatives, on_device, out_of_memory
+from autockpt.tuning.alternatives import WhatIf, on_device
+from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
+from autockpt.tuning.jobs import Described, Live
 from autockpt.tuning.opening import Traced, environment_here, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.paired_timing import Pairing
@@ -88,8 +91,11 @@ def _answer(request: SearchRequest, clock: Clock) -> SearchOutcome:
         # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
         variables = {**process_environment(request.device), **os.environ}
         here = environment_of(device, variables) if worker is None else worker.environment
-        what_if = partial(on_device, request, device, here, found.uniform)
-        stack.enter_context(naming_alternatives(found, needed_on(here.device), clock, request, what_if))
+        room, needs = (here, device.used_by_others()), needed_on(here.device)
+        what_if = partial(on_device, request.budget, device.torch_device, *room, found.uniform)
+        stack.enter_context(
+            naming_alternatives(found, needs, clock, Described(request.workload), request.budget, what_if)
+        )
         question = question_of(request, found, request.budget)
         if worker is None:
             return _dry_run(question, found, clock, device, here)
@@ -123,6 +129,7 @@ def search(
     again: bool = False,
     others_wait: bool = False,
     listener: Listener | None = None,
+    terms: Terms = STEP,
 ) -> Plan:
     """Search for a live training step, in this process: a second copy of the model might not fit.
 
@@ -134,8 +141,8 @@ def search(
     pays: gradients are then equal up to rounding.
     ``out`` is a folder for the run's directory; None keeps nothing on disk. A search that came to its end there is
     answered from its record, unless ``again`` or more ``trials`` are asked for. With ``others_wait`` this is one of
-    several processes, whose step needs no other (DDP's inner model), and all others wait. Returns the best measured
-    plan.
+    several processes, whose step needs no other (DDP's inner model), and all others wait. ``terms`` are the words for
+    changes of the job where nothing fits. Returns the best measured plan.
 
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was measured.
@@ -152,9 +159,7 @@ def search(
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_step(step))
             found = traced(tracer, chosen, allow_inexact)
-        environment = measurer.environment
-        if not allow_inexact:
-            stack.enter_context(naming_alternatives(found, needed_on(environment.device), clock))
+        stack.enter_context(_saying_what_fits(step, terms, found, measurer, limits, parsed, clock))
         said = (*tracer.notes, *found.uniform["save"][1].notes, *found.notes)
         question = Question(
             name=type(step.model).__name__,
@@ -177,6 +182,19 @@ def search(
     if outcome.plan is None:
         raise KeyboardInterrupt
     return outcome.plan
+
+
+def _saying_what_fits(
+    step: Step, terms: Terms, found: Traced, measurer: Measurer, limits: Limits, budget: Budget, clock: Clock
+) -> AbstractContextManager[None]:
+    """Where nothing fits, changes of the live step are looked for, as long as time allows."""
+    environment = measurer.environment
+
+    def what_if() -> WhatIf:
+        bench = on_device(budget, step.device, environment, used_by_others(measurer), found.uniform)
+        return replace(bench, late=lambda: limits.seconds_left(clock) <= 0)
+
+    return naming_alternatives(found, needed_on(environment.device), clock, Live(step, terms), budget, what_if)
 
 
 def _host_budget(given: str | int | None) -> int | None:

@@ -5,7 +5,7 @@ from autockpt.workload.build import build, make_optimizer, refuse_simulated
 from autockpt.workload.failures import explain, is_out_of_memory
 from autockpt.workload.losses import default_loss, find_loss, loss_of
 from autockpt.workload.step import Loss, Mark, Step
-from autockpt.workload.storages import move, nested_tensors, storage_bytes
+from autockpt.workload.storages import each_tensor, move, nested_tensors, storage_bytes
 from autockpt.workload.units import discover_head, discover_units, fingerprint, module_of
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "default_loss",
     "discover_head",
     "discover_units",
+    "each_tensor",
     "explain",
     "find_loss",
     "fingerprint",

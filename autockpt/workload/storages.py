@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
@@ -90,17 +90,29 @@ def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def move(value: Any, device: torch.device) -> Any:
     """The same nesting of mappings, sequences and tensors on another device; other values as they are."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        moved = {key: move(item, device) for key, item in value.items()}
-        return moved if type(value) is dict else _like(value, moved)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(move(item, device) for item in value)
+    return each_tensor(value, lambda tensor: tensor.to(device), lambda other: _moved(other, device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
     to = getattr(value, "to", None)
     return to(device) if callable(to) and not isinstance(value, nn.Module) else value
+
+
+def each_tensor(value: Any, function: Callable[[Tensor], Tensor], others: Callable[[Any], Any] = lambda x: x) -> Any:
+    """The same nesting of mappings and sequences, every tensor in it what ``function`` makes of it.
+
+    ``others`` gets what is neither, an object with tensors of its own for instance.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        made = {key: each_tensor(item, function, others) for key, item in value.items()}
+        return made if type(value) is dict else _like(value, made)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(each_tensor(item, function, others) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(each_tensor(item, function, others) for item in value)
+    return others(value)
 
 
 def _like(original: Any, moved: dict[Any, Any]) -> Any:

@@ -56,8 +56,8 @@ def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
 
 
 def test_where_no_plan_fits_the_ways_out_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autockpt.tuning.infeasible.MOST_RANKS", 1)  # each variant is a ghost run of its own
-    monkeypatch.setattr("autockpt.tuning.infeasible._lean_optimizers", lambda *_: iter(()))
+    monkeypatch.setattr("autockpt.tuning.alternatives.MOST_RANKS", 1)  # each variant is a ghost run of its own
+    monkeypatch.setattr("autockpt.tuning.alternatives._lean_optimizers", lambda *_: iter(()))
     said = diagnose(Question(log=crowded(plain_peak, 0.28), spec=SPEC))
     assert said.room is not None and not said.choices and said.ways
     assert all(way.peak_bytes <= said.room.budget for way in said.ways)

@@ -124,13 +124,15 @@ def test_where_nothing_fits_it_stops_before_the_first_step(tmp_path):
             return self.rows
 
     model = LLAMA.make()
-    run = trainer(tmp_path, model, [AutockptCallback(**SHORT | {"budget": "100KB"})])
+    run = trainer(tmp_path, model, [AutockptCallback(**SHORT | {"budget": "1100KB"})])
     run.train_dataset = OneWay()
     before = weights(model)
     with pytest.raises(InfeasibleError) as caught:
         run.train()
-    assert "nothing fits 97.7 KiB (100 KB)" in caught.value.message and caught.value.smallest_peak
-    assert "smaller batch" in caught.value.remedy, caught.value.remedy
+    assert "nothing fits 1.05 MiB (1.10 MB)" in caught.value.message and caught.value.smallest_peak
+    remedy = caught.value.remedy
+    assert "per_device_train_batch_size=1, gradient_accumulation_steps=2: fits with" in remedy, remedy
+    assert all(way.peak_bytes + way.spare_bytes == 1_100_000 for way in caught.value.ways) and "--" not in remedy
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     assert run.state.global_step == 0 and untouched(model) and not run.optimizer.state
     assert_equal(weights(model), before)

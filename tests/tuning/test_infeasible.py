@@ -9,7 +9,8 @@ import pytest
 
 from autockpt.schema import WorkloadSpec, parse_budget
 from autockpt.schema.remedy import WayOut
-from autockpt.tuning import infeasible
+from autockpt.tuning import alternatives, infeasible
+from autockpt.tuning.jobs import Described
 
 SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)
 SETTINGS = {"batch_size": 4, "seq_len": 1024, "tokens": 4096}
@@ -31,13 +32,13 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
                 )  # fmt: skip
         return None
 
-    monkeypatch.setattr(infeasible, "_mildest", mildest)
+    monkeypatch.setattr(alternatives, "_mildest", mildest)
     monkeypatch.setattr(
-        infeasible, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
+        alternatives, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
-    bench: Any = SimpleNamespace(budget_bytes=5, hardware=None)
+    bench: Any = SimpleNamespace(budget_bytes=5, late=lambda: False)
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
-    ways = infeasible.alternatives(SPEC, SETTINGS, base, bench)
+    ways = alternatives.alternatives(Described(SPEC), SETTINGS, base, bench)
     assert ways and all(option in ways[0].options for option in needed)
     single = ["--batch-size 2 --accumulate 2", "--batch-size 1 --accumulate 4", "--allow-inexact", "--lora 16"]
     assert asked[:4] == single

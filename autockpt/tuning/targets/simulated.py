@@ -33,7 +33,9 @@ from autockpt.schema import (
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import uncollected
-from autockpt.tuning.infeasible import WhatIf, naming_alternatives
+from autockpt.tuning.alternatives import WhatIf
+from autockpt.tuning.infeasible import naming_alternatives
+from autockpt.tuning.jobs import Described
 from autockpt.tuning.opening import Traced, blocks_of, traced
 from autockpt.tuning.question import Clock
 from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, question_of
@@ -72,7 +74,8 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
             found = _traced(stack, request, tracer, hardware)
         budget, capped = within(request.budget, hardware)
         what_if = partial(on_hardware, request, hardware, found.space.choices)
-        stack.enter_context(naming_alternatives(found, simulated_memory(hardware), clock, request, what_if))
+        job, needs = Described(request.workload, hardware), simulated_memory(hardware)
+        stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if))
         question = question_of(request, found, budget, (*capped, said_of(hardware)))
         question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
         with clock.stage("profile"):
@@ -142,7 +145,7 @@ def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]
     """Variants of the job on this hardware."""
     budget = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
     times, needs = partial(modelled, hardware), simulated_memory(hardware, budget)
-    return WhatIf(budget, torch_device(hardware), times, tuple(kinds), needs, hardware=hardware)
+    return WhatIf(budget, torch_device(hardware), times, tuple(kinds), needs)
 
 
 def modelled(hardware: Hardware, graphs: Sequence[Graph]) -> OpTimes:

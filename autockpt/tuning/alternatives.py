@@ -1,0 +1,325 @@
+"""What would make a job fit that no plan alone makes fit: changes of it, the least first, held against ghost runs.
+
+Every change is judged with the same choice on every layer, so a search after it can only do better.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from autockpt.errors import AutockptError, ConflictError
+from autockpt.profiling import (
+    MemoryModel,
+    Predictor,
+    UniformRuns,
+    memory_at_hand,
+    nominal_op_times,
+    uniform_graphs,
+)
+from autockpt.schema import Budget, Choice, Environment, Graph, OpTimes, Prediction, plan_hash
+from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema.remedy import WayOut
+from autockpt.tracing import Tracer
+from autockpt.tuning.jobs import Described, Job
+from autockpt.tuning.opening import blocks_of
+
+Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
+MOST = 3
+SHARD, MOST_RANKS = "--shard", 64
+LORA_RANK = 16
+SHORTEST = 128  # tokens
+_CHUNKS = "head and loss in chunks: gradients equal up to rounding"
+LEAN_KINDS = ("recompute_offload", "offload", "recompute")  # tried first: one of them is the leanest nearly always
+
+
+@dataclass(frozen=True)
+class Change:
+    """A variant of the job, what it is called, and whether its head runs in chunks."""
+
+    job: Job
+    options: str
+    effect: str
+    chunked: bool = False
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What variants are judged by: their budget in bytes, the device they would run on, and its op times.
+
+    ``kinds`` are the choices that are allowed; ``needs`` says what a ghost run takes where that is more than its
+    tensors; ``seconds``: whether op times are good for more than ranking; ``late`` says when to look for no more.
+    """
+
+    budget_bytes: int
+    device: torch.device
+    times: Times
+    kinds: tuple[str, ...]
+    needs: MemoryModel | None
+    seconds: bool = True
+    late: Callable[[], bool] = lambda: False
+
+
+def on_device(
+    budget: Budget, torch_device: torch.device, environment: Environment, used_by_others: int, kinds: Iterable[str]
+) -> WhatIf:
+    """Variants of the job on a device at hand, within what others leave of it, at nominal rates of its kind."""
+    room = environment.device.capacity_bytes - used_by_others
+    most = min(budget.resolve(0, 0, room), room)
+    times, needs = partial(nominal_op_times, environment), memory_at_hand(environment.device, most)
+    return WhatIf(most, torch_device, lambda graphs: times(*graphs), tuple(kinds), needs, seconds=False)
+
+
+def alternatives(
+    job: Job, settings: Mapping[str, Any], base: UniformRuns, bench: WhatIf, *, chunked: bool = False
+) -> tuple[WayOut, ...]:
+    """What makes a job fit, at most three ways: on one device first, those that change training least before others.
+
+    Where no single change helps, changes are combined; shorter sequences come last, for they are another job.
+
+    ``settings`` are the resolved ones of the job, ``base`` the ghost runs of its uniform plans. ``chunked``: its head
+    runs in chunks already. Empty where nothing that is tried fits. Variants that cannot be built are left out.
+    """
+    leanest = min(predictions(bench, base).values(), key=lambda p: p.peak_bytes)
+    standard = (leanest.step_seconds or 0.0) / _work(settings)
+    held = next(graph.resident for _, graph in base.values())
+    lighter = held.get("weights", 0) + held.get("optimizer states", 0) > bench.budget_bytes
+
+    def mildest(families: Iterable[Iterator[Change]]) -> list[WayOut]:
+        ways = (_mildest(family, bench, standard) for family in families if not bench.late())
+        return [way for way in ways if way is not None]
+
+    def alone(ways: Sequence[WayOut]) -> bool:
+        return any(SHARD not in way.options for way in ways)
+
+    found = mildest(_families(job, settings, chunked, lighter))
+    if not alone(found):
+        found += mildest(_combined(job, settings, chunked, lighter))[:1]
+    if not alone(found):  # the last resort
+        found += [] if lighter else mildest([_shorter_sequences(job, settings)])
+        if not bench.late():
+            together = _together(job, settings, chunked, shared=not found)
+            found += [way for way in [_mildest(together, bench, standard, hopeful=True)] if way is not None]
+    return tuple(sorted(found, key=lambda way: SHARD in way.options)[:MOST])
+
+
+def _families(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: bool) -> Iterator[Iterator[Change]]:
+    """Changes of one sort each, the mildest first; ``lighter``: only those by which weights or their states shrink."""
+    if not lighter:
+        yield _smaller_batches(job, settings)
+    if not (chunked or lighter):
+        yield iter([_in_chunks(Change(job, "", ""))])
+    if not job.adapted:
+        yield iter([_with_lora(job)])
+    yield _lean_optimizers(job)
+    if job.ranks is not None:
+        yield _sharded(Change(job, "", ""))
+
+
+def _combined(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: bool) -> Iterator[Iterator[Change]]:
+    """Two changes and three, those that change training least first; sequences stay as long as they are."""
+    batches = list(_smaller_batches(job, settings))
+    if batches and not (lighter or chunked):
+        yield map(_in_chunks, batches)
+    for other in [*list(_lean_optimizers(job))[:1], *([] if job.adapted else [_with_lora(job)])]:
+        both = _and_another(batches[-1], other) if batches else other
+        if batches:
+            yield iter([both])
+        if not chunked:
+            yield iter([_in_chunks(both)])
+
+
+def _and_another(change: Change, other: Change) -> Change:
+    """A smaller batch, with the optimizer and adapters of another change."""
+    job = change.job.with_optimizer_of(other.job)
+    if other.job.adapted and not job.adapted:
+        job = job.with_lora(LORA_RANK)
+    return _extended(change, job, other.options, other.effect)
+
+
+def _extended(change: Change, job: Job, options: str, effect: str, *, chunked: bool = False) -> Change:
+    """A change, and one more."""
+    effects = "; ".join(filter(None, (change.effect, effect)))
+    return Change(job, job.terms.joined(change.options, options), effects, change.chunked or chunked)
+
+
+def _in_chunks(change: Change) -> Change:
+    """The same with head and loss in chunks."""
+    return _extended(change, change.job, change.job.terms.chunks, _CHUNKS, chunked=True)
+
+
+def _smaller_batches(job: Job, settings: Mapping[str, Any]) -> Iterator[Change]:
+    rows = settings.get("batch_size") or 0
+    for fewer in range(rows // 2, 0, -1):
+        smaller = job.smaller_batch(rows, fewer) if rows % fewer == 0 else None
+        if smaller is not None:
+            options = job.terms.batch.format(rows=fewer, accumulate=smaller.accumulate)
+            yield Change(smaller, options, f"batch {rows} → {fewer}, the same rows in every optimizer step")
+
+
+def _shorter_sequences(job: Job, settings: Mapping[str, Any], of: Change | None = None) -> Iterator[Change]:
+    """Half as long, and half as long again; after the change ``of`` where there is one."""
+    length = tokens = settings.get("seq_len") or 0
+    of = of or Change(job, "", "")
+    while tokens // 2 >= SHORTEST:
+        tokens //= 2
+        shorter = of.job.shorter(length, tokens)
+        if shorter is None:
+            return
+        yield _extended(of, shorter, job.terms.length.format(length=tokens), "shorter sequences")
+
+
+def _with_lora(job: Job) -> Change:
+    return Change(job.with_lora(LORA_RANK), job.terms.lora.format(rank=LORA_RANK), "adapters only are trained")
+
+
+def _sharded(start: Change) -> Iterator[Change]:
+    """Over more and more devices, each with rows of its own."""
+    ranks = 2 * (start.job.ranks or 1)
+    while ranks <= MOST_RANKS:
+        said = f"weights, gradients and optimizer states shared by {ranks} devices; what these send is not counted"
+        yield _extended(start, start.job.sharded(ranks), f"{SHARD} {ranks}", said)
+        ranks *= 2
+
+
+def _lean_optimizers(job: Job) -> Iterator[Change]:
+    """Optimizers with fewer states."""
+    for name, leaner in job.leaner_optimizers():
+        states = "no optimizer states" if name == "sgd" else "optimizer states in 8 bits"
+        yield Change(leaner, job.terms.optimizer.format(name=name), f"{states}; other training")
+
+
+def _together(job: Job, settings: Mapping[str, Any], chunked: bool, shared: bool) -> Iterator[Change]:
+    """All at once, for jobs that no single change helps: single rows, adapters, shorter and shorter, more devices."""
+    smallest = list(_smaller_batches(job, settings))[-1:]
+    start = smallest[0] if smallest else Change(job, "", "")
+    if not job.adapted:
+        start = _and_another(start, _with_lora(job))
+        yield start
+    elif not chunked:
+        start = _in_chunks(start)
+    yield from _shorter_sequences(job, settings, start)
+    if shared and job.ranks is not None:
+        yield from _sharded(start)
+
+
+def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float, hopeful: bool = False) -> WayOut | None:
+    """The first change that fits, where all behind one that fits do; None where none does, or this sort of change is
+    not possible for this job. ``hopeful``: the very first is likely to, and tried before all others."""
+    with ExitStack() as stack:
+        series = [_Variant(change, bench, stack) for change in changes]
+        try:
+            if hopeful and series and series[0].fits:
+                return series[0].way(standard)
+            if not series or not series[-1].fits:
+                return None
+            return series[bisect_left(series, True, key=lambda variant: variant.fits)].way(standard)
+        except AutockptError:
+            return None
+
+
+class _Variant:
+    """A change, ghost-run as far as it was asked about, with few micro-steps a cycle.
+
+    Its tracers are closed with ``stack``.
+    """
+
+    def __init__(self, change: Change, bench: WhatIf, stack: ExitStack) -> None:
+        self._change, self._bench, self._stack = change, bench, stack
+        self._uniform: dict[str, tuple[dict[str, Choice], Graph]] = {}  # as ``uniform_graphs`` gives them
+        self._brief = change.job.brief()
+
+    @cached_property
+    def _tracer(self) -> Tracer:
+        return self._stack.enter_context(self._brief.tracer(self._bench.device))
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the same choice on every layer makes it fit, of which the leanest kinds are asked."""
+        if self._change.chunked and self._tracer.head is None:
+            return False
+        if _ignored(self._change.job, self._tracer.settings):
+            return False
+        lean = [kind for kind in LEAN_KINDS if kind in self._bench.kinds] or list(self._bench.kinds)
+        for kind in filter(self._run, lean):
+            choices, graph = self._uniform[kind]
+            if graph.resident_bytes > self._bench.budget_bytes:  # whatever the layers do
+                return False
+            if _fitting(self._bench, {kind: (choices, graph)}):
+                return True
+        return False
+
+    def way(self, standard: float) -> WayOut | None:
+        """The change with the fastest uniform plan that fits, all micro-steps; ``standard``: seconds per token."""
+        for kind in self._bench.kinds:
+            self._run(kind)
+        fitting = _fitting(self._bench, self._uniform)
+        tracer = self._tracer
+        if self._brief.accumulate != self._change.job.accumulate:
+            tracer = self._stack.enter_context(self._change.job.tracer(self._bench.device))
+        for kind in sorted(fitting, key=lambda kind: fitting[kind].step_seconds or 0.0):
+            if tracer is not self._tracer:
+                choices, _ = self._uniform[kind]
+                whole = _fitting(self._bench, {kind: (choices, tracer.trace(choices))})
+                if kind not in whole:
+                    continue
+                fitting[kind] = whole[kind]
+            return self._described(kind, fitting[kind], _work(tracer.settings), standard)
+        return None
+
+    def _described(self, kind: str, best: Prediction, work: float, standard: float) -> WayOut:
+        return WayOut(
+            options=self._change.options,
+            effect=self._change.effect,
+            plan=f"every layer on {kind}",
+            peak_bytes=best.peak_bytes,
+            spare_bytes=self._bench.budget_bytes - best.peak_bytes,
+            step_seconds=best.step_seconds if self._bench.seconds else None,
+            relative_cost=(best.step_seconds or 0.0) / work / standard if standard else 1.0,
+        )
+
+    @property
+    def _besides(self) -> dict[str, Choice]:
+        """What the output head does."""
+        head = self._tracer.head
+        return {head.name: CHUNKED_LOSS} if self._change.chunked and head is not None else {}
+
+    def _run(self, kind: str) -> bool:
+        """Ghost-run a choice on every layer, once; whether it can be attached."""
+        if kind not in self._uniform:
+            try:
+                self._uniform |= uniform_graphs(self._tracer, blocks_of(self._tracer), (kind,), self._besides)
+            except ConflictError:
+                return False
+        return True
+
+
+def _fitting(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
+    return {kind: p for kind, p in predictions(bench, uniform).items() if p.peak_bytes <= bench.budget_bytes}
+
+
+def predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
+    """What each choice on every layer would come to, by kind."""
+    graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
+    judge = Predictor(lambda choices: graphs[plan_hash(choices)], bench.times([*graphs.values()]), needs=bench.needs)
+    return {kind: judge.predict(choices) for kind, (choices, _) in uniform.items()}
+
+
+def _ignored(job: Job, settings: Mapping[str, Any]) -> bool:
+    """Whether the user's own function made something else than what was asked for."""
+    if not isinstance(job, Described):
+        return False
+    asked = {"batch_size": job.spec.batch_size, "seq_len": job.spec.seq_len}
+    return any(value is not None and settings.get(name) not in (None, value) for name, value in asked.items())
+
+
+def _work(settings: Mapping[str, Any]) -> float:
+    """Tokens of one cycle, or its rows."""
+    tokens = settings.get("tokens")
+    return float(tokens or (settings.get("batch_size") or 1) * (settings.get("accumulate") or 1))

@@ -1,0 +1,190 @@
+"""A job and its variants: what a smaller batch, another optimizer or shorter sequences would make of it.
+
+Jobs are described by a spec, and built anew for every variant, or live: a model, a batch and an optimizer at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, Self, get_args
+
+import torch
+from torch import Tensor
+
+from autockpt.profiling import tracer_for
+from autockpt.schema import Hardware, WorkloadSpec
+from autockpt.schema.remedy import COMMAND_LINE, STEP, Terms
+from autockpt.schema.workload import OptimizerName
+from autockpt.tracing import Tracer
+from autockpt.workload import Step, each_tensor, nested_tensors
+
+MICRO_STEPS = 2
+"""Micro-steps of a cycle that tell what more of them would: the second is like all after it."""
+
+
+class Job(Protocol):
+    """What changes can be made to. Variants are None where this job has no such."""
+
+    @property
+    def terms(self) -> Terms:
+        """How changes are called where the user would make them."""
+        ...
+
+    @property
+    def accumulate(self) -> int: ...
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained already, or cannot be put on."""
+        ...
+
+    @property
+    def ranks(self) -> int | None:
+        """Devices that weights are shared by; None where that cannot be simulated."""
+        ...
+
+    def smaller_batch(self, rows: int, fewer: int) -> Self | None:
+        """``fewer`` of ``rows`` in a micro-batch, and as many more of these."""
+        ...
+
+    def shorter(self, length: int, tokens: int) -> Self | None:
+        """Sequences of ``tokens`` instead of ``length``."""
+        ...
+
+    def leaner_optimizers(self) -> Iterator[tuple[str, Self]]:
+        """The same with an optimizer that holds fewer states, by its name."""
+        ...
+
+    def with_optimizer_of(self, other: Self) -> Self: ...
+
+    def with_lora(self, rank: int) -> Self: ...
+
+    def sharded(self, ranks: int) -> Self: ...
+
+    def brief(self) -> Self:
+        """With few micro-steps a cycle."""
+        ...
+
+    def tracer(self, device: torch.device) -> Tracer:
+        """Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
+        ...
+
+
+@dataclass(frozen=True)
+class Described:
+    """A job by its spec, run on a device at hand or, with ``hardware``, simulated."""
+
+    spec: WorkloadSpec
+    hardware: Hardware | None = None
+    terms: Terms = COMMAND_LINE
+
+    @property
+    def accumulate(self) -> int:
+        return self.spec.accumulate
+
+    @property
+    def adapted(self) -> bool:
+        return self.spec.lora is not None
+
+    @property
+    def ranks(self) -> int | None:
+        return None if self.hardware is None else self.spec.shard or 1
+
+    def smaller_batch(self, rows: int, fewer: int) -> Described:
+        return self._with(batch_size=fewer, accumulate=self.spec.accumulate * (rows // fewer))
+
+    def shorter(self, length: int, tokens: int) -> Described:
+        return self._with(seq_len=tokens, pad_to=None)
+
+    def leaner_optimizers(self) -> Iterator[tuple[str, Described]]:
+        """Those in 8 bits, which take a library and CUDA to run, before SGD."""
+        if self.spec.optimizer not in ("none", "sgd"):
+            others = [name for name in get_args(OptimizerName) if name != self.spec.optimizer]
+            lean = [name for name in others if "8bit" in name and self.hardware is not None]
+            yield from ((name, self._with(optimizer=name)) for name in (*lean, "sgd"))
+
+    def with_optimizer_of(self, other: Described) -> Described:
+        return self._with(optimizer=other.spec.optimizer)
+
+    def with_lora(self, rank: int) -> Described:
+        return self._with(lora=rank)
+
+    def sharded(self, ranks: int) -> Described:
+        return self._with(shard=ranks)
+
+    def brief(self) -> Described:
+        return self._with(accumulate=min(self.spec.accumulate, MICRO_STEPS))
+
+    def tracer(self, device: torch.device) -> Tracer:
+        if self.hardware is not None:
+            return tracer_for(self.hardware, self.spec, fallback=False)
+        return Tracer.from_spec(self.spec, device=device, fallback=False)
+
+    def _with(self, **update: Any) -> Described:
+        return replace(self, spec=self.spec.model_copy(update=update))
+
+
+@dataclass(frozen=True)
+class Live:
+    """A job by a training step at hand, none of whose tensors is touched."""
+
+    step: Step
+    terms: Terms = STEP
+    adapted: bool = True  # a live model is not put adapters on
+    ranks: int | None = None
+
+    @property
+    def accumulate(self) -> int:
+        return self.step.accumulate
+
+    def smaller_batch(self, rows: int, fewer: int) -> Live | None:
+        """None for a batch with tensors that are not ``rows`` long: which part of them is whose is not known."""
+        tensors = [tensor for tensor in nested_tensors(self.step.batch) if tensor.dim()]
+        if self.step.full_step is not None or not tensors or any(tensor.shape[0] != rows for tensor in tensors):
+            return None
+        batch = each_tensor(self.step.batch, lambda tensor: tensor[:fewer] if tensor.dim() else tensor)
+        if any(tensor.dim() and tensor.shape[0] != fewer for tensor in nested_tensors(batch)):
+            return None
+        return self._with(batch=batch, accumulate=self.step.accumulate * (rows // fewer))
+
+    def shorter(self, length: int, tokens: int) -> Live | None:
+        """Ids, labels and masks cut; None where the step is a function that brings its own batch."""
+        if self.step.full_step is not None:
+            return None
+        return self._with(batch=each_tensor(self.step.batch, partial(_cut, length=length, tokens=tokens)))
+
+    def leaner_optimizers(self) -> Iterator[tuple[str, Live]]:
+        optimizer = self.step.optimizer
+        if optimizer is None or isinstance(optimizer, torch.optim.SGD) or self.step.full_step is not None:
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        yield "sgd", self._with(optimizer=torch.optim.SGD(trained, lr=1e-3))
+
+    def with_optimizer_of(self, other: Live) -> Live:
+        return self._with(optimizer=other.step.optimizer)
+
+    def with_lora(self, rank: int) -> Live:
+        return self
+
+    def sharded(self, ranks: int) -> Live:
+        return self
+
+    def brief(self) -> Live:
+        return self._with(accumulate=min(self.step.accumulate, MICRO_STEPS))
+
+    def tracer(self, device: torch.device) -> Tracer:
+        return Tracer.from_step(self.step, fallback=False)
+
+    def _with(self, **update: Any) -> Live:
+        return replace(self, step=replace(self.step, **update, settings={}))
+
+
+def _cut(tensor: Tensor, length: int, tokens: int) -> Tensor:
+    """A batch's tensor with its dimension of ``length`` after the first cut: (rows, tokens) or (rows, …, tokens)."""
+    if tensor.dim() == 2 or (tensor.dim() == 4 and tensor.shape[-2] in (1, length)):
+        for dim in range(1, tensor.dim()):
+            if tensor.shape[dim] == length:
+                tensor = tensor.narrow(dim, 0, tokens)
+    return tensor
