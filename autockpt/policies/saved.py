@@ -278,7 +278,7 @@ class Packer:
         self._parameters = parameters
         self._frozen: set[torch.Size] | None = None
         # the caller keeps these alive during the forward, so an address cannot change its meaning
-        self._outside = {address for t in outside if (address := _address(t)) is not None}
+        self._outside = {address for t in outside if (address := address_of(t)) is not None}
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
 
     def pack(self, tensor: torch.Tensor) -> Moved | Kept:
@@ -335,7 +335,7 @@ def _warn_of(kind: type) -> None:
     )
 
 
-def _address(tensor: torch.Tensor) -> int | None:
+def address_of(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # sparse and other tensors without one storage

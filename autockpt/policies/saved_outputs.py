@@ -24,6 +24,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.compute_ops import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.replay import Replay, ReplayState
+from autockpt.policies.saved import address_of
 from autockpt.policies.watching import CHANGED_BY_WATCHING, refuse_watching
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
@@ -59,7 +60,7 @@ class _Output:
     def addresses(self) -> Iterator[int]:
         """What identifies its tensors' memory, for as long as this lives."""
         leaves = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        return (address for leaf in leaves if (address := _address(leaf)) is not None)
+        return (address for leaf in leaves if (address := address_of(leaf)) is not None)
 
     @property
     def changed(self) -> bool:
@@ -118,13 +119,6 @@ def _geometry(tensor: torch.Tensor) -> Geometry:
     return tensor.size(), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
-def _address(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # tensors without one storage
-        return None
-
-
 _observers: list[dict[str, int]] = []
 
 
@@ -179,7 +173,7 @@ class Frame:
 
     def watch(self, source: Any, out: Any) -> None:
         """``out`` is a view of ``source`` of which autograd knows nothing."""
-        address = _address(source) if isinstance(source, torch.Tensor) else None
+        address = address_of(source) if isinstance(source, torch.Tensor) else None
         if address is not None and (output := self._by_address.get(address)) is not None:
             output.watch(out)
 
@@ -420,10 +414,21 @@ def _learn(key: Any, seen: list[Any], out: Any, origins: tuple[int, ...], made: 
     """Remember whether a function makes one product and nothing else, and returns it."""
     if len(_products) >= _MOST_PRODUCTS:
         return
-    own = [_address(leaf) for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)]
-    product = len(seen) == 1 and type(out) is torch.Tensor and all(_address(t) in own for t in (out, *made))
+    own = [address_of(leaf) for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)]
+    product = len(seen) == 1 and type(out) is torch.Tensor and all(address_of(t) in own for t in (out, *made))
     # without anything saved nothing tells when a gradient is taken through it
     _products[key] = origins if product and (origins or not out.requires_grad) else None
+
+
+@contextmanager
+def products_known(known: dict[Any, tuple[int, ...] | None]) -> Iterator[None]:
+    """Go by ``known`` in here, and add to it what is learnt: apart from what else runs in this process."""
+    global _products
+    others, _products = _products, known
+    try:
+        yield
+    finally:
+        _products = others
 
 
 class ScopeState(Attachment):

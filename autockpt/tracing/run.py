@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from autockpt.devices import nvml
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
+from autockpt.policies.saved_outputs import products_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
 from autockpt.schema.device import WITHOUT_STREAMS
@@ -53,6 +55,7 @@ class Run:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._products: dict[Any, tuple[int, ...] | None] = {}  # what choices have learnt of functions
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises.
@@ -71,8 +74,11 @@ class Run:
         Raises GhostError or WorkloadError where the step fails, PlanError or ConflictError where the choices cannot be
         attached.
         """
-        with self._attached(choices):
-            self._cycle()
+        with self._attached(choices), products_known(self._products):
+            known = None
+            while known != self._products:  # in the steady state nothing is left to learn
+                known = dict(self._products)
+                self._cycle()
         self._recorder.measure_scratch()
         return summarize(self._recorder, self.workload, self._places, self.source)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, GhostError, PlanError, WorkloadError
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer, record, trace
@@ -101,7 +101,7 @@ def test_flops_follow_the_choices(traced: tuple[Tracer, Graph, Graph]) -> None:
 
 def test_repeated_traces_are_equal() -> None:
     with Tracer.from_step(workload(), fallback=False) as tracer:
-        plan = {"1": RECOMPUTE, "2": OFFLOAD}
+        plan = {"0": parse_choice("selective"), "1": RECOMPUTE, "2": OFFLOAD}
         first, _ = tracer.trace(plan), tracer.trace()
         assert tracer.trace(plan) == first
 
