@@ -22,6 +22,9 @@ def estimate(
     lora: Annotated[int, opt("--lora RANK", "Rank of the LoRA rows; 0 leaves them out.", min=0)] = 16,
     full: Annotated[bool, opt("--full/--no-full", "Rows that train all weights.")] = True,
     qlora: Annotated[bool, opt("--qlora/--no-qlora", "LoRA rows again on a base in 4 bits.")] = True,
+    prepare_kbit: Annotated[
+        bool, opt("--prepare-kbit/--no-prepare-kbit", "4-bit rows with norms, embeddings and head in fp32, as PEFT's.")
+    ] = False,
     dtype: Annotated[
         str | None, opt("--dtype TYPE", "Type of the weights: bf16, fp16, fp32. Default: the model's.")
     ] = None,
@@ -45,6 +48,7 @@ def estimate(
         lora=lora,
         full=full,
         qlora=qlora,
+        prepare_kbit=prepare_kbit,
         dtype=kind,
     )
     if as_json:

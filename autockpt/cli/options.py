@@ -69,6 +69,11 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
     ),
     "load_in_8bit": _option(bool, "--load-in-8bit/--no-load-in-8bit", "Base weights in int8 (bitsandbytes)."),
     "quantization": _option(str, "--quantization FILE", "transformers' quantization_config, as YAML or JSON."),
+    "prepare_kbit": _option(
+        bool,
+        "--prepare-kbit/--no-prepare-kbit",
+        "As PEFT's prepare_model_for_kbit_training does: norms, head in fp32.",
+    ),
     "weights": _option(bool, "--weights/--no-weights", "Load trained weights. Default: random ones."),
     "master_weights": _option(
         bool, "--master-weights/--no-master-weights", "fp32 copies of 16-bit weights. Simulated hardware only."

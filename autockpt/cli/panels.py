@@ -18,6 +18,7 @@ PANELS = {
     ),
     "Adapters and quantised weights": (
         "lora", "lora_targets", "lora_dora", "lora_modules_to_save", "load_in_4bit", "load_in_8bit", "quantization",
+        "prepare_kbit",
     ),
     "Device and budget": ("budget", "budgets", "headroom", "host_budget", "device", "hardware", "cards"),
     "Simulated hardware only": ("master_weights", "keep_gradients", "ddp", "shard"),

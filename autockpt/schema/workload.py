@@ -41,6 +41,7 @@ class WorkloadSpec(Data):
     load_in_4bit: bool = Field(default=False, description="base weights in NF4 with double quantisation (bitsandbytes)")
     load_in_8bit: bool = Field(default=False, description="base weights in int8 (bitsandbytes)")
     quantization: dict[str, Any] | None = Field(default=None, description="transformers' quantization_config")
+    prepare_kbit: bool = Field(default=False, description="PEFT's prepare_model_for_kbit_training: the rest in fp32")
     units: str | None = Field(
         default=None, description="patterns of module names with commas, to choose for; None: repeated blocks, or cuts"
     )

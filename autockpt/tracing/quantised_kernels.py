@@ -89,7 +89,10 @@ def notes_on_quantised(operators: Iterable[str]) -> Iterator[str]:
 
 @contextmanager
 def cuda_int8_products() -> Iterator[None]:
-    """Let 8-bit layers on CPU ghosts take the autograd function that they take on CUDA."""
+    """Let 8-bit layers on CPU ghosts take the autograd function that they take on CUDA, and stay where they are.
+
+    What moves them "back to the CPU" (PEFT's DoRA does) would leave them without their scales.
+    """
     package: Any = sys.modules.get("bitsandbytes")
     plain = getattr(package, "matmul", None)
     if plain is None:
@@ -104,8 +107,17 @@ def cuda_int8_products() -> Iterator[None]:
             state.threshold = threshold
         return MatMul8bitLt.apply(A, B, out, bias, state)  # type: ignore[return-value]
 
-    package.matmul = matmul
+    weights = package.nn.Int8Params
+    moving = weights.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parse: Any = torch._C._nn._parse_to  # type: ignore[attr-defined]
+        device, dtype, *_ = parse(*args, **kwargs)
+        stays = self.data.dtype is torch.int8 and dtype is None and device == self.device
+        return self if stays else moving(self, *args, **kwargs)
+
+    package.matmul, weights.to = matmul, to
     try:
         yield
     finally:
-        package.matmul = plain
+        package.matmul, weights.to = plain, moving

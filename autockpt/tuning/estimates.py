@@ -29,10 +29,12 @@ def estimate(
     lora: int = 16,
     full: bool = True,
     qlora: bool = True,
+    prepare_kbit: bool = False,
     dtype: Dtype | None = None,
 ) -> Iterator[Estimate]:
     """One simulated answer after the other: for full training, for LoRA adapters of rank ``lora`` (0: none), and with
-    ``qlora`` for these on a base in 4 bits, which needs bitsandbytes to be installed.
+    ``qlora`` for these on a base in 4 bits, which needs bitsandbytes to be installed; ``prepare_kbit`` then has the
+    norms, embeddings and head in fp32, as PEFT's ``prepare_model_for_kbit_training`` leaves them.
 
     Models are named as for ``search``, cards as for its ``hardware``. The weights are of ``dtype``, by default what the
     shape's file says (bf16, mostly), the optimizer is AdamW, and the budget is all that the card has. Plans choose for
@@ -48,7 +50,10 @@ def estimate(
     ways += [(lora, False), *[(lora, True)] * qlora] if lora > 0 else []
     space = load_space("knobs").restricted(CHOICES)
     for model, (card, hardware), batch, length, (rank, in_4bit) in product(named, known, batch_sizes, seq_lens, ways):
-        spec = WorkloadSpec(model=model, batch_size=batch, seq_len=length, dtype=dtype, lora=rank, load_in_4bit=in_4bit)
+        spec = WorkloadSpec(
+            model=model, batch_size=batch, seq_len=length, dtype=dtype, lora=rank,
+            load_in_4bit=in_4bit, prepare_kbit=prepare_kbit and in_4bit,
+        )  # fmt: skip
         request = SearchRequest(
             budget=parse_budget("auto"), workload=spec, space=space, hardware=hardware, dry_run=True
         )

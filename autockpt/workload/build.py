@@ -18,7 +18,7 @@ from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.lora import adapt
 from autockpt.workload.losses import inner_model
 from autockpt.workload.pretrained import make_model
-from autockpt.workload.quantised import quantization_facts
+from autockpt.workload.quantised import quantization_facts, with_own_quantization
 from autockpt.workload.step import Step, short_dtype
 from autockpt.workload.storages import move
 
@@ -73,6 +73,7 @@ def _check(spec: WorkloadSpec) -> None:
 
 def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     source = find_config(spec)
+    spec = with_own_quantization(spec, source)
     head = (remote_head(source.config, source.where) if spec.trust_remote_code else None) or head_of(
         source.config, source.architecture, source.where
     )

@@ -11,9 +11,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.failures import summary
+from autockpt.workload.quantised import prepare_for_training
 from autockpt.workload.units import discover_units, module_of
 
 ALL_LINEAR = "all-linear"
+_NOT_PREPARED = (
+    "norms, embeddings and head keep their type; where the script calls PEFT's prepare_model_for_kbit_training, which "
+    "turns them to fp32, add --prepare-kbit"
+)
 
 
 def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
@@ -22,20 +27,25 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
     Raises UsageError where PEFT or a rank is missing, or for quantised weights without adapters, which nothing can
     train; WorkloadError where there is nothing to adapt.
     """
+    prepared = [prepare_for_training(model)] if spec.prepare_kbit else []
     if spec.lora is None:
         for option in ("lora_targets", "lora_dora", "lora_modules_to_save"):
             if getattr(spec, option):
                 raise UsageError(f"--{option.replace('_', '-')} needs --lora", remedy="Add --lora RANK.")
         if spec.load_in_4bit or spec.load_in_8bit or spec.quantization:
             raise UsageError("quantised weights cannot be trained", remedy="Add adapters: --lora 16.")
+        if spec.prepare_kbit:
+            raise UsageError("--prepare-kbit freezes all weights", remedy="Add adapters: --lora 16.")
         return model, []
-    return add_lora(
+    adapted, notes = add_lora(
         model,
         spec.lora,
         targets=spec.lora_targets,
         dora=spec.lora_dora,
         whole=_names(spec.lora_modules_to_save),
     )
+    quantised = spec.load_in_4bit or spec.load_in_8bit or spec.quantization
+    return adapted, [*prepared, *notes, *([_NOT_PREPARED] if quantised and not prepared else [])]
 
 
 def add_lora(

@@ -79,8 +79,10 @@ def _trained(
     cls = getattr(transformers, head.auto if head.remote else head.cls)
     remote = {"trust_remote_code": spec.trust_remote_code} if head.remote else {}
     local = Path(source.pretrained).is_dir() or not hub_reachable()
+    if quantization is not None and getattr(source.config, "quantization_config", None) is None:
+        options = options | {"quantization_config": quantization}
     if quantization is not None:
-        options = options | {"quantization_config": quantization, "device_map": {"": device}}
+        options = options | {"device_map": {"": device}}
     model = cls.from_pretrained(source.pretrained, config=source.config, local_files_only=local, **options, **remote)
     return model if quantization is not None else model.to(device)
 

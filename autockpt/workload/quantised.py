@@ -18,11 +18,14 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError
+from autockpt.schema.sizes import format_bytes
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.configs import Source
 from autockpt.workload.failures import summary
 from autockpt.workload.fastinit import fast_init
 
 _INSTALL = "Install it: pip install bitsandbytes accelerate"
+BITSANDBYTES = ("bitsandbytes", "bits_and_bytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' types of weights
 
 
@@ -68,10 +71,72 @@ def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
     return config
 
 
+def with_own_quantization(spec: WorkloadSpec, source: Source) -> WorkloadSpec:
+    """The spec with the ``quantization_config`` of a model whose weights are quantised already, as it is.
+
+    Raises UsageError for a method that is not planned for, and for a wish beside it.
+    """
+    own = getattr(source.config, "quantization_config", None)
+    if own is None:
+        return spec
+    settings = own if isinstance(own, dict) else own.to_dict()
+    method = _method(settings)
+    if method not in BITSANDBYTES:
+        raise UsageError(
+            f"{source.where} comes quantised by {method}, which cannot be planned for: only bitsandbytes' 4 and 8 bits "
+            "can",
+            remedy="Name the model that it was made of, with --load-in-4bit or without; or search the live model: "
+            "autockpt.search(autockpt.Step(…)).",
+        )
+    for name in ("load_in_4bit", "load_in_8bit", "quantization"):
+        if getattr(spec, name):
+            raise UsageError(
+                f"{source.where} comes quantised by {method} already, so --{name.replace('_', '-')} changes nothing",
+                remedy="Leave it out, or name the model that it was made of.",
+            )
+    return spec.model_copy(update={"quantization": settings})
+
+
+def prepare_for_training(model: nn.Module) -> str:
+    """What PEFT's ``prepare_model_for_kbit_training`` does to dtypes, done by itself; a note on it.
+
+    Its other half, activation checkpointing of the model's own, is left off: that is what a plan decides.
+    Raises UsageError where PEFT is missing.
+    """
+    try:
+        with _disable_current_modes():
+            from peft import prepare_model_for_kbit_training
+    except ImportError:
+        raise UsageError("--prepare-kbit needs the package peft", remedy="Install it: pip install peft") from None
+    half = (torch.float16, torch.bfloat16)
+    cast = [p for p in model.parameters() if p.dtype in half and type(p).__name__ not in PACKED]
+    nbytes = sum(p.numel() * p.element_size() for p in cast)
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False, auto_clear_cache=False)
+    return (
+        f"as after PEFT's prepare_model_for_kbit_training: {len(cast)} weights (norms, embeddings, head) in fp32, "
+        f"{format_bytes(nbytes)} more, and what passes between layers is fp32 unless autocast is on; pass "
+        "use_gradient_checkpointing=False to it when you train with a plan"
+    )
+
+
+def refuse_on(spec: WorkloadSpec, device: torch.device) -> None:
+    """Raise UsageError for what plain training cannot do there."""
+    if device.type == "cpu" and spec.lora is not None and spec.lora_dora and spec.load_in_8bit:
+        raise UsageError(
+            "DoRA on a base in 8 bits fails in its second step on a CPU: PEFT moves the weights, and bitsandbytes "
+            "loses their scales",
+            remedy="Simulate it for a card with --hardware, or use --load-in-4bit.",
+        )
+
+
+def _method(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("quant_method", "bitsandbytes")).rsplit(".", 1)[-1].lower()
+
+
 def _of_bitsandbytes(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments in a model's ``quantization_config``. Raises UsageError for other methods than bitsandbytes."""
-    method = str(given.get("quant_method", "bitsandbytes")).rsplit(".", 1)[-1].lower()
-    if method not in ("bitsandbytes", "bits_and_bytes"):
+    method = _method(given)
+    if method not in BITSANDBYTES:
         raise UsageError(
             f"--quantization {method} cannot be planned for: only bitsandbytes' 4 and 8 bits can",
             remedy="Use a bitsandbytes configuration, or search the live model: autockpt.search(autockpt.Step(…)).",

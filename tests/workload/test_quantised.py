@@ -11,9 +11,12 @@ import torch
 
 from autockpt.cli.options import workload_spec
 from autockpt.errors import UsageError
+from autockpt.profiling import tracer_for
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing import Tracer
 from autockpt.workload import build
 from autockpt.workload.quantised import quantization_of
+from search_spaces.hardware import load_hardware
 
 NF4 = {"load_in_4bit": True}
 
@@ -90,6 +93,70 @@ def test_quantised_weights_without_adapters_cannot_be_trained() -> None:
     pytest.importorskip("bitsandbytes")
     with pytest.raises(UsageError, match="--lora 16"):
         build(spec(load_in_4bit=True, lora=None))
+
+
+def packed(folder: Path, **settings: Any) -> str:
+    """A model's folder as on a hub, whose config.json says how its weights are quantised."""
+    config: Any = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8)).model.config
+    config.quantization_config = settings
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_models_own_quantization_is_taken_as_it_is_or_refused_by_name(tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    own = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "_load_in_4bit": True}
+    model = packed(tmp_path / "fp4", **own)
+    workload = build(spec(model=model))
+    assert workload.settings["quantization"] == "fp4"
+    assert type(workload.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")) is bnb.nn.Linear4bit
+    with pytest.raises(UsageError, match="comes quantised by bitsandbytes already, so --load-in-8bit"):
+        build(spec(model=model, load_in_8bit=True))
+    with pytest.raises(UsageError, match="quantised weights cannot be trained"):
+        build(spec(model=model, lora=None))
+    for method in ("gptq", "torchao"):
+        with pytest.raises(UsageError, match=f"comes quantised by {method}, which cannot be planned for"):
+            build(spec(model=packed(tmp_path / method, quant_method=method, bits=4)))
+
+
+@pytest.mark.parametrize("saved", ["whole", "packed"])
+def test_trained_weights_are_quantised_or_read_packed(saved: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    import transformers
+
+    build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8)).model.save_pretrained(tmp_path)
+    wanted: dict[str, Any] = NF4
+    if saved == "packed":
+        how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how)
+        model.save_pretrained(tmp_path)
+        wanted = {}
+    workload = build(spec(model=str(tmp_path), weights=True, **wanted))
+    assert workload.settings["quantization"].startswith("nf4") and workload.settings["weights"] == "trained"
+    workload.cycle()
+
+
+def test_what_peft_turns_to_fp32_is_and_is_said() -> None:
+    pytest.importorskip("bitsandbytes")
+    plain, prepared = (build(spec(load_in_4bit=True, dtype="bf16", prepare_kbit=on)) for on in (False, True))
+    for workload, dtype in ((plain, torch.bfloat16), (prepared, torch.float32)):
+        model: Any = workload.model
+        assert model.get_submodule("base_model.model.lm_head").weight.dtype is dtype
+        assert model.get_submodule("base_model.model.model.norm").weight.dtype is dtype
+        assert not model.is_gradient_checkpointing
+    assert any("add --prepare-kbit" in note for note in plain.notes)
+    assert any("in fp32, " in note and "use_gradient_checkpointing=False" in note for note in prepared.notes)
+    with pytest.raises(UsageError, match="--prepare-kbit freezes all"):
+        build(WorkloadSpec(model="llama-tiny", prepare_kbit=True))
+
+
+def test_dora_on_eight_bits_is_for_cards() -> None:
+    pytest.importorskip("bitsandbytes")
+    asked = spec(load_in_8bit=True, lora_dora=True)
+    with tracer_for(load_hardware("rtx4090"), asked, fallback=False) as tracer:
+        assert tracer.trace().source == "ghost"
+    with pytest.raises(UsageError, match="second step on a CPU"):
+        Tracer.from_spec(asked)
 
 
 def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
