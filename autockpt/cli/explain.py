@@ -54,6 +54,10 @@ def explain(
 
     if measure and not rules:
         raise UsageError("--measure belongs to --rules", remedy="Add --rules; `autockpt verify` measures a plan.")
+    if plan is not None and not plan.exists():
+        raise UsageError(
+            f"there is no plan or run {plan}", remedy=f"Check the path; of a model: autockpt explain --model {plan}."
+        )
     if rules and (plan is not None or budget is not None):
         raise UsageError(
             "--rules looks at the model alone", remedy="Leave the plan and --budget out, and name the --model."

@@ -16,7 +16,8 @@ RESIDUAL, COPY, LOSS, EMBEDDING = "residual sum", "copy or reshape", "loss", "em
 # by the op's own name, `_backward` and the in-place underscore taken off
 _BY_NAME: dict[str, str] = {
     MATRIX: (
-        "mm addmm bmm baddbmm addbmm matmul linear mv addmv dot einsum _grouped_mm _scaled_mm _int_mm _addmm_activation"
+        "mm addmm bmm baddbmm addbmm matmul linear mv addmv dot einsum _grouped_mm _scaled_mm _int_mm "
+        "_addmm_activation gemm_4bit gemv_4bit int8_linear_matmul int8_scaled_mm int8_mixed_scaled_mm"
     ),
     "convolution": (
         "convolution _convolution conv1d conv2d conv3d cudnn_convolution mkldnn_convolution im2col col2im "
@@ -33,6 +34,10 @@ _BY_NAME: dict[str, str] = {
     ),
     DROPOUT: "native_dropout dropout bernoulli _fused_dropout rand rand_like alpha_dropout",
     CAST: "_to_copy to type_as",
+    "quantisation": (
+        "quantize_4bit dequantize_4bit quantize_blockwise dequantize_blockwise int8_vectorwise_quant "
+        "int8_vectorwise_dequant int8_double_quant int8_mm_dequant"
+    ),
     MASK: (
         "where masked_fill le lt ge gt eq ne bitwise_and bitwise_or bitwise_not bitwise_xor logical_and "
         "logical_or logical_not logical_xor tril triu isin any all arange ones_like new_ones full full_like "

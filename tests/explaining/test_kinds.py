@@ -44,6 +44,8 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = ()) -> Graph:
         ("aten._log_softmax_backward_data.default", "", "loss"),
         ("aten.convolution_backward.default", "stem", "convolution"),
         ("aten.slice_backward.default", "h.0.attn", "copy or reshape"),
+        ("bitsandbytes.gemm_4bit.default", "h.0.mlp.up_proj", "matrix product"),
+        ("bitsandbytes.dequantize_4bit.default", "h.0.mlp.up_proj", "quantisation"),
         ("mine.secret.default", "h.0", OTHER),
     ],
 )
