@@ -11,6 +11,7 @@ from rich.text import Text
 
 from autockpt.reporting.style import VERDICTS, bullets, plain_table
 from autockpt.schema import Comparison, Plan, SearchOutcome, format_binary, format_bytes, words
+from autockpt.schema.planview import set_lines
 
 _PREDICTED = "predicted step"
 SHORT = 14  # a note of up to this many characters stands beside the plan's name, a longer one under the table
@@ -211,6 +212,8 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     )
     for pattern, choice in plan.choices.items():
         console.print(Text(f"  {pattern}: {choice}"), style="dim", soft_wrap=True)
+    for line in set_lines(plan):
+        console.print(Text(f"  {line}"), soft_wrap=True)
     if outcome.plan_path is None:
         return
     console.print()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.sentinels import Mode
+from autockpt.runtime.by_batch import BatchSets, attach_sets
 from autockpt.runtime.compiled import other_steps
 from autockpt.runtime.gradients import compare
 from autockpt.runtime.proving import Proof
@@ -29,10 +30,13 @@ class Handle:
     """A plan applied to a model. ``print`` shows it; a context manager that removes it at the end.
 
     ``attached`` says for every unit in words what was really attached, ``sentinels`` what has been checked of it while
-    training, ``notes`` why the plan's promise about memory and time may not hold here.
+    training, ``notes`` why the plan's promise about memory and time may not hold here. Of a plan with sets of choices
+    for smaller batches, ``choices`` and ``attached`` are those of the largest; ``print`` shows them all.
     """
 
-    def __init__(self, plan: Plan, choices: Mapping[str, Choice], session: Session, notes: Sequence[str]) -> None:
+    def __init__(
+        self, plan: Plan, choices: Mapping[str, Choice], session: Session | BatchSets, notes: Sequence[str]
+    ) -> None:
         self.plan = plan
         self.choices = dict(choices)
         self.notes = tuple(notes)
@@ -68,6 +72,8 @@ class Handle:
         if self.plan.status == "simulated" and self.plan.environment is not None:
             why = f"for {self.plan.environment.device.name}, never measured"
         lines = [f"autockpt plan, {self.plan.status}{f' ({why})' if why else ''}, {state}:"]
+        if isinstance(self._session, BatchSets):
+            return "\n".join([*lines, *self._session.describe(), *(f"  note: {note}" for note in self.notes)])
         folded = fold(self.attached)
         width = max(map(len, folded), default=0)
         lines += [f"  {name:<{width}}  {words}" for name, words in folded.items()]
@@ -89,6 +95,10 @@ def apply(
     before anything is applied for good, bit by bit, or within a tolerance where a choice is not exact
     (``loss(model, batch)`` gives the loss; default: the model's own); weights, gradients, buffers and random states are
     afterwards as before.
+
+    A plan with sets of choices for smaller batches goes, at each forward, by the first set that covers the batch at
+    hand (rows × padded length), and by the leanest for larger ones than any, which a warning says once; a backward goes
+    by what its forward went by. Where weights are sharded, all ranks go by the largest of their batches.
 
     The model may be compiled, before or afterwards, its layers in place or as a whole. Where the plan's numbers were
     found under other circumstances (dtype, LoRA, kind of device, and later a larger batch or steps that are compiled
@@ -112,14 +122,19 @@ def apply(
         plan = Plan(choices=dict(plan))
     elif not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    choices = choices_for(model, plan)
+    sets = [(each.when, choices_for(model, each)) for each in plan.sets]
+    choices = sets[-1][1]
     notes = _doubts(plan, model)
-    if check_batch is not None:
-        _check(model, choices, check_batch, loss)
-    session = attach(model, choices, host_budget=plan.host_budget_bytes, sentinels=sentinels)
+    for _, each in sets if check_batch is not None else ():
+        _check(model, each, check_batch, loss)
+    if len(sets) == 1:
+        session = attach(model, choices, host_budget=plan.host_budget_bytes, sentinels=sentinels)
+    else:
+        session = attach_sets(model, sets, host_budget=plan.host_budget_bytes, sentinels=sentinels)
     if (guard := session.guard()) is not None and plan.status != "unmeasured":
         settings = plan.settings
-        guard.planned = (_whole(settings.get("batch_size")), _whole(settings.get("seq_len")))
+        if len(sets) == 1:  # several know their sizes themselves
+            guard.planned = (_whole(settings.get("batch_size")), _whole(settings.get("seq_len")))
         guard.warnings = other_steps(plan)
         guard.unlike_model = "model" in guard.warnings
         guard.blocks = tuple(u.name for u in discover_units(model) if u.role == "block")

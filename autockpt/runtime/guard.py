@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +14,18 @@ from torch import nn
 from autockpt.policies import Attachment, ForwardListener, call_inner, refuse_native
 from autockpt.runtime.compiled import compiled_as
 from autockpt.schema.plan import CompileMode
+
+
+class Sets(Protocol):
+    """Several sets of choices, of which one acts in each forward pass of the whole model."""
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
+        """Choose by the arguments of a forward that begins; who is to be told about it."""
+        ...
+
+    def end(self, output: Any) -> None:
+        """That forward has ended."""
+        ...
 
 
 class GuardState(Attachment):
@@ -32,6 +44,7 @@ class GuardState(Attachment):
         self.warnings: dict[CompileMode | None, str] = {}
         self.unlike_model = False
         self.blocks: tuple[str, ...] = ()
+        self.sets: Sets | None = None
 
     def watched(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Modules with a switch of their own for activation checkpointing, found by path so that copies find theirs."""
@@ -57,11 +70,14 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
             _is_compiled(state)
     elif state.warnings:
         _warn_of_other_steps(state, compiled_as(module, state.blocks))
-    for listener in state.listeners:
+    listeners = state.listeners if state.sets is None else state.sets.begin(module, args, kwargs)
+    for listener in listeners:
         listener.begin()
     output = call_inner(module, state, args, kwargs)
-    for listener in state.listeners:
+    for listener in listeners:
         listener.end()
+    if state.sets is not None:
+        state.sets.end(output)
     return output
 
 

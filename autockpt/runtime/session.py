@@ -147,19 +147,31 @@ def attach(
     is attached already, the model's own activation checkpointing is on, or a choice cannot be made safe. The model is
     then as it was.
     """
+    session = attach_units(model, choices, _ways(transport, host_budget), sentinels)
+    try:
+        if session._placed:
+            look_after(model, [unit.module for unit in session.order if unit.choice.kind != "save"], session)
+    except BaseException:
+        session.remove()
+        raise
+    return session
+
+
+def attach_units(
+    model: nn.Module, choices: Mapping[str, Choice], transports: Transports, sentinels: SentinelMode | None
+) -> Session:
+    """Attach choices to units as ``attach`` does; whoever calls this looks after the model as a whole."""
     check_nesting(choices)
     modules = modules_of(model, list(choices))
     units = [PlannedUnit(n, unwrap(m), choice) for (n, choice), m in zip(choices.items(), modules, strict=True)]
     _check_free(model, units)
-    session = Session(units, _ways(transport, host_budget), sentinels_of(sentinels))
+    session = Session(units, transports, sentinels_of(sentinels))
     try:
         for kind, policy in POLICIES.items():
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
         session.attached = {unit.name: session.attached[unit.name] for unit in units}
-        if session._placed:
-            if session.sentinels.units:
-                session.listen(session.sentinels)
-            _look_after(model, [unit.module for unit in units if unit.choice.kind != "save"], session)
+        if session.sentinels.units:
+            session.listen(session.sentinels)
     except BaseException:
         session.remove()
         raise
@@ -218,10 +230,12 @@ def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
         refuse_native(module, path)
 
 
-def _look_after(model: nn.Module, attached: Sequence[nn.Module], session: Session) -> None:
+def look_after(model: nn.Module, attached: Sequence[nn.Module], session: Session) -> GuardState:
+    """Attach, around units with choices, what looks after the model as a whole."""
     for owner in cache_owners(model, attached):
         session.place("", owner, run_without_cache, CacheState(owner))
     root = unwrap(model)
     state = GuardState(flagged_modules(root))
     state.listeners = session.listeners
     session.place("", root, run_guarded, state)
+    return state

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +19,13 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from autockpt.errors import PlanError
 from autockpt.schema import planfile, planview
 from autockpt.schema.base import Data
-from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, parse_choice
+from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice
 from autockpt.schema.device import Environment
 from autockpt.schema.files import set_aside
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.planfile import SCHEMA_VERSION
+from autockpt.schema.sets import OF_A_SET, ChoiceSet, When, parsed, written
 from autockpt.schema.sizes import ResolvedBudget
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.workload import WorkloadSpec
@@ -68,6 +71,9 @@ class Structure(Data):
 class Plan(Data):
     """A choice for every unit, with its provenance.
 
+    ``choices`` are for every batch; where ``smaller_batches`` has sets of their own for smaller ones, the runtime goes
+    by the first that covers the batch at hand. ``sets`` are all of them, each as a plan.
+
     ``hash`` is that of the choices which ``predicted`` and ``measured`` speak of. Where the choices no longer match it
     (the file was edited), ``status`` is "unmeasured", whatever ``source`` says. Bytes and seconds throughout.
     """
@@ -96,7 +102,13 @@ class Plan(Data):
     baselines: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
     choices: dict[str, Choice] = Field(description="pattern of unit names -> choice")
+    when: When | None = Field(default=None, description="the largest batch that ``choices`` were made for, where known")
+    share: float | None = Field(default=None, ge=0, le=1, description="share of all batches that go by ``choices``")
+    smaller_batches: tuple[ChoiceSet, ...] = Field(
+        default=(), description="choices for smaller batches, the smallest first"
+    )
     _document: Document | None = PrivateAttr(default=None)
+    _place: tuple[str | int, ...] = PrivateAttr(default=("choices",))
 
     def __eq__(self, other: object) -> bool:
         """Plans are equal by what they say, wherever they were read from."""
@@ -113,7 +125,17 @@ class Plan(Data):
     @field_validator("choices", mode="before")
     @classmethod
     def _read_choices(cls, value: Any) -> Any:
-        return {k: parse_choice(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+        return parsed(value)
+
+    @model_validator(mode="after")
+    def _from_small_to_large(self) -> Plan:
+        bounds = [s.when for s in self.smaller_batches] + ([self.when] if self.when is not None else [])
+        for one, two in itertools.pairwise(bounds):
+            if one.tokens >= two.tokens or (one.longest or 0) > (two.longest or math.inf):
+                raise ValueError(f"smaller_batches go from small to large, and {one} come before {two}")
+        if self.smaller_batches and self.compile == "model":
+            raise ValueError("compile: model has one graph, which can have one set of choices, no smaller_batches")
+        return self
 
     @model_validator(mode="after")
     def _one_graph_one_budget(self) -> Plan:
@@ -156,7 +178,8 @@ class Plan(Data):
         planfile.check_units(document, plan.model.units)
         plan._document = document
         if plan.model.units:
-            plan.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
+            for each in plan.sets:
+                each.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
         return plan
 
     def save(self, path: str | Path, *, existing: Literal["refuse", "set_aside", "replace"] = "refuse") -> Path | None:
@@ -188,9 +211,11 @@ class Plan(Data):
         """The text of a plan file: the choices first, then where they are from."""
         data: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
         data |= {"autockpt": self.autockpt, "source": self.source}
-        data["choices"] = {pattern: dump_choice(choice) for pattern, choice in self.choices.items()}
+        data["choices"] = written(self.choices)
         if self.workload is not None:
             data["workload"] = self.workload.model_dump(mode="json", exclude_none=True)
+        if self.smaller_batches:
+            data["smaller_batches"] = [each.written() for each in self.smaller_batches]
         if not self.hash:
             data.pop("hash", None)
         return planfile.render({key: data[key] for key in Plan.model_fields if key in data}, name)
@@ -221,6 +246,40 @@ class Plan(Data):
         return self.model_copy(update={"otherwise": {**self.otherwise, steps: _tidy(measured)}})
 
     @property
+    def sets(self) -> tuple[Plan, ...]:
+        """Every set of choices as a plan by itself, for the smallest batches first; a plan without others: itself."""
+        if not self.smaller_batches:
+            return (self,)
+        fields: dict[str, Any] = {**self._fields, "smaller_batches": ()}
+        largest, found = Plan(**fields), list[Plan]()
+        for number, each in enumerate(self.smaller_batches):
+            own: dict[str, Any] = {name: getattr(each, name) for name in OF_A_SET}
+            own |= {"hash": each.hash_of_choices, "baselines": (), "otherwise": {}, "workload": self._at(each.when)}
+            found.append(Plan(**{**fields, **own}))
+            found[-1]._place = ("smaller_batches", number, "choices")
+        for plan in (*found, largest):
+            plan._document = self._document
+        return (*found, largest)
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in Plan.model_fields}
+
+    def _at(self, when: When) -> WorkloadSpec | None:
+        """The workload with the longest sequences that a set is for."""
+        rows = self.settings.get("batch_size") or (self.workload.batch_size if self.workload else None)
+        if self.workload is None or self.workload.seq_len is None or not isinstance(rows, int):
+            return self.workload
+        return self.workload.model_copy(update={"seq_len": when.longest or max(1, when.tokens // rows)})
+
+    def with_smaller(self, others: Iterable[Plan]) -> Plan:
+        """This plan for all batches but those that one of ``others`` is for: its ``when`` says which."""
+        fields = self._fields
+        sets = [ChoiceSet.of(plan.hash, {name: getattr(plan, name) for name in OF_A_SET}) for plan in others]
+        fields["smaller_batches"] = tuple(sorted(sets, key=lambda each: each.when.tokens))
+        return Plan(**fields)
+
+    @property
     def file(self) -> str:
         """The name of the file that the plan was read from; a word for it where it was not."""
         return self._document.name if self._document is not None else "PLAN"
@@ -235,7 +294,7 @@ class Plan(Data):
         """The lines under ``choices``, each with its place in the file where it came from one."""
         document = self._document
         return tuple(
-            Entry(pattern, choice, document.where("choices", pattern) if document else "")
+            Entry(pattern, choice, document.where(*self._place, pattern) if document else "")
             for pattern, choice in self.choices.items()
         )
 
@@ -322,7 +381,8 @@ class Plan(Data):
             return "the plan no longer says which units it was measured with"
         if self.hash != plan_hash(self.expand_planned()):
             return f"the choices were edited after the plan was {self.source}"
-        return ""
+        smaller = (each.status_reason for each in self.sets[:-1])
+        return next((f"for smaller batches: {why}" for why in smaller if why), "")
 
 
 def check_roles(chosen: Iterable[tuple[str | None, Entry[Choice], UnitRole]]) -> None:

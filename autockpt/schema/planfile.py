@@ -31,6 +31,8 @@ _HEADER = """\
 # An edited plan counts as unmeasured until it is measured again.
 """
 _COMMENTS = {
+    "when": "the largest batch that the choices above were made for",
+    "smaller_batches": "instead of the choices above, for batches of at most so many tokens; chosen at each forward",
     "source": "measured: real steps held the budget; simulated: predicted only",
     "hash": "of the choices that the numbers below belong to",
     "model": "the model this was made for",
@@ -56,7 +58,11 @@ def read_document(path: Path) -> Document:
             remedy=f"A plan has at least the line `autockpt: {SCHEMA_VERSION}` and a section `choices:`.",
         )
     _check_version(document, data["autockpt"])
-    _check_choices(document, data.get("choices"))
+    _check_choices(document, ("choices",), data.get("choices"))
+    smaller = data.get("smaller_batches")
+    for number, each in enumerate(smaller if isinstance(smaller, list) else ()):
+        if isinstance(each, dict):
+            _check_choices(document, ("smaller_batches", number, "choices"), each.get("choices"))
     return document
 
 
@@ -73,10 +79,10 @@ def _check_version(document: Document, version: object) -> None:
         )
 
 
-def _check_choices(document: Document, choices: object) -> None:
+def _check_choices(document: Document, place: tuple[str | int, ...], choices: object) -> None:
     if not isinstance(choices, dict) or not choices:
         remedy = "Write one line per unit, as in model.layers.0-11: save."
-        raise document.complain(("choices",), "a plan needs choices", remedy)
+        raise document.complain(place, "a plan needs choices", remedy)
     for pattern, value in choices.items():
         try:
             parse_pattern(pattern)
@@ -84,7 +90,7 @@ def _check_choices(document: Document, choices: object) -> None:
         except PlanError as error:
             near = closest(value, choice_kinds()) if isinstance(value, str) else None
             remedy = f"Did you mean {near}? {error.remedy}" if near else error.remedy
-            raise document.complain(("choices", pattern), error.message, remedy) from None
+            raise document.complain((*place, pattern), error.message, remedy) from None
 
 
 def check_units(document: Document, units: Mapping[str, str]) -> None:
@@ -137,7 +143,9 @@ def render(sections: Mapping[str, Any], name: str = "plan.yaml") -> str:
     )
     rest = dict(sections)
     text = [_HEADER.format(name=name, kinds=kinds), f"autockpt: {rest.pop('autockpt')}\n"]
-    text += [_section("choices", rest.pop("choices")), "\n"]
+    text.append(_section("choices", rest.pop("choices")))
+    text += [_section(key, rest.pop(key)) for key in ("when", "share", "smaller_batches") if key in rest]
+    text.append("\n")
     return "".join(text) + "".join(_section(key, value) for key, value in rest.items())
 
 

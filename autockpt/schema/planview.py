@@ -28,9 +28,23 @@ TILE = "display:inline-block;min-width:1.5em;text-align:center;font:700 13px/1.7
 
 
 def text(plan: Plan) -> str:
-    """Five lines: for what, what is done, peak, step time, how to load it."""
+    """Five lines: for what, what is done, peak, step time, how to load it; and one for each set of choices."""
     lines = [_made_for(plan), f"  {_done(plan)}", f"  peak {_peak(plan)}", f"  step {_step(plan)}"]
+    lines += [f"  {line}" for line in set_lines(plan)]
     return "\n".join([*lines, f'  autockpt.apply(model, "{plan.file if plan.file != "PLAN" else "plan.yaml"}")'])
+
+
+def set_lines(plan: Plan) -> list[str]:
+    """A line for each set of choices of a plan that has several, the smallest batches first."""
+    if not plan.smaller_batches:
+        return []
+    lines = []
+    for each in plan.sets:
+        bound = f"up to {each.when}" if each.when is not None else "all larger"
+        bound += ", and larger" if each.when is not None and each.when == plan.when else ""
+        share = f", {words.share(each.share)} of batches" if each.share is not None else ""
+        lines.append(f"{bound}{share}: {_done(each)}; peak {_peak(each)}; step {_step(each)}")
+    return lines
 
 
 def html(plan: Plan) -> str:
@@ -42,7 +56,7 @@ def html(plan: Plan) -> str:
     )
     rows = "".join(_row(row, plan) for row in plan.baselines)
     head = "<tr><th>plan</th><th>fits</th><th>peak</th><th>step</th></tr>"
-    said = "<br>".join(escape(line.strip()) for line in text(plan).splitlines()[1:4])
+    said = "<br>".join(escape(line.strip()) for line in text(plan).splitlines()[1:-1])
     return f"<p><b>{escape(_made_for(plan))}</b><br>{said}</p><div>{tiles}</div>" + (
         f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>" if rows else ""
     )

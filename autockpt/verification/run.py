@@ -58,6 +58,9 @@ def verify(
     plan's file, where ``plan`` is one: ``apply`` then says by how much they differ. Of a Plan, ``noting`` gives one
     with the report's measurement.
 
+    Of a plan with sets of choices for smaller batches every set is held against its own promise, at its own length; of
+    a live workload, whose batch is as it is, smaller sets' gradients alone.
+
     Raises PlanError where the plan does not belong to the model, or does not say what to run; UsageError where nothing
     can be compiled here.
     """
@@ -72,10 +75,27 @@ def verify(
         )
     with _open(subject, device, measurer, plan, mode) as runs:
         report = _Verification(plan, subject, runs, device, listener or Silence(), steps, mode).report()
-        if path is None or report.measured is None or report.steps is None:
+        if path is not None and report.measured is not None and report.steps is not None:
+            said = _unlike(plan, subject, runs) or _note(plan, path, report.steps, report.measured)
+            report = report.model_copy(update={"notes": (*report.notes, said)})
+        if measurer is not None or not isinstance(subject, WorkloadSpec):
+            for each in plan.sets[:-1]:
+                checks = _Verification(each, subject, runs, device, listener or Silence(), steps, mode).gradients()
+                report = _with_set(report, each, VerifyReport(checks=tuple(checks)))
             return report
-        said = _unlike(plan, subject, runs) or _note(plan, path, report.steps, report.measured)
-    return report.model_copy(update={"notes": (*report.notes, said)})
+    for each in plan.sets[:-1]:
+        length = each.workload.seq_len if each.workload is not None else None
+        spec = subject.model_copy(update={"seq_len": length or subject.seq_len})
+        found = verify(each, spec, device=device, listener=listener, steps=steps, compile=compile)
+        report = _with_set(report, each, found)
+    return report
+
+
+def _with_set(report: VerifyReport, plan: Plan, found: VerifyReport) -> VerifyReport:
+    """The report, and what was found of a set for smaller batches."""
+    named = (check.model_copy(update={"name": f"up to {plan.when}: {check.name}"}) for check in found.checks)
+    notes = (note for note in found.notes if note not in report.notes)
+    return report.model_copy(update={"checks": (*report.checks, *named), "notes": (*report.notes, *notes)})
 
 
 def _note(plan: Plan, path: Path, steps: Steps, measured: Measurement) -> str:
@@ -146,15 +166,7 @@ class _Verification:
         self.notes: list[str] = []
 
     def report(self) -> VerifyReport:
-        self.listener.stage("build the model")
-        described = self._call(
-            "describe_units", {"named": self.plan.settings.get("units"), "patterns": list(self.plan.choices)}
-        )
-        units = [Unit.model_validate(u) for u in described["units"]]
-        head = described.get("head")
-        output_head = None if head is None else Unit.model_validate(head)
-        self.choices = self.plan.choices_for(units, output_head)
-        self.blocks = [unit.name for unit in units if unit.role == "block"]
+        self._look_at_the_model()
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
         if self.plan.status == "simulated":
@@ -169,6 +181,22 @@ class _Verification:
         self._call("compile_as_training", {})
         checks = (*self._gradients(), *self._reruns(), *self._comparison())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured, steps=self.mode)
+
+    def gradients(self) -> list[Check]:
+        """The first check alone."""
+        self._look_at_the_model()
+        return list(self._gradients())
+
+    def _look_at_the_model(self) -> None:
+        self.listener.stage("build the model")
+        described = self._call(
+            "describe_units", {"named": self.plan.settings.get("units"), "patterns": list(self.plan.choices)}
+        )
+        units = [Unit.model_validate(u) for u in described["units"]]
+        head = described.get("head")
+        output_head = None if head is None else Unit.model_validate(head)
+        self.choices = self.plan.choices_for(units, output_head)
+        self.blocks = [unit.name for unit in units if unit.role == "block"]
 
     @property
     def _compiled(self) -> bool:

@@ -26,6 +26,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.plan import Steps
+from autockpt.schema.sets import When
 
 UNITS = tuple(Unit(name=f"model.layers.{i}", cls="LlamaDecoderLayer", kind=0) for i in range(12)) + tuple(
     Unit(name=f"model.layers.{i}.mlp", cls="LlamaMLP", kind=1, role="mlp", parent=f"model.layers.{i}")
@@ -323,3 +324,61 @@ def test_a_plan_for_blocks_fits_a_model_whose_parts_are_known_too() -> None:
     parts = [Unit(name=f"a.{i}.mlp", cls="MLP", kind=1, role="mlp", parent=f"a.{i}") for i in range(2)]
     plan = Plan.create({"a.0": RECOMPUTE, "a.1": SAVE}, units)
     assert plan.choices_for([*units, *parts]) == {"a.0": RECOMPUTE, "a.1": SAVE}
+
+
+def with_sets() -> Plan:
+    short = full_plan({n: SAVE for n in BLOCKS}).model_copy(update={"when": When(tokens=512), "share": 0.75})
+    middle = full_plan({n: RECOMPUTE if i < 3 else SAVE for i, n in enumerate(BLOCKS)})
+    middle = middle.model_copy(update={"when": When(tokens=2048, longest=512), "share": 0.2})
+    return full_plan().model_copy(update={"when": When(tokens=4096), "share": 0.05}).with_smaller([middle, short])
+
+
+def test_sets_for_smaller_batches_survive_the_file_and_are_plans_themselves(tmp_path: Path) -> None:
+    plan = with_sets()
+    plan.save(tmp_path / "plan.yaml")
+    loaded = Plan.load(tmp_path / "plan.yaml")
+    assert loaded == plan and loaded.status == "measured"
+    short, middle, largest = loaded.sets
+    bounds = ["512 tokens", "2,048 tokens, sequences up to 512", "4,096 tokens"]
+    assert [str(each.when) for each in loaded.sets] == bounds
+    assert all(choice == SAVE for choice in short.expand_planned().values())
+    assert short.status == middle.status == "measured"
+    assert middle.hash == plan_hash(middle.expand_planned()) and largest.choices == plan.choices
+    assert short.measured == plan.measured and not short.baselines and largest.baselines
+    lines = str(loaded).splitlines()
+    assert "up to 512 tokens, 75.0 % of batches: ............" in lines[4]
+    assert "up to 4,096 tokens, and larger" in lines[6]
+    assert full_plan().sets == (full_plan(),)
+
+
+def test_an_edited_set_makes_the_plan_unmeasured(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    with_sets().save(path)
+    text = path.read_text()
+    for old, new in (("tokens: 512", "tokens: 600"), ("model.layers.3-11: save", "model.layers.3-11: offload")):
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        assert Plan.load(path).status == "unmeasured"
+        assert "for smaller batches" in Plan.load(path).status_reason
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("- when: {tokens: 8}\n  choices: {a: recompute}\n- when: {tokens: 8}\n  choices: {a: save}", "small to large"),
+        ("- when: {tokens: 8}\n  choices: {a: recomptue}", "plan.yaml:5: .*recomptue"),
+        ("- when: {tokens: 8}\n  choices: {}", "plan.yaml:5: a plan needs choices"),
+        ("- when: {tokens: 0}\n  choices: {a: save}", "plan.yaml:4: .*greater than 0"),
+        ("- when: {seconds: 1}\n  choices: {a: save}", "missing|unknown key"),
+        ("- choices: {a: save}", "when' is missing"),
+    ],
+)
+def test_sets_that_are_none_are_refused_with_their_line(tmp_path: Path, section: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Plan.load(write(tmp_path, f"autockpt: 1\nchoices: {{a: save}}\nsmaller_batches:\n{section}\n"))
+
+
+def test_one_graph_has_one_set() -> None:
+    sets = [{"when": {"tokens": 8}, "choices": {"a": "save"}}]
+    with pytest.raises(ValueError, match="one set of choices"):
+        Plan.model_validate({"compile": "model", "choices": {"a": "recompute"}, "smaller_batches": sets})

@@ -317,3 +317,11 @@ def test_out_of_memory_under_the_budget_fails():
     assert checks(report)["peak"] == "failed"
     assert checks(report)["step time"] == "skipped"
     assert not report.passed
+
+
+def test_every_set_of_a_plan_is_held_against_plain_training():
+    sets = [{"when": {"tokens": 64}, "choices": {"model.layers.0-2": "save"}}]
+    plan = Plan.model_validate({"choices": {"model.layers.0-2": "recompute"}, "smaller_batches": sets})
+    report = verify(plan, workload())
+    named = {check.name: check.state for check in report.checks}
+    assert named["gradients"] == named["up to 64 tokens: gradients"] == "passed"

@@ -1,0 +1,245 @@
+"""Several sets of choices on one model: at each forward the batch that comes in says which one acts.
+
+Every set is a session of its own, attached once and then set aside and put back as a whole: what a forward saved is
+made again, or fetched, by the set that it ran under, whichever acts by then.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_leaves
+
+from autockpt.devices.transport import Ways
+from autockpt.policies import ForwardListener
+from autockpt.policies.compiling import eagerly
+from autockpt.policies.sentinels import Mode as SentinelMode
+from autockpt.runtime.proving import Proof, UnitProof
+from autockpt.runtime.session import Session, attach_units, look_after
+from autockpt.schema.choices import Choice
+from autockpt.schema.names import fold
+from autockpt.schema.sets import When
+
+_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+_FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
+_PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")
+
+
+class BatchSize(NamedTuple):
+    """Tokens of a batch, padding included, and its longest sequence. Of images rows × height × width."""
+
+    tokens: int
+    longest: int
+
+
+def batch_size(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> BatchSize | None:
+    """How large a batch is, by the arguments of the model's forward; None where they hold no tensor with rows.
+
+    Ids are rows × length, embeddings rows × length × width, images rows × channels × height × width. Of models with a
+    decoder its sequences count as well. Of packed sequences the longest is what an argument says that attention goes
+    by (``max_length_q``), else the whole row.
+    """
+    given = [kwargs[name] for name in _FIRST if isinstance(kwargs.get(name), Tensor)]
+    first = next((v for v in (*given, *args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 0), None)
+    if first is None:
+        return None
+    size = _size_of(first)
+    decoder = next((kwargs[name] for name in _DECODER if isinstance(kwargs.get(name), Tensor)), None)
+    if decoder is None and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        decoder = kwargs.get("labels")
+    if isinstance(decoder, Tensor) and decoder.dim() > 1:
+        more = _size_of(decoder)
+        size = BatchSize(size.tokens + more.tokens, max(size.longest, more.longest))
+    packed = next((kwargs[name] for name in _PACKED if isinstance(kwargs.get(name), int)), None)
+    return size if packed is None else BatchSize(size.tokens, packed)
+
+
+def _size_of(tensor: Tensor) -> BatchSize:
+    if tensor.dim() >= 4:
+        rows, places = tensor.shape[0], tensor.shape[-2] * tensor.shape[-1]
+        return BatchSize(rows * places, places)
+    length = tensor.shape[1] if tensor.dim() > 1 else 1
+    return BatchSize(tensor.shape[0] * length, length)
+
+
+_outside_graphs = partial(
+    eagerly,
+    reason="autockpt chooses among a plan's sets of choices by the batch at hand, which cannot be part of one graph. "
+    "Compile layers instead of the whole model, or without fullgraph=True.",
+)
+
+
+class BatchSets:
+    """The sets of one model, and which of them acts. What ``Session`` tells of one set it tells of all.
+
+    ``bounds`` say which batches a set is for, by set, the smallest batches first (None: all); a batch that no bound
+    covers takes the last. ``root`` holds what looks after the model as a whole. ``used`` counts forwards by set.
+    """
+
+    def __init__(self, root: Session, sessions: Sequence[Session], bounds: Sequence[When | None]) -> None:
+        self.root, self.sessions, self.bounds = root, list(sessions), list(bounds)
+        self.used = Counter[int]()
+        self.acting = len(self.sessions) - 1
+        self._said = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._group: Any = None
+        self._sharded: bool | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_group", "_sharded")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    @_outside_graphs
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
+        """A forward of the whole model begins: choose its set, and return who is to be told about it."""
+        size = batch_size(module, args, kwargs)
+        chosen = self._agreed(module, self._for(size))
+        self.used[chosen] += 1
+        self._act(chosen)
+        return self.sessions[chosen].listeners
+
+    @_outside_graphs
+    def end(self, output: Any) -> None:
+        """A forward has ended: its backward finds the modules as it did, also where others ran in between."""
+        with torch._C.DisableTorchFunctionSubclass():  # logits may be of a class that looks at what is asked of them
+            nodes = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+        for node in filter(None, nodes):
+            node.register_prehook(partial(_back_to, weakref.ref(self), self.acting))
+
+    def _for(self, size: BatchSize | None) -> int:
+        """The first set that is for batches of this size; the last, which needs the least memory, where none is."""
+        for number, bound in enumerate(self.bounds):
+            if bound is None or (size is not None and bound.covers(*size)):
+                return number
+        if not self._said:
+            self._said = True
+            what = "a batch whose size cannot be told" if size is None else f"a batch of {size.tokens:,} tokens"
+            if size is not None and size.longest and self.bounds[-1] is not None and self.bounds[-1].longest:
+                what += f" (sequences up to {size.longest:,})"
+            warnings.warn(
+                f"{what} is larger than any that the plan has choices for (up to {self.bounds[-1]}): it takes the "
+                "leanest, and the plan's promise about memory does not hold for it. Search again with its length.",
+                stacklevel=6,
+            )
+        return len(self.bounds) - 1
+
+    def _act(self, number: int) -> None:
+        if number != self.acting:
+            self.sessions[self.acting].set_aside()
+            self.acting = number
+            self.sessions[number].put_back()
+
+    def _agreed(self, module: nn.Module, number: int) -> int:
+        """The leanest set that any rank wants, where what units do again asks other ranks to take part.
+
+        That is so where weights are sharded (FSDP2, FSDP1, tensor parallelism), as running a unit again may gather them
+        again. Under DDP every rank goes by its own batch. The ranks meet by way of the CPU: no device has to wait.
+        """
+        if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+            return number
+        if self._sharded is None:
+            self._sharded = is_sharded(module)
+        if not self._sharded:
+            return number
+        if self._group is None:
+            self._group = distributed.new_group(backend="gloo")
+        wanted = torch.tensor(number)
+        distributed.all_reduce(wanted, distributed.ReduceOp.MAX, group=self._group)
+        return int(wanted)
+
+    # -- what a session tells ------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> dict[str, str]:
+        """What was really attached to the units, by the set that most of the memory's promise hangs on: the last."""
+        return self.sessions[-1].attached
+
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes that offloading claimed on the host so far, of all sets together."""
+        return self.sessions[-1].host_bytes
+
+    def proof(self) -> Proof:
+        """What sentinels have checked so far, under all sets."""
+        proofs = [session.proof() for session in self.sessions]
+        units: dict[str, UnitProof] = {}
+        for number, proof in enumerate(proofs):
+            units |= {f"{name} (set {number + 1})": unit for name, unit in proof.units.items()}
+        unwatched = {name: why for proof in proofs for name, why in proof.unwatched.items()}
+        return proofs[-1].model_copy(
+            update={"steps": sum(p.steps for p in proofs), "units": units, "unwatched": unwatched}
+        )
+
+    def describe(self) -> Iterator[str]:
+        """A few lines for each set: for which batches, how many forwards went by it, what is attached."""
+        for number, (session, bound) in enumerate(zip(self.sessions, self.bounds, strict=True)):
+            larger = ", and larger" if number == len(self.sessions) - 1 and bound is not None else ""
+            yield (
+                f"  batches up to {bound}{larger} ({self.used[number]} forwards so far):"
+                if bound
+                else (f"  all other batches ({self.used[number]} forwards so far):")
+            )
+            folded = fold(session.attached)
+            width = max(map(len, folded), default=0)
+            yield from (f"    {name:<{width}}  {words}" for name, words in folded.items())
+
+    def guard(self) -> Any:
+        """The attachment that looks after the whole model."""
+        return self.root.guard()
+
+    def remove(self) -> None:
+        """Take every set off again; the model is as it was. Idempotent."""
+        for session in (*self.sessions, self.root):
+            session.remove()
+
+
+def _back_to(sets: weakref.ref[BatchSets], number: int, gradients: Any) -> None:
+    if (alive := sets()) is not None:
+        alive._act(number)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a model's weights lie on several ranks in parts: FSDP, tensor parallelism."""
+    kinds = {cls.__name__ for m in module.modules() for cls in type(m).__mro__}
+    kinds |= {type(p).__name__ for p in module.parameters()}
+    return bool(kinds & {"DTensor", "FSDPModule", "FullyShardedDataParallel"})
+
+
+def attach_sets(
+    model: nn.Module,
+    sets: Sequence[tuple[When | None, Mapping[str, Choice]]],
+    *,
+    host_budget: int | None = None,
+    sentinels: SentinelMode | None = None,
+) -> BatchSets:
+    """Attach several sets of choices, each for batches of its size, the smallest first; ``attach`` says the rest.
+
+    All of them together claim no more than ``host_budget``.
+    """
+    ways, sessions, root = Ways(host_budget), list[Session](), None
+    try:
+        for _, choices in sets:
+            sessions.append(attach_units(model, choices, ways, sentinels))
+            sessions[-1].set_aside()
+        root = Session((), ways)
+        units = [unit.module for session in sessions for unit in session.order if unit.choice.kind != "save"]
+        guard = look_after(model, list(dict.fromkeys(units)), root)
+        guard.sets = made = BatchSets(root, sessions, [bound for bound, _ in sets])
+        sessions[-1].put_back()
+    except BaseException:
+        for session in (*sessions, *([root] if root is not None else [])):
+            session.remove()
+        raise
+    return made
