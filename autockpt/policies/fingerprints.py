@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-_ON_CPU, _ELSEWHERE = 1 << 14, 1 << 18
+_ON_CPU, _ELSEWHERE = 1 << 14, 1 << 17
 """Words at a time: products that fit a core's cache, or few launches of a kernel. As many numbers are in the table of a
-device, and as many products beside it for a moment: 128 KiB, or 2 MiB, of each."""
+device, and as many products beside it for a moment: 128 KiB, or 1 MiB, of each. A table of more would lie where caching
+allocators keep activations, and whatever is made beside it there takes another segment of 20 MiB."""
+TABLE_BYTES = 8 * _ELSEWHERE
+"""What fingerprints keep on an accelerator from the first one on."""
 _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 quietly: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]

@@ -12,7 +12,8 @@ import torch
 
 from autockpt.devices import host_bytes_of
 from autockpt.errors import UsageError
-from autockpt.profiling.cuda_memory import Allocates, as_seen_by, capability_of, device_peak
+from autockpt.policies.fingerprints import TABLE_BYTES
+from autockpt.profiling.cuda_memory import Allocates, as_seen_by, capability_of, device_peak, with_resident
 from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, WorkloadSpec, plan_hash
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.simulator import Simulation, simulate
@@ -153,7 +154,7 @@ def memory_at_hand(device: DeviceInfo, budget: int | None = None) -> MemoryModel
     """
     if device.kind in WITHOUT_STREAMS:
         return None
-    at_hand = MemoryModel(AtHand(device.capacity_bytes, device.overhead_bytes), safety=0.0)
+    at_hand = MemoryModel(AtHand(device.capacity_bytes, device.overhead_bytes), safety=0.0, beside=TABLE_BYTES)
     return at_hand if budget is None else at_hand.within(budget)
 
 
@@ -172,18 +173,21 @@ class MemoryModel:
     """Bytes that a step is promised to take of a device, context included: reserved ones, and a share for safety.
 
     An allocator that is kept to ``most`` bytes (None: to what the device has) gives cached segments back before it
-    fails, so a plan may fit that would reserve more if it could.
+    fails, so a plan may fit that would reserve more if it could. ``beside``: bytes that are there before the step's.
     """
 
     hardware: Allocates
     most: int | None = None
     safety: float = SAFETY
+    beside: int = 0
 
     def __call__(self, graph: Graph) -> int:
         """The promise for a ghost run; more than ``most`` where it cannot be kept to that."""
         context, share = self.hardware.context_bytes, self._share
         most = self.hardware.memory_bytes if self.most is None else self.most
         limit = context + int((most - context) / (1 + share))
+        if self.beside:
+            graph = with_resident(graph, "beside the step", [self.beside], "other")
         peak = device_peak(self.hardware, graph, limit=limit)
         return peak.total + int(share * peak.reserved)
 

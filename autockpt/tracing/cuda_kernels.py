@@ -204,16 +204,11 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
 
     ``unread`` as for ``attention``.
     """
-    plain_attention, plain_dropout = F.scaled_dot_product_attention, F.dropout
+    plain_attention = F.scaled_dot_product_attention
     plain_norms: dict[Any, Callable[..., Tensor]] = {F: F.rms_norm, torch: torch.rms_norm}
 
     def sdpa(*args: Any, **kwargs: Any) -> Tensor:
         return attention(*args, **kwargs, capability=capability, unread=unread)
-
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if inplace or not training or not 0 < p < 1 or not input.numel():
-            return plain_dropout(input, p, training, inplace)
-        return torch.native_dropout(input, p, True)[0]
 
     def rms_norm(
         input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
@@ -224,13 +219,40 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
         # CUDA's fused kernel cannot be called on CPU tensors. Layer norm reads, saves and writes the same, and a mean.
         return F.layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)
 
-    F.scaled_dot_product_attention, F.dropout = sdpa, dropout
+    F.scaled_dot_product_attention = sdpa
     for module in plain_norms:
         module.rms_norm = rms_norm
     try:
-        with cuda_autocast(), cuda_int8_products():
+        with fused_dropout(), cuda_autocast(), cuda_int8_products():
             yield
     finally:
-        F.scaled_dot_product_attention, F.dropout = plain_attention, plain_dropout
+        F.scaled_dot_product_attention = plain_attention
         for module, plain in plain_norms.items():
             module.rms_norm = plain
+
+
+def fuses_dropout(kind: str) -> bool:
+    """Whether dropout is one kernel on that kind of device, as ``Dropout.cpp`` has it."""
+    return kind in ("cuda", "xpu", torch._C._get_privateuse1_backend_name())
+
+
+@contextmanager
+def fused_dropout() -> Iterator[None]:
+    """Let dropout take the kernel that saves a mask of bytes and no factors, be it called from Python or by another op.
+
+    It has no kernel of its own in the dispatcher, where the CPU is given one for a while.
+    """
+
+    def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+        if not train or not p or not input.numel():
+            return input
+        if p == 1:
+            return input.mul(torch.zeros((), dtype=input.dtype))
+        return torch.native_dropout(input, p, True)[0]
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("dropout", dropout, "AutogradCPU")
+    try:
+        yield
+    finally:
+        library._destroy()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autockpt.errors import GhostError
-from autockpt.tracing.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels
+from autockpt.tracing.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
 from autockpt.tracing.recorder import Call, Recorder
@@ -56,6 +56,7 @@ class GhostMode(Recorder):
         self._on_op = on_op
         self.building = False
         self.capability: Capability | None = None  # of the NVIDIA GPU whose kernels the step is to take
+        self.fuses_dropout = False  # whether it runs on another kind of device that has a kernel for dropout
         self.refused: str | None = None
         self._values_matter = True
 
@@ -73,7 +74,9 @@ class GhostMode(Recorder):
 
         Tensor.tolist = tolist  # type: ignore[method-assign]
         try:
-            kernels = nullcontext() if self.capability is None else cuda_kernels(self.capability, self._unread)
+            kernels = fused_dropout() if self.fuses_dropout else nullcontext()
+            if self.capability is not None:
+                kernels = cuda_kernels(self.capability, self._unread)
             with super().recording(), kernels:
                 yield self
         finally:

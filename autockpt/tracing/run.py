@@ -25,7 +25,7 @@ from autockpt.schema.graph import Tier, Unit
 from autockpt.schema.names import fold
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Place, RawGraph, Source, summarize, to_graph
-from autockpt.tracing.cuda_kernels import AMPERE, Capability
+from autockpt.tracing.cuda_kernels import AMPERE, Capability, fuses_dropout
 from autockpt.tracing.cuts import find_cuts, said_of_cuts
 from autockpt.tracing.flash_package import FLASH, flash_on_ghosts, note_on_flash
 from autockpt.tracing.ghost import GhostMode
@@ -224,6 +224,7 @@ class GhostRun(Run):
         self._queues = device.type not in WITHOUT_STREAMS
         self._mode.on_cpu = device.type == "cpu"
         self._mode.on_cuda = device.type == "cuda"
+        self._mode.fuses_dropout = fuses_dropout(device.type)
         if self._mode.on_cuda:
             self._mode.capability = capability or capability_of(device) or AMPERE
 

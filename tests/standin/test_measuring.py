@@ -14,3 +14,8 @@ def test_real_steps_under_a_real_limit(inside):
 @pytest.mark.campaign
 def test_a_live_search(inside):
     inside(MEASURING, "-k", "live")
+
+
+@pytest.mark.campaign
+def test_predicted_peaks_of_many_plans(inside):
+    inside(MEASURING, "-k", "predicted", STANDIN_ALL="1")

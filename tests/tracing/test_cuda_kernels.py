@@ -3,10 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from autockpt.schema import RECOMPUTE, Graph, WorkloadSpec
 from autockpt.tracing import Tracer, run
-from autockpt.tracing.cuda_kernels import AMPERE, attention, attention_kernel, cuda_kernels
+from autockpt.tracing.cuda_kernels import (
+    AMPERE,
+    attention,
+    attention_kernel,
+    cuda_kernels,
+    fused_dropout,
+    fuses_dropout,
+)
 from autockpt.tracing.operators import Operator
 from autockpt.tracing.workspaces import cuda_workspace_bytes
 from tests.tracing.cuda_models import HEADS, LENGTH, WIDTH
@@ -64,11 +72,34 @@ def test_the_math_kernel_computes_attention() -> None:
 
 
 def test_everything_is_put_back() -> None:
-    before = F.scaled_dot_product_attention, F.dropout, F.rms_norm, torch.rms_norm
+    before, fused = (F.scaled_dot_product_attention, F.rms_norm, torch.rms_norm), "NativeDropoutBackward0"
+    x = torch.ones(8, requires_grad=True)
     with pytest.raises(RuntimeError), cuda_kernels(AMPERE):
-        assert F.dropout is not before[1]
+        assert F.scaled_dot_product_attention is not before[0] and nodes(F.dropout(x)) == [fused]
         raise RuntimeError
-    assert (F.scaled_dot_product_attention, F.dropout, F.rms_norm, torch.rms_norm) == before
+    assert (F.scaled_dot_product_attention, F.rms_norm, torch.rms_norm) == before
+    assert fused not in nodes(F.dropout(x))
+
+
+def nodes(tensor: Tensor) -> list[str]:
+    """Names of the autograd nodes that a tensor comes from, leaves aside."""
+    seen, todo = [], [tensor.grad_fn]
+    while todo:
+        if (node := todo.pop()) is not None and node.next_functions:
+            seen.append(node.name())
+            todo += [before for before, _ in node.next_functions]
+    return seen
+
+
+def test_dropout_is_one_kernel_wherever_it_is_called_from() -> None:
+    q = torch.randn(2, 4, 6, 5, dtype=FP64, requires_grad=True)
+    cell = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+    with fused_dropout():
+        assert "NativeDropoutBackward0" in nodes(F.scaled_dot_product_attention(q, q, q, dropout_p=0.5))
+        assert "NativeDropoutBackward0" in nodes(cell(torch.randn(3, 2, 4))[0])
+        assert F.dropout(q, 0.0) is q and F.dropout(q, 0.5, training=False) is q
+        assert not F.dropout(q, 1.0).any()
+    assert fuses_dropout("cuda") and fuses_dropout("xpu") and not fuses_dropout("cpu")
 
 
 def traced(factory: str, device: str, capability: tuple[int, int] | None = None, *, recompute: bool = False) -> Graph:

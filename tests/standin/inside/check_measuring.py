@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -9,8 +12,10 @@ import autockpt
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner
+from autockpt.profiling import memory_at_hand
 from autockpt.runtime import apply
-from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget, parse_choice
+from autockpt.tracing import Tracer
 from autockpt.tuning.batches import foreseen_sizes, variant
 from autockpt.workload import Step, build, discover_units
 from search_spaces.spaces import load_space
@@ -32,6 +37,31 @@ def _bits(workload: Step) -> list[torch.Tensor]:
     return [p.detach().cpu() for p in workload.model.parameters()] + [standin.get_rng_state(), torch.get_rng_state()]
 
 
+ALL = os.environ.get("STANDIN_ALL") == "1"
+JOBS = [
+    WorkloadSpec(model="gpt2-tiny", batch_size=16, seq_len=128),  # with dropout
+    WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=128),
+    WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=256, autocast="bf16"),
+    WorkloadSpec(model="qwen3-tiny", batch_size=16, seq_len=256, lora=8),
+    WorkloadSpec(model="t5-tiny", batch_size=16, seq_len=128, accumulate=2),
+]
+MIXTURES = [
+    ("save",),
+    ("recompute",),
+    ("offload",),
+    ("remake",),
+    ("selective",),
+    ("recompute_offload",),
+    ("offload", "offload", "offload", "save"),
+    ("save", "offload", "offload", "offload"),
+    ("save", "recompute"),
+    ("offload", "recompute", "recompute_offload", "save"),
+    ("remake", "save", "selective", "offload"),
+    ("save", "save", "save", "offload"),
+    ("save", "remake", "remake", "recompute"),
+]
+
+
 @pytest.fixture(params=("lazy", "random:3"))
 def schedule(request: pytest.FixtureRequest) -> None:
     standin.set_schedule(request.param)
@@ -44,6 +74,22 @@ def test_peaks_are_the_allocators_and_plans_lower_them(schedule):
     assert runner.measure({}, steps=1).peak_bytes == plain.peak_bytes
     for choices in (OFFLOAD_ALL, RECOMPUTE_ALL):
         assert runner.measure(choices, steps=2).peak_bytes < plain.peak_bytes
+
+
+@pytest.mark.parametrize("job", JOBS if ALL else JOBS[:1], ids=lambda job: job.model)
+def test_a_predicted_peak_is_the_allocators(job):
+    """Every choice, and mixtures that leave neighbours of all kinds: what searches go by before they measure."""
+    with Tracer.from_spec(job, device="standin") as tracer:
+        units = [unit.name for unit in tracer.units if unit.role == "block"]
+        plans = [dict(zip(units, cycle(map(parse_choice, kinds)), strict=False)) for kinds in MIXTURES]
+        plans = plans if ALL else plans[::3]
+        graphs = [tracer.trace(plan) for plan in plans]
+    device = get_device("standin")
+    needs, runner = memory_at_hand(device.describe()), StepRunner(build(job, "standin"), device)
+    assert needs is not None
+    for plan, graph in zip(plans, graphs, strict=True):
+        measured = runner.measure(plan, steps=1).peak_bytes
+        assert abs(needs(graph) - measured) <= max(2 << 20, 0.02 * measured), plan  # one segment of the small pool
 
 
 def test_variants_of_a_job_are_judged_by_what_the_allocator_takes():
