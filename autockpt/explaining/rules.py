@@ -6,8 +6,11 @@ import math
 import statistics
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
 
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
+from autockpt.explaining.claims import COMMON, IO_NET, SCORES_SOURCE, bound_by, claims
 from autockpt.explaining.holdings import Ledger
 from autockpt.explaining.moment import peak_op
 from autockpt.explaining.subject import Question, Subject, open_subject
@@ -18,9 +21,15 @@ from autockpt.schema.explanation import Reading, Rule, Rules
 from autockpt.workload.configs import find_config
 
 PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
+SECOND, FOURTH = "every 2nd layer", "segments of 4"
 LORA_RANK = 16  # where the workload has no adapters of its own
 ROUNDS = 5
-_DEEPSPEED = "DeepSpeed-Chat's throughput formula"
+_DEEPSPEED = ("DeepSpeed-Chat's throughput formula", "https://github.com/deepspeedai/DeepSpeedExamples")
+_DEEPSPEED_DOCS = ("DeepSpeed", "https://www.deepspeed.ai")
+_GUIDE = ("transformers' guide", "https://huggingface.co/docs/transformers/perf_train_gpu_one")
+_CHEN = ("Chen et al. 2016", "https://arxiv.org/abs/1604.06174")
+_WES = ("wes.today", "https://wes.today")
+_SELECTIVE = SCORES_SOURCE
 Plans = dict[str, dict[str, Choice]]
 
 
@@ -42,7 +51,7 @@ def rules(question: Question, listener: Listener | None = None, *, measure: bool
             name: _reading(graph, subject, plain, base.peak_bytes + overhead, activations, overhead)
             for name, graph in graphs.items()
         }
-        tables = [*_flops_rules(subject, graphs), *_memory_rules(len(subject.profiled.blocks), predicted)]
+        tables = [*_flops_rules(subject, graphs), *_memory_rules(subject, predicted), *claims(subject, activations)]
         notes = list(subject.notes)
         if measure:
             listener.stage("taking real steps")
@@ -72,6 +81,8 @@ def _plans(units: tuple[Unit, ...]) -> Plans:
         FULL: dict.fromkeys(blocks, RECOMPUTE),
         ROOT: dict.fromkeys(blocks, Segment(size=max(1, round(math.sqrt(len(blocks)))))),
         OFFLOADED: dict.fromkeys(blocks, OFFLOAD),
+        SECOND: dict.fromkeys(blocks[::2], RECOMPUTE),
+        FOURTH: dict.fromkeys(blocks, Segment(size=4)),
     }
     if attention:
         plans[ATTENTION] = dict.fromkeys(attention, RECOMPUTE)
@@ -146,7 +157,8 @@ def _pair(rank: int, hidden: int, plain: Graph, full: Graph | None) -> list[Rule
 def _flops_rule(name: str, factor: float, graph: Graph | None, plain: Graph, formula: str = "") -> Rule:
     said = f"FLOPs of {formula} = {factor:.2f} forwards" if formula else f"FLOPs of {factor:g} forwards"
     counted = Reading(factor=forwards(graph, plain)) if graph is not None else None
-    return Rule(name=name, source=_DEEPSPEED, says=said, factor=factor, predicted=counted)
+    source, address = _DEEPSPEED
+    return Rule(name=name, source=source, address=address, says=said, factor=factor, predicted=counted)
 
 
 def hidden_size(spec: WorkloadSpec) -> int | None:
@@ -158,49 +170,63 @@ def hidden_size(spec: WorkloadSpec) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _memory_rules(layers: int, predicted: Mapping[str, Reading]) -> list[Rule]:
-    """The rules about bytes and seconds. Where one names a single number, it stands for five points around it."""
+@dataclass(frozen=True)
+class Said:
+    """A rule about bytes and seconds of a plan; a single number of memory stands for five points around it."""
+
+    plan: str
+    source: tuple[str, str]
+    says: str
+    memory: tuple[float, float] | None
+    of: Literal["activations", "peak"] = "activations"
+    time: tuple[float, float] | None = None
+
+
+def _said(layers: int, bound: str | None) -> list[Said]:
+    """Whoever says something about a plan, for a model of so many layers, ``bound`` by arithmetic or bandwidth."""
     root = 1 - math.sqrt(layers) / layers
-    said = [
-        (FULL, "DeepSpeed", "30–50 % less memory, +33 % time", (0.30, 0.50), "peak", (0.28, 0.38)),
-        (FULL, "transformers' guide", "50 % less memory, 20 % slower", (0.45, 0.55), "peak", (0.15, 0.25)),
-        (FULL, "in circulation", "80 % of activations, 20–40 % slower", (0.75, 0.85), "activations", (0.20, 0.40)),
-        (
-            ROOT,
-            "Chen et al. 2016",
-            f"√{layers} of {layers} layers' memory, +33 % time",
-            (max(0.0, root - 0.05), min(1.0, root + 0.05)),
-            "activations",
-            (0.28, 0.38),
-        ),
-        (
-            ATTENTION,
-            "in circulation",
-            "60–75 % of activations, 10–15 % slower",
-            (0.60, 0.75),
-            "activations",
-            (0.10, 0.15),
-        ),
-        (OFFLOADED, "in circulation", "80–90 % of activations, at link speed", (0.80, 0.90), "activations", None),
+    roots = (max(0.0, root - 0.05), min(1.0, root + 0.05))
+    slower = {"arithmetic": (0.25, 0.30), "bandwidth": (0.40, 0.50)}.get(bound or "", (0.25, 0.50))
+    kind = f", {bound} here" if bound in ("arithmetic", "bandwidth") else ""
+    common = (COMMON, "")
+    return [
+        Said(FULL, _DEEPSPEED_DOCS, "30–50 % less memory, +33 % time", (0.30, 0.50), "peak", (0.28, 0.38)),
+        Said(FULL, _GUIDE, "50 % less memory, 20 % slower", (0.45, 0.55), "peak", (0.15, 0.25)),
+        Said(FULL, IO_NET, "60–80 % of activations, 20–30 % slower", (0.60, 0.80), time=(0.20, 0.30)),
+        Said(FULL, common, "80 % of activations, 20–40 % slower", (0.75, 0.85), time=(0.20, 0.40)),
+        Said(FULL, common, "13B from 35 to 15 GB: 57 % less memory", (0.57, 0.57), "peak"),
+        Said(FULL, common, f"bound by arithmetic 25–30 % slower, by bandwidth 40–50 %{kind}", None, time=slower),
+        Said(ROOT, _CHEN, f"√{layers} of {layers} layers' memory, +33 % time", roots, time=(0.28, 0.38)),
+        Said(FOURTH, _WES, "a quarter of activations, 19 % slower", (0.75, 0.75), time=(0.15, 0.19)),
+        Said(SECOND, common, "every n-th layer: 75 % of the speed", None, time=(0.0, 1 / 0.75 - 1)),
+        Said(ATTENTION, common, "selective: 40–60 % of activations, 10 % slower", (0.40, 0.60), time=(0.05, 0.10)),
+        Said(ATTENTION, common, "60–75 % of activations, 10–15 % slower", (0.60, 0.75), time=(0.10, 0.15)),
+        Said(ATTENTION, _SELECTIVE, "70 % of activations, 2.7 % more work", (0.65, 0.75), time=(0.0, 0.04)),
+        Said(OFFLOADED, common, "80–90 % of activations, at link speed", (0.80, 0.90)),
     ]
+
+
+def _memory_rules(subject: Subject, predicted: Mapping[str, Reading]) -> list[Rule]:
+    """The rules about bytes and seconds of plans."""
     return [
         Rule(
-            name=name,
-            source=source,
-            says=text,
-            memory=memory,
-            of="peak" if of == "peak" else "activations",
-            time=time,
-            predicted=predicted.get(name),
-            note="" if name in predicted else "not for this model",
+            name=said.plan,
+            source=said.source[0],
+            address=said.source[1],
+            says=said.says,
+            memory=said.memory,
+            of=said.of,
+            time=said.time,
+            predicted=predicted.get(said.plan),
+            note="" if said.plan in predicted else "not for this model",
         )
-        for name, source, text, memory, of, time in said
+        for said in _said(len(subject.profiled.blocks), bound_by(subject))
     ]
 
 
 def _plan_of(rule: Rule) -> str:
     """The plan whose measurement a rule is held against: none for counts of FLOPs."""
-    return rule.name if rule.factor is None else ""
+    return rule.name if rule.factor is None and rule.amount is None else ""
 
 
 def _measured(question: Question, plans: Plans, activations: int) -> tuple[dict[str, Reading], list[str]]:

@@ -64,7 +64,7 @@ def _parts(graph: Graph, each: np.ndarray, hardware: Hardware | None, copying: f
     flops: dict[str, int] = defaultdict(int)
     moved: dict[str, float] = defaultdict(float)
     bounds: dict[str, dict[Bound, float]] = defaultdict(lambda: defaultdict(float))
-    part_of = _namer(graph)
+    part_of = part_namer(graph)
     for op, took in zip(graph.ops, each, strict=True):
         part = part_of(op)
         work = work_of_op(op, graph.signatures[op.signature])
@@ -89,8 +89,8 @@ def _parts(graph: Graph, each: np.ndarray, hardware: Hardware | None, copying: f
     return tuple(sorted(found, key=lambda part: -part.seconds))
 
 
-def _namer(graph: Graph) -> Callable[[Op], str]:
-    """The part of a step that an op belongs to."""
+def part_namer(graph: Graph) -> Callable[[Op], str]:
+    """What names the part of a step that an op belongs to."""
     roles = {unit.name: unit.role for unit in graph.units}
     kinds = OpKinds(graph)
 

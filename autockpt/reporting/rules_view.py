@@ -23,8 +23,14 @@ def print_rules(said: Rules, console: Console) -> None:
     console.print(f"{saving}of which {format_binary(said.activation_bytes)} come and go (simulated).")
     console.print()
     console.print(_table(said, console))
-    console.print(Text("holds: at least that memory saved, at most that time added, that factor ±5 %", style="dim"))
-    notes = [f"Bytes are simulated by ghost runs, FLOPs counted in them; predicted seconds: {said.basis_note}."]
+    held = "holds: at least that memory saved, at most that time added, that factor ±5 %, an amount within what is said"
+    console.print(Text(held, style="dim"))
+    addresses = {rule.source: rule.address for rule in said.rules if rule.address}
+    notes = [f"{source}: {address}" for source, address in addresses.items()]
+    notes += [
+        "common advice: said in many courses and guides, no page of which could be named.",
+        f"Bytes are simulated by ghost runs, FLOPs counted in them; predicted seconds: {said.basis_note}.",
+    ]
     if all(rule.measured is None for rule in said.rules):
         notes.append("Nothing was measured: --measure takes real steps on this device.")
     console.print(bullets((*notes, *said.notes)))
@@ -39,11 +45,29 @@ def _table(said: Rules, console: Console) -> Table:
         whose = [named, rule.source] if wide else [Text.assemble(named, (f"\n{rule.source}", "dim"))]
         table.add_row(
             *whose,
-            writable(rule.says, encoding),
+            _promise(rule, encoding),
             _reading(rule, rule.predicted, basis_mark(said.basis), rule.note or "—"),
             _reading(rule, rule.measured, "", "counted" if rule.factor else "not measured"),
         )
     return table
+
+
+def _promise(rule: Rule, encoding: str) -> Text:
+    """What a rule says, what that comes to for this model, and a word on it."""
+    text = Text(writable(rule.says, encoding))
+    if rule.amount is not None:
+        low, high = (_amount(value, rule.unit) for value in rule.amount)
+        here = f"{low} to {high}" if low != high else low
+        text.append(f"\nhere {here if rule.amount[0] else f'at most {high}'}", "dim")
+    if rule.note and rule.predicted is not None:
+        text.append(writable(f"\n{rule.note}", encoding), "dim")
+    return text
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_binary(round(value))
+    return f"{value:.3g} {'layers' if unit == 'layers' else '×'}"
 
 
 def _reading(rule: Rule, reading: Reading | None, tilde: str, missing: str) -> Text:
@@ -53,6 +77,8 @@ def _reading(rule: Rule, reading: Reading | None, tilde: str, missing: str) -> T
     parts = []
     if reading.factor is not None:
         parts.append(f"{reading.factor:.2f} forwards")
+    if rule.amount is not None and reading.amount is not None:
+        parts.append(_amount(reading.amount, rule.unit))
     saved = reading.peak_saved if rule.of == "peak" else reading.activations_saved
     if rule.memory is not None and saved is not None:
         parts.append(f"{words.share(saved)} less")

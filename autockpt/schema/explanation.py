@@ -246,6 +246,7 @@ class Reading(Data):
     activations_saved: float | None = Field(default=None, description="of what comes and goes at that peak")
     time_added: float | None = None
     factor: float | None = Field(default=None, description="FLOPs of a step in forwards, for rules about those")
+    amount: float | None = Field(default=None, description="in the rule's ``unit``, for rules about an amount")
 
 
 class Rule(Data):
@@ -254,10 +255,13 @@ class Rule(Data):
     name: str
     source: str
     says: str
+    address: str = Field(default="", description="of the source; empty for what no page could be named for")
     memory: tuple[float, float] | None = Field(default=None, description="share of ``of`` that it promises to save")
     of: Literal["activations", "peak"] = "activations"
     time: tuple[float, float] | None = None
     factor: float | None = None
+    amount: tuple[float, float] | None = Field(default=None, description="what it comes to for this model")
+    unit: Literal["bytes", "times", "layers"] = "times"
     predicted: Reading | None = None
     measured: Reading | None = None
     note: str = ""
@@ -265,8 +269,8 @@ class Rule(Data):
     def misses(self, reading: Reading | None) -> tuple[str, ...] | None:
         """What of the rule a reading does not keep, in words; empty where it holds.
 
-        It holds with at least that memory saved, at most that time added, and that factor. None where nothing that it
-        promises is known.
+        It holds with at least that memory saved, at most that time added, that factor, and an amount within what it
+        says. None where nothing that it promises is known.
         """
         if reading is None:
             return None
@@ -280,6 +284,9 @@ class Rule(Data):
             ratio = reading.factor / self.factor
             known.append(("more work", ratio > 1 + FACTOR_TOLERANCE))
             known.append(("less work", ratio < 1 - FACTOR_TOLERANCE))
+        if self.amount is not None and reading.amount is not None:
+            known.append(("more", reading.amount > self.amount[1]))
+            known.append(("less", reading.amount < self.amount[0]))
         return tuple(word for word, missed in known if missed) if known else None
 
 

@@ -10,6 +10,7 @@ from autockpt.explaining import Question, rules
 from autockpt.explaining.rules import FULL, PLAIN, Plans, forwards, take_steps
 from autockpt.schema import RECOMPUTE, Choice, DeviceInfo, Environment, Measurement, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule
+from search_spaces.hardware import load_hardware
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +82,34 @@ def test_the_rules_on_a_real_model() -> None:
     assert memory.predicted.time_added and memory.predicted.time_added > 0
     assert len(by_name) == len(said.rules) and all(r.measured is None for r in said.rules)
     assert said.basis in ("measured", "nominal") and said.activation_bytes < said.save_all_peak
+
+
+def test_claims_about_bytes_are_scaled_to_the_model() -> None:
+    eager = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=256, attn="eager", dtype="bf16")
+    said = rules(Question(eager, hardware=load_hardware("rtx4090")))
+    by_name: dict[str, Rule] = {r.name: r for r in said.rules if r.amount or r.name.startswith("AMP")}
+    slip = by_name["one feed-forward"]
+    assert slip.predicted and slip.amount and "537 MB" in slip.note
+    assert slip.predicted.amount == 2 * 256 * 176 * 2  # rows, tokens, width of its feed-forward, bf16
+    assert slip.predicted.amount / slip.amount[0] == pytest.approx(0.671, abs=1e-3) and slip.misses(slip.predicted)
+    scores = by_name["scores, twice the length"]
+    assert scores.misses(scores.predicted) == (), "eager attention keeps its scores"
+    seven = next(r for r in said.rules if r.name == "activations" and r.source == "io.net's FAQ")
+    assert seven.amount and seven.amount[1] / seven.amount[0] == pytest.approx(25 / 15)
+    assert seven.predicted and seven.predicted.amount == said.activation_bytes
+    mixed, card = by_name["AMP and recompute all"].predicted, by_name["bf16, recompute, accumulation"]
+    assert mixed and mixed.peak_saved and mixed.time_added is not None
+    assert card.predicted and card.amount and card.misses(card.predicted) in ((), ("more",))
+    assert by_name["best length of segments"].predicted
+    assert {r.address[:8] for r in said.rules if r.source != "common advice"} == {"https://"}
+    bound = next(r for r in said.rules if r.says.startswith("bound by arithmetic"))
+    assert bound.time in ((0.25, 0.30), (0.40, 0.50), (0.25, 0.50))
+
+
+def test_an_amount_beside_what_was_said() -> None:
+    rule = Rule(name="x", source="y", says="z", amount=(2.0, 3.0))
+    assert rule.misses(Reading(amount=2.5)) == () and rule.misses(Reading(amount=4)) == ("more",)
+    assert rule.misses(Reading(amount=1)) == ("less",) and rule.misses(Reading()) is None
 
 
 def test_flops_of_nothing() -> None:

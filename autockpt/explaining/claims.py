@@ -1,0 +1,266 @@
+"""What guides and courses say about bytes in general, put to this model: each claim scaled to it, and looked at.
+
+A claim that was made for another model is scaled by what it grows with (layers, width, tokens); where no page could be
+named it is called common advice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+from autockpt.errors import AutockptError
+from autockpt.explaining.holdings import Ledger
+from autockpt.explaining.moment import peak_op
+from autockpt.explaining.speed import FEED_FORWARD, SCORES, part_namer, speed_of
+from autockpt.explaining.subject import Subject
+from autockpt.profiling.predictor import simulation_of
+from autockpt.profiling.roofline import roofline_times
+from autockpt.schema import RECOMPUTE, Choice, Graph, Segment, WorkloadSpec
+from autockpt.schema.explanation import Reading, Rule
+from autockpt.tracing import Tracer
+from autockpt.workload.configs import find_config
+
+COMMON = "common advice"
+IO_NET = ("io.net's FAQ", "https://io.net")
+SCORES_SOURCE = ("Korthikanti et al. 2022", "https://arxiv.org/abs/2205.05198")
+_SEVEN = (32, 4096, 4 * 2048)  # layers, width and tokens of a 7B model at 4 × 2048
+_SEVEN_PARAMS, _CARD = 7e9, 24e9
+_COURSE_WIDE = 4 * 4096 * 16384 * 2  # 4 × 4096 tokens, 4 × 4096 wide, two bytes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What claims grow with, by the model's configuration and the job's settings."""
+
+    layers: int
+    hidden: int
+    heads: int
+    wide: int
+    rows: int
+    tokens: int
+    params: int
+
+    @classmethod
+    def of(cls, subject: Subject) -> Shape | None:
+        """None for what is no transformer on sequences."""
+        settings = subject.tracer.settings
+        try:
+            config = find_config(subject.question.spec).config.get_text_config()
+        except (AutockptError, AttributeError):
+            return None
+        hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+        wide = getattr(config, "intermediate_size", None) or (4 * hidden if isinstance(hidden, int) else None)
+        rows, length, params = (settings.get(name) for name in ("batch_size", "seq_len", "params"))
+        numbers = (len(subject.profiled.blocks), hidden, heads, wide, rows, length, params)
+        whole = [n for n in numbers if isinstance(n, int) and n > 0]
+        if len(whole) < len(numbers):
+            return None
+        layers, hidden, heads, wide, rows, length, params = whole
+        return cls(layers, hidden, heads, wide, rows, rows * length, params)
+
+    @property
+    def length(self) -> int:
+        return self.tokens // self.rows
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The rows about bytes of one open workload; ``activations`` come and go at the peak of its plain step."""
+
+    subject: Subject
+    shape: Shape
+    activations: int
+
+    def rows(self) -> Iterator[Rule]:
+        """Every claim that this model can answer."""
+        yield from self._sizes()
+        for group in (self._mixed_precision, self._longer, self._on_one_card):
+            with suppress(AutockptError):  # a variant that cannot be traced says nothing
+                yield from group()
+        yield from self._segments()
+
+    def _sizes(self) -> Iterator[Rule]:
+        """Activations of a 7B model, scores beside the feed-forward, and a mistake of arithmetic."""
+        shape = self.shape
+        scale = shape.layers * shape.hidden * shape.tokens / math.prod(_SEVEN)
+        held = Reading(amount=self.activations)
+        course = 800e6 * self._wide_bytes / _COURSE_WIDE
+        for (source, address), low, high in (((COMMON, ""), 10e9, 20e9), (IO_NET, 15e9, 25e9)):
+            says = f"7B at 4 × 2048: {low / 1e9:g}–{high / 1e9:g} GB"
+            yield Rule(
+                name="activations", source=source, address=address, says=says, amount=(low * scale, high * scale),
+                unit="bytes", predicted=held, note=f"scaled by layers × width × tokens: × {scale:.3g}",
+            )  # fmt: skip
+        yield Rule(
+            name="one feed-forward",
+            source=COMMON,
+            says="4 × 4096 tokens of a 7B: 800 MB",
+            amount=(course, course),
+            unit="bytes",
+            predicted=Reading(amount=self._wide_bytes),
+            note="a slip of the source: by its own formula 4 · 4096 · 16384 · 2 B are 537 MB",
+        )
+        kept = self._parts(self.subject.base)
+        if kept[FEED_FORWARD]:
+            yield Rule(
+                name="scores : feed-forward",
+                source=SCORES_SOURCE[0],
+                address=SCORES_SOURCE[1],
+                says="heads · length : width, 8 : 1 for a 7B at 4096",
+                amount=(0.8 * shape.heads * shape.length / shape.wide, 1.2 * shape.heads * shape.length / shape.wide),
+                unit="times",
+                predicted=Reading(amount=kept[SCORES] / kept[FEED_FORWARD]),
+                note=self._fused,
+            )
+
+    def _mixed_precision(self) -> Iterator[Rule]:
+        """fp32 training against bf16 autocast with everything recomputed."""
+        spec = self.subject.question.spec.model_copy(update={"dtype": "fp32", "autocast": None, "scaler": False})
+        with self._tracer(spec) as plain, self._tracer(spec.model_copy(update={"autocast": "bf16"})) as mixed:
+            first, then = plain.trace(), mixed.trace(self._recomputed(mixed))
+        overhead = self.subject.profiled.predictor.device.overhead_bytes
+        seconds = self._seconds((first, then))
+        yield Rule(
+            name="AMP and recompute all",
+            source=COMMON,
+            says="60 % less memory, 10 % slower, than fp32",
+            memory=(0.6, 0.6),
+            of="peak",
+            time=(0.05, 0.10),
+            predicted=Reading(
+                peak_saved=1 - (then.peak_bytes + overhead) / (first.peak_bytes + overhead),
+                time_added=seconds[1] / seconds[0] - 1 if seconds else None,
+            ),
+            note="" if seconds else "seconds of another type are known for --hardware alone",
+        )
+
+    def _longer(self) -> Iterator[Rule]:
+        """Twice the sequence in the same bytes; how scores grow with it."""
+        double = 2 * self.shape.length
+        spec = self.subject.question.spec.model_copy(update={"seq_len": double, "pad_to": None})
+        with self._tracer(spec) as tracer:
+            if tracer.settings.get("seq_len") != double:
+                return
+            plain, full = tracer.trace(), tracer.trace(self._recomputed(tracer))
+        base = self.subject.base
+        yield Rule(
+            name="recompute all, twice the length",
+            source=COMMON,
+            says="fits where plain training did",
+            amount=(0.0, 1.0),
+            unit="times",
+            predicted=Reading(amount=full.peak_bytes / base.peak_bytes),
+        )
+        once, twice = self._parts(base)[SCORES], self._parts(plain)[SCORES]
+        if once:
+            yield Rule(
+                name="scores, twice the length",
+                source=SCORES_SOURCE[0],
+                address=SCORES_SOURCE[1],
+                says="4 times as much: they grow with the square",
+                amount=(3.6, 4.4),
+                unit="times",
+                predicted=Reading(amount=twice / once),
+                note=self._fused,
+            )
+
+    def _on_one_card(self) -> Iterator[Rule]:
+        """bf16, recompute and accumulation on 24 GB, per parameter."""
+        update = {"dtype": "bf16", "autocast": None, "scaler": False, "batch_size": 1, "accumulate": 2}
+        with self._tracer(self.subject.question.spec.model_copy(update=update)) as tracer:
+            graph = tracer.trace(self._recomputed(tracer))
+        room = _CARD * self.shape.params / _SEVEN_PARAMS
+        held = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in graph.resident.items() if size > 0.01 * room)
+        yield Rule(
+            name="bf16, recompute, accumulation",
+            source=COMMON,
+            says="fit 7B in 24 GB",
+            amount=(0.0, room),
+            unit="bytes",
+            predicted=Reading(amount=graph.peak_bytes),
+            note=f"scaled by parameters, single rows: {held}",
+        )
+
+    def _segments(self) -> Iterator[Rule]:
+        """Which length of segments peaks lowest."""
+        layers, blocks = self.shape.layers, [u.name for u in self.subject.base.blocks()]
+        root = round(math.sqrt(layers))
+        sizes = sorted({1, 2, max(1, root // 2), root, min(2 * root, layers)})
+        peaks: dict[int, int] = {}
+        with suppress(AutockptError):
+            for size in sizes:
+                peaks[size] = self.subject.tracer.trace(dict.fromkeys(blocks, Segment(size=size))).peak_bytes
+        if layers < 4 or len(peaks) < len(sizes):
+            return
+        best = min(peaks, key=lambda size: (peaks[size], abs(size - root)))
+        yield Rule(
+            name="best length of segments",
+            source="Chen et al. 2016",
+            address="https://arxiv.org/abs/1604.06174",
+            says=f"√L: {root} of {layers} (6 of 32, 10 of 96)",
+            amount=(root - 0.5, root + 0.5),
+            unit="layers",
+            predicted=Reading(amount=best),
+            note=f"of {', '.join(map(str, sizes))}: the least peak of a whole step",
+        )
+
+    @cached_property
+    def _wide_bytes(self) -> int:
+        """One tensor of a feed-forward's width."""
+        settings = self.subject.tracer.settings
+        half = (settings.get("autocast") or settings.get("dtype")) in ("bf16", "fp16")
+        return self.shape.tokens * self.shape.wide * (2 if half else 4)
+
+    @property
+    def _fused(self) -> str:
+        attention = self.subject.tracer.settings.get("attention")
+        return "" if attention == "eager" else f"{attention} keeps no scores, so recomputing them frees nothing"
+
+    def _parts(self, graph: Graph) -> Counter[str]:
+        """Bytes that a plain step keeps for backward at its peak, by the part of a layer that made them."""
+        ledger, part_of = Ledger(graph, self.subject.head), part_namer(graph)
+        made: Counter[str] = Counter()
+        for storage in ledger.alive_at(peak_op(graph)):
+            if (op := ledger.makers.get(storage.id)) is not None and op.phase == "forward":
+                made[part_of(op)] += storage.bytes
+        return made
+
+    def _seconds(self, graphs: Sequence[Graph]) -> list[float] | None:
+        """Of whole steps on described hardware."""
+        hardware = self.subject.question.hardware
+        if hardware is None:
+            return None
+        times = roofline_times(hardware, graphs)
+        return [simulation_of(graph, times).step_seconds for graph in graphs]
+
+    @contextmanager
+    def _tracer(self, spec: WorkloadSpec) -> Iterator[Tracer]:
+        with self.subject.question.tracer(spec, fallback=False) as tracer:
+            yield tracer
+
+    def _recomputed(self, tracer: Tracer) -> Mapping[str, Choice]:
+        return {unit.name: RECOMPUTE for unit in tracer.units if unit.role == "block"}
+
+
+def claims(subject: Subject, activations: int) -> list[Rule]:
+    """What courses say about bytes, for this model. Empty for what is no transformer on sequences."""
+    shape = Shape.of(subject)
+    return [] if shape is None else list(Claims(subject, shape, activations).rows())
+
+
+def bound_by(subject: Subject) -> str | None:
+    """What most of a plain step's seconds are bound by on described hardware; None elsewhere."""
+    hardware = subject.question.hardware
+    if hardware is None:
+        return None
+    speed = speed_of(subject.base, subject.base, subject.times.times, hardware, None, None)
+    spent: Counter[str] = Counter()
+    for part in speed.parts if speed is not None else ():
+        if part.bound is not None:
+            spent[part.bound] += round(1e9 * part.seconds)
+    return spent.most_common(1)[0][0] if spent else None
