@@ -13,7 +13,18 @@ from autockpt.page.outlook import Change, changes
 from autockpt.page.plans import Plans, Point, plans_of
 from autockpt.page.sentence import next_steps, sentence
 from autockpt.page.tape import Tape, tape_of
-from autockpt.schema import SAVE, Choice, Comparison, Environment, Menu, Plan, Profile, ResolvedBudget, SearchOutcome
+from autockpt.schema import (
+    SAVE,
+    Choice,
+    Comparison,
+    Environment,
+    Graph,
+    Menu,
+    Plan,
+    Profile,
+    ResolvedBudget,
+    SearchOutcome,
+)
 from autockpt.schema.known import OURS
 from autockpt.schema.names import fold, outermost, parse_pattern
 
@@ -85,7 +96,7 @@ def contents_of(run: RunDirectory) -> Contents:
     rows = _rows(outcome, plan)
     environment = run.environment()
     source = "simulated" if any(p.basis == "simulated" for p in plans.points.values()) else "measured"
-    tapes = _tapes(run, profile)
+    tapes = _tapes(run, profile, base)
     settings = dict(plan.settings if plan is not None else outcome.settings if outcome is not None else {})
     device = environment.device.name if environment is not None else ""
     every = [u for p in plans.points.values() for u in p.choices]
@@ -145,9 +156,9 @@ def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison,
     return (*plan.baselines, ours)
 
 
-def _tapes(run: RunDirectory, profile: Profile | None) -> tuple[Tape, ...]:
+def _tapes(run: RunDirectory, profile: Profile | None, base: Graph | None) -> tuple[Tape, ...]:
     times = profile.op_times if profile is not None else None
-    named = (("save everything", run.graph()), ("recompute all", run.graph("recompute")), (OURS, run.graph("plan")))
+    named = (("save everything", base), ("recompute all", run.graph("recompute")), (OURS, run.graph("plan")))
     found = (tape_of(name, graph, times) for name, graph in named if graph is not None)
     return tuple(tape for tape in found if tape is not None)
 

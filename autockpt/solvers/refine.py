@@ -21,7 +21,6 @@ Solver = Callable[[Problem], Assignment]
 Plan = Mapping[str, Choice]
 Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice
 SLACK_SHARE = 0.002  # of the budget: most that a single change may be over it by the model and still be tried
-POSITIONS = 2  # positions tried per kind of change among units with equal options
 FASTER = 1e-6  # share of the step time; smaller gains are not worth a call
 ROUNDS_PER_CALL = 4  # solver runs per allowed call, most of them answered from memory
 
@@ -221,8 +220,8 @@ class _Refinement:
     def _changes(self) -> list[dict[str, Choice]]:
         """Plans one change away that the corrected model deems possible, most seconds gained first.
 
-        Units with equal options are interchangeable but for their position: of one kind of change only the positions
-        with the least peak are worth a call.
+        Units with equal options are interchangeable but for their position: of one kind of change only the position
+        with the least peak is worth a call.
         """
         assert self.best is not None
         picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
@@ -230,7 +229,7 @@ class _Refinement:
         ceiling = self.problem.budget + min(self.error, int(SLACK_SHARE * abs(self.problem.budget)))
         host = self._ruling(self.best).host_bytes
         host_room = None if self.problem.host_budget is None else self.problem.host_budget - host
-        kinds: dict[tuple[object, int, int], list[tuple[int, int, float]]] = {}
+        kinds: dict[tuple[object, int, int], tuple[int, int, float]] = {}
         for i, unit in enumerate(self.problem.units):
             if unit.name == self.problem.head:
                 continue
@@ -239,10 +238,9 @@ class _Refinement:
                 if host_room is not None and option.host - unit.options[picks[i]].host > host_room:
                     continue
                 if gain > self._worthwhile() and (peak := ledger.peak_after(i, j)) <= ceiling:
-                    kinds.setdefault((unit.options, picks[i], j), []).append((peak, i, gain))
-        tried = [
-            (gain, peak, i, j) for (_, _, j), places in kinds.items() for peak, i, gain in sorted(places)[:POSITIONS]
-        ]
+                    kind, change = (unit.options, picks[i], j), (peak, i, gain)
+                    kinds[kind] = min(change, kinds.get(kind, change))
+        tried = [(gain, peak, i, j) for (_, _, j), (peak, i, gain) in kinds.items()]
         tried.sort(key=lambda change: (-change[0], change[1]))
         units = self.problem.units
         return [{**self.best, units[i].name: units[i].options[j].choice} for _, _, i, j in tried]

@@ -81,9 +81,12 @@ def _run(source: Source, threads: int, note: Note) -> Run:
 
 
 def _be_a_child() -> None:
-    """Quiet, single-threaded, without accelerators or core dumps, and deaf to Ctrl-C: the parent ends it."""
+    """Quiet, single-threaded, without accelerators or core dumps, and deaf to Ctrl-C: the parent ends it.
+
+    Nothing is compiled here. Importing bitsandbytes, as PEFT does, would take a second for a compiler otherwise.
+    """
     faulthandler.disable()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
@@ -168,7 +171,7 @@ class Note:
 
 _SECONDS_TO_WAKE = 60.0
 _REMEDY = "Record a real step instead."
-_LIBRARIES = frozenset({"transformers", "peft", "bitsandbytes"})  # they take seconds to import
+_LIBRARY = "transformers"  # takes seconds to import
 _imported_by_children: dict[str, None] = {}
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -198,7 +201,7 @@ class GhostProcess:
                 self._connection.send_bytes(first)
             self._await_alive()
             self.units, self.head, self.settings, self.notes, imported = self._receive(READY)
-            _imported_by_children.update(dict.fromkeys(n for n in imported if n.partition(".")[0] in _LIBRARIES))
+            _imported_by_children.update(dict.fromkeys(n for n in imported if n.partition(".")[0] == _LIBRARY))
         except BaseException:
             self.close()
             raise

@@ -17,9 +17,9 @@ from autockpt.schema.plan import Plan
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.cuda_kernels import Capability
-from autockpt.tracing.process import GhostProcess, NotForkable
+from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
 from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
-from autockpt.workload import Step
+from autockpt.workload import Step, preload
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
 _ASSUMED_CAPABILITY = (
@@ -144,6 +144,8 @@ def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph
 
 
 def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None) -> GhostProcess:
+    if can_fork():
+        preload(spec)
     try:
         return GhostProcess.fork(source, lambda run: run.build(spec, device, capability))
     except NotForkable:

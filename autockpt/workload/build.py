@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from autockpt.workload.factory import call_factory, is_factory
 from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.lora import adapt
 from autockpt.workload.losses import inner_model
-from autockpt.workload.pretrained import make_model
+from autockpt.workload.pretrained import make_model, model_class
 from autockpt.workload.quantised import quantization_facts, with_own_quantization
 from autockpt.workload.step import Step, short_dtype
 from autockpt.workload.storages import move
@@ -42,6 +43,18 @@ def build(spec: WorkloadSpec, device: torch.device | str = "cpu") -> Step:
     torch.manual_seed(spec.seed)
     with quiet():
         return _from_factory(spec, device) if is_factory(spec.model) else _from_config(spec, device)
+
+
+def preload(spec: WorkloadSpec) -> None:
+    """Import what building the workload of ``spec`` takes of transformers, for processes that are forked later.
+
+    Nothing of the user's is run, and what cannot be imported is left for ``build`` to complain about.
+    """
+    if is_factory(spec.model) or spec.trust_remote_code:
+        return
+    with suppress(Exception), quiet():
+        source = find_config(spec)
+        model_class(head_of(source.config, source.architecture, source.where))
 
 
 def refuse_simulated(spec: WorkloadSpec) -> None:

@@ -50,40 +50,44 @@ def _compute_dtype(spec: WorkloadSpec, dtype: torch.dtype) -> torch.dtype:
 def _random(
     spec: WorkloadSpec, source: Source, head: Head, options: dict[str, Any], quantization: Any, device: torch.device
 ) -> nn.Module:
-    import transformers
-
     if quantization is not None:
         if head.remote:
             raise WorkloadError(
                 f"{source.where} is built by code of its own, which is not quantised without its weights",
                 remedy="Add --weights, or make the model in a function of your own.",
             )
-        return build_quantised(getattr(transformers, head.cls), source.config, options, quantization, device)
+        return build_quantised(model_class(head), source.config, options, quantization, device)
     with torch.device(device), fast_init():
         if head.remote:
-            auto = getattr(transformers, head.auto)
+            auto = model_class(head)
             return auto.from_config(source.config, trust_remote_code=spec.trust_remote_code, **options)
-        return getattr(transformers, head.cls)._from_config(source.config, **options)
+        return model_class(head)._from_config(source.config, **options)
+
+
+def model_class(head: Head) -> Any:
+    """transformers' class that makes models of this head. Imports the module that it is in."""
+    import transformers
+
+    return getattr(transformers, head.auto if head.remote else head.cls)
 
 
 def _trained(
     spec: WorkloadSpec, source: Source, head: Head, options: dict[str, Any], quantization: Any, device: torch.device
 ) -> nn.Module:
-    import transformers
-
     if source.pretrained is None:
         raise WorkloadError(
             f"there are no trained weights for {source.where}",
             remedy="Leave --weights out, or give a hub id or a directory with weights.",
         )
-    cls = getattr(transformers, head.auto if head.remote else head.cls)
     remote = {"trust_remote_code": spec.trust_remote_code} if head.remote else {}
     local = Path(source.pretrained).is_dir() or not hub_reachable()
     if quantization is not None and getattr(source.config, "quantization_config", None) is None:
         options = options | {"quantization_config": quantization}
     if quantization is not None:
         options = options | {"device_map": {"": device}}
-    model = cls.from_pretrained(source.pretrained, config=source.config, local_files_only=local, **options, **remote)
+    model = model_class(head).from_pretrained(
+        source.pretrained, config=source.config, local_files_only=local, **options, **remote
+    )
     return model if quantization is not None else model.to(device)
 
 
