@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autockpt.tuning import estimate
     from autockpt.verification import verify
     from autockpt.workload import Step
+    from autockpt.workload.lengths import lengths_of
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _HOME = {
     "apply": "autockpt.runtime",
     "estimate": "autockpt.tuning",
     "explain": "autockpt.public",
+    "lengths_of": "autockpt.workload.lengths",
     "open_run": "autockpt.history.openrun",
     "report": "autockpt.public",
     "search": "autockpt.public",
@@ -52,6 +54,7 @@ __all__ = [
     "apply",
     "estimate",
     "explain",
+    "lengths_of",
     "open_run",
     "report",
     "search",

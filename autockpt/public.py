@@ -7,6 +7,8 @@ the command line's options: ``batch_size``, ``seq_len``, ``lora``, …. ``search
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,26 @@ from autockpt.page import compare_page, write_page, write_text
 from autockpt.reporting import listener
 from autockpt.reporting.explain_view import print_explanation
 from autockpt.reporting.terminal import console
-from autockpt.schema import Budget, Plan, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget, parse_size
+from autockpt.schema import (
+    Budget,
+    Listener,
+    Plan,
+    SearchRequest,
+    SearchSpace,
+    Silence,
+    WorkloadSpec,
+    parse_budget,
+    parse_size,
+)
 from autockpt.schema.explanation import Explanation
+from autockpt.schema.lengths import Lengths, parse_lengths
 from autockpt.schema.plan import CompileMode
 from autockpt.tuning import run_search
 from autockpt.tuning import search as search_live
 from autockpt.tuning.batches import search_batch_sizes
+from autockpt.tuning.lengths import refuse_lengths, search_lengths, search_lengths_of
 from autockpt.workload import Step
+from autockpt.workload.lengths import shortened
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
 
@@ -44,6 +59,7 @@ def search(
     compile: CompileMode | None = None,
     dry_run: bool = False,
     global_batch: int | None = None,
+    lengths: Lengths | Mapping[int, int] | Iterable[int] | str | None = None,
     headroom: str | None = None,
     host_budget: str | int | None = None,
     allow_inexact: bool = False,
@@ -64,6 +80,10 @@ def search(
     per optimizer update: batch size and accumulation are then found, too, and are in the plan's ``workload``) are those
     of the command line; all of these need a model's name.
 
+    ``lengths`` are those of the sequences that training will see: ``autockpt.lengths_of(dataset)``, counts by length,
+    a length per row, or text as for ``--lengths``. The plan then has sets of choices by the size of the batch. A live
+    step's batch must be as long as the longest; it is cut for the others.
+
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto" (all there is), ``headroom`` ("2%", "500MB") is left
     free of it, ``host_budget`` ("8GB", or bytes) bounds what offloading may claim of host memory. With
     ``allow_inexact`` output head and loss may run over chunks of tokens: gradients are then equal up to rounding.
@@ -76,6 +96,9 @@ def search(
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was found.
     """
     _refuse_both(hardware, device)
+    told = None if lengths is None else as_lengths(lengths)
+    if told is not None and global_batch is not None:
+        raise UsageError("global_batch= and lengths= are two questions", remedy="Ask for the batch first, alone.")
     with ExitStack() as stack:
         watcher = stack.enter_context(listener(console(stderr=True))) if progress else Silence()
         common: dict[str, Any] = {"allow_inexact": allow_inexact, "trials": trials, "timeout": timeout, "seed": seed}
@@ -87,17 +110,9 @@ def search(
                     f"{given[0]}= does not go with a live step, which is measured where its model is",
                     remedy='Leave it out, or give the model\'s name instead: autockpt.search("llama-8b", …).',
                 )
-            return search_live(
-                step,
-                budget=budget,
-                headroom=headroom,
-                host_budget=host_budget,
-                space=space,
-                out=out,
-                again=again,
-                listener=watcher,
-                **common,
-            )
+            options = {"budget": budget, "headroom": headroom, "host_budget": host_budget, "space": space}
+            options |= {"out": out, "again": again, "listener": watcher, **common}
+            return search_live(step, **options) if told is None else _by_length(step, told, options, watcher)
         if not isinstance(step, str):
             raise UsageError(
                 f"a {type(step).__name__} is no training step",
@@ -118,6 +133,8 @@ def search(
         )
         if global_batch is not None:
             outcome = search_batch_sizes(request, global_batch, run_search, watcher).outcome
+        elif told is not None:
+            outcome = search_lengths_of(request, told, run_search, watcher)
         else:
             outcome = run_search(request, watcher)
     if outcome.plan is None:
@@ -176,6 +193,33 @@ def report(run: str | Path, other: str | Path | None = None, *, report_out: str 
         return write_page(first, target)
     second = RunDirectory.open(other)
     return write_text(compare_page(first, second), target or second.path / f"compare-{first.path.resolve().name}.html")
+
+
+def as_lengths(given: Lengths | Mapping[int, int] | Iterable[int] | str) -> Lengths:
+    """Lengths, however they were given. Raises UsageError for what is none."""
+    if isinstance(given, Lengths):
+        return given
+    if isinstance(given, str):
+        return parse_lengths(given)
+    try:
+        return Lengths(counts=dict(given)) if isinstance(given, Mapping) else Lengths.of_all(given)
+    except (ValidationError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"lengths={str(given)[:60]}: whole numbers above 0 are asked for ({type(error).__name__})",
+            remedy="Give autockpt.lengths_of(dataset), counts by length, or a length per row.",
+        ) from None
+
+
+def _by_length(step: Step, lengths: Lengths, options: dict[str, Any], listener: Listener) -> Plan:
+    """A live step's plan for sequences of all lengths; trials and time are shared by them."""
+    budget, timeout, began = options["budget"], options["timeout"], time.monotonic()
+    refuse_lengths(parse_budget(budget) if isinstance(budget, str) else budget)
+
+    def at(length: int, trials: int) -> Plan:
+        left = None if timeout is None else max(1.0, timeout - (time.monotonic() - began))
+        return search_live(shortened(step, length), **{**options, "trials": trials, "timeout": left})
+
+    return search_lengths(lengths, at, options["trials"], listener).plan
 
 
 def _refuse_both(hardware: str | None, device: str | None) -> None:

@@ -75,6 +75,14 @@ def search(
         int | None,
         opt("--tokens-per-update N", "The same, counted in tokens; needs --seq-len.", min=1),
     ] = None,
+    lengths: Annotated[
+        str | None,
+        opt(
+            "--lengths FILE|HISTOGRAM",
+            "Sequences of all lengths: a file with a length (and a count) on each line, or 512:100,1024:40,4096:3. One "
+            "plan with sets of choices by the size of the batch, each padded to its own longest sequence.",
+        ),
+    ] = None,
     device: DeviceName = None,
     hardware: Annotated[
         str | None,
@@ -174,12 +182,18 @@ def search(
         notes=notes,
     )
     rows = _rows_per_update(global_batch, tokens_per_update, spec)
+    if rows is not None and lengths is not None:
+        raise UsageError(
+            "--global-batch and --lengths are two questions",
+            remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
+            "--batch-size with --lengths.",
+        )
     if rows is not None:
         outcome = _run_batches(request, rows, as_json)
     else:
         from autockpt.reporting import print_answer
 
-        outcome = _run(request)
+        outcome = _run(request, lengths)
         screen.show(outcome, print_answer, as_json)
     _write_page(outcome)
     if outcome.interrupted:
@@ -277,13 +291,18 @@ def _run_batches(request: SearchRequest, rows: int, as_json: bool) -> SearchOutc
     return answer.outcome
 
 
-def _run(request: SearchRequest) -> SearchOutcome:
+def _run(request: SearchRequest, lengths: str | None) -> SearchOutcome:
     from autockpt.reporting import listener
+    from autockpt.schema.lengths import parse_lengths
     from autockpt.tuning import run_search
+    from autockpt.tuning.lengths import search_lengths_of
 
+    told = None if lengths is None else parse_lengths(lengths)
     with listener(screen.progress()) as watcher:
         for note in request.notes:
             watcher.note(note)
+        if told is not None:
+            return search_lengths_of(request, told, run_search, watcher)
         return run_search(request, watcher)
 
 

@@ -88,6 +88,8 @@ def _chosen(subject: Subject, answers: Answers, budget: ResolvedBudget | None) -
         same = question.plan.workload is None or question.plan.workload == question.spec
         status = question.plan.status if same else "unmeasured"
         notes = () if same else ("the workload is not the one that the plan was made for: its promise does not count",)
+        if others := question.plan.smaller_batches:
+            notes = (*notes, f"the choices explained are those for the largest batches; {len(others)} more for smaller")
         return _Chosen(dict(subject.choices), str(question.plan_path or "a plan"), status, notes)
     if budget is None:
         said = "plain training: every layer saves everything"

@@ -42,8 +42,8 @@ class BatchSize(NamedTuple):
 def batch_size(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> BatchSize | None:
     """How large a batch is, by the arguments of the model's forward; None where they hold no tensor with rows.
 
-    Ids are rows × length, embeddings rows × length × width, images rows × channels × height × width. Of models with a
-    decoder its sequences count as well. Of packed sequences the longest is what an argument says that attention goes
+    Ids are rows × length, embeddings rows × length × width, images rows × channels × height × width. Of an encoder
+    and a decoder the larger counts. Of packed sequences the longest is what an argument says that attention goes
     by (``max_length_q``), else the whole row.
     """
     given = [kwargs[name] for name in _FIRST if isinstance(kwargs.get(name), Tensor)]
@@ -55,8 +55,7 @@ def batch_size(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]
     if decoder is None and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         decoder = kwargs.get("labels")
     if isinstance(decoder, Tensor) and decoder.dim() > 1:
-        more = _size_of(decoder)
-        size = BatchSize(size.tokens + more.tokens, max(size.longest, more.longest))
+        size = max(size, _size_of(decoder))
     packed = next((kwargs[name] for name in _PACKED if isinstance(kwargs.get(name), int)), None)
     return size if packed is None else BatchSize(size.tokens, packed)
 

@@ -133,11 +133,11 @@ def test_the_size_of_batches_of_all_kinds() -> None:
     assert batch_size(module, (ids,), {}) == BatchSize(16, 8)
     assert batch_size(module, (), {"labels": torch.zeros(2), "inputs_embeds": torch.zeros(2, 8, 4)}) == (16, 8)
     assert batch_size(module, (), {"pixel_values": torch.zeros(2, 3, 4, 5)}) == (40, 20)
-    assert batch_size(module, (), {"input_ids": ids, "decoder_input_ids": ids[:, :3]}) == (22, 8)
+    assert batch_size(module, (), {"input_ids": ids[:, :3], "decoder_input_ids": ids}) == (16, 8)
     assert batch_size(module, (), {"input_ids": ids[:1], "max_length_q": 5}) == (8, 5)
     assert batch_size(module, (), {"flag": True}) is None
     module.config = type("Config", (), {"is_encoder_decoder": True})()
-    assert batch_size(module, (), {"input_ids": ids, "labels": ids[:, :3]}) == (22, 8)
+    assert batch_size(module, (), {"input_ids": ids[:, :3], "labels": ids}) == (16, 8)
 
 
 def test_copies_and_pickles_choose_for_themselves() -> None:

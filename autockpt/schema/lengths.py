@@ -1,0 +1,130 @@
+"""How long the sequences are that a training will see: a histogram, and what padding makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from autockpt.errors import UsageError
+from autockpt.schema.base import Data
+from autockpt.schema.files import read_regular, reason
+from autockpt.schema.workload import MOST
+
+LEVELS = 48
+"""Lengths that are told apart; others are rounded up to the next one of these, so that none is taken for shorter."""
+_LINE = re.compile(r"([0-9]{1,9})(?:[\s:,;]+([0-9]{1,12}))?")
+_BYTES = 200_000_000
+
+
+class Lengths(Data):
+    """How many sequences (``of="rows"``) or padded batches (``of="batches"``) there are of each length, in tokens."""
+
+    counts: dict[int, int] = Field(min_length=1)
+    of: Literal["rows", "batches"] = "rows"
+
+    @field_validator("counts")
+    @classmethod
+    def _in_order(cls, counts: dict[int, int]) -> dict[int, int]:
+        if any(not 0 < length <= MOST or count < 1 for length, count in counts.items()):
+            raise ValueError("lengths and counts are whole numbers above 0")
+        return dict(sorted(counts.items()))
+
+    @classmethod
+    def of_all(cls, lengths: Iterable[int], of: Literal["rows", "batches"] = "rows") -> Lengths:
+        """From one length per sequence or batch. Raises UsageError where there is none."""
+        counts = Counter(max(1, length) for length in lengths)
+        if not counts:
+            raise UsageError("there are no sequences to take lengths of", remedy="Give a data set that has rows.")
+        return cls(counts=dict(counts), of=of)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.counts)
+
+    def __str__(self) -> str:
+        """``5,000 rows of 12 to 4,096 tokens, half of them up to 380``."""
+        total, seen = sum(self.counts.values()), 0
+        for length, count in self.counts.items():
+            seen += count
+            if 2 * seen >= total:
+                least = min(self.counts)
+                return f"{total:,} {self.of} of {least:,} to {self.longest:,} tokens, half of them up to {length:,}"
+        raise AssertionError("a histogram has entries")
+
+    def cut(self, most: int) -> Lengths:
+        """The same where longer sequences are cut off there."""
+        counts = Counter[int]()
+        for length, count in self.counts.items():
+            counts[min(length, most)] += count
+        return Lengths(counts=dict(counts), of=self.of)
+
+    def batches(self, rows: int, levels: int = LEVELS) -> dict[int, float]:
+        """The share of batches by their padded length, the shortest first; lengths are rounded up to ``levels`` ones.
+
+        Rows are taken to be drawn at random, ``rows`` at a time, and padded to the longest among them: a share F of
+        rows up to some length makes F ** ``rows`` of batches. Grouped by length they are shorter: count batches then.
+        """
+        total, below, shares = sum(self.counts.values()), 0, dict[int, float]()
+        power, before = rows if self.of == "rows" else 1, 0.0
+        for length, count in self.counts.items():
+            below += count
+            now = (below / total) ** power
+            shares[length], before = now - before, now
+        return _rounded_up(shares, levels)
+
+
+def parse_lengths(text: str) -> Lengths:
+    """From ``512:100,1024:40,4096:3``, or a file with a length, or a length and how many there are, on each line.
+
+    Raises UsageError for anything else, naming the line.
+    """
+    if re.fullmatch(r"[0-9]+:[0-9]+(?:[,;\s]+[0-9]+:[0-9]+)*[,;\s]*", text):
+        return _counted("--lengths", re.split(r"[,;\s]+", text.strip(" ,;")))
+    try:
+        lines = read_regular(Path(text), _BYTES, links=True).decode("utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UsageError(f"{text} is no text", remedy=_HOW) from None
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise UsageError(f"--lengths {text} cannot be read: {why}", remedy=_HOW) from None
+    return _counted(text, lines)
+
+
+_HOW = "Give a file with a length, or a length and a count, on each line; or 512:100,1024:40,4096:3."
+
+
+def _counted(name: str, lines: Iterable[str]) -> Lengths:
+    counts = Counter[int]()
+    for number, line in enumerate(lines, 1):
+        said = line.partition("#")[0].strip()
+        if not said:
+            continue
+        match = re.fullmatch(_LINE, said)
+        length, count = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+        if not 0 < length <= MOST or count < 1:
+            raise UsageError(f"{name}:{number}: {said[:40]!r} is no length with a count", remedy=_HOW)
+        counts[length] += count
+    if not counts:
+        raise UsageError(f"{name} holds no lengths", remedy=_HOW)
+    return Lengths(counts=dict(counts))
+
+
+def _rounded_up(shares: dict[int, float], levels: int) -> dict[int, float]:
+    """The same shares on at most so many lengths: where their sum of tokens has grown by a further part."""
+    if len(shares) <= levels:
+        return shares
+    total = sum(length * share for length, share in shares.items())
+    found, share, done = dict[int, float](), 0.0, 0.0
+    for length, here in shares.items():
+        share, done = share + here, done + length * here
+        if done >= total * (len(found) + 1) / levels:
+            found[length], share = share, 0.0
+    last = max(shares)
+    found[last] = found.get(last, 0.0) + share
+    return found

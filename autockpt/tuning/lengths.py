@@ -1,0 +1,269 @@
+"""One plan for sequences of all lengths: which lengths get choices of their own, and what that gains.
+
+The longest batch is searched first: its choices fit every other. Shorter batches need less recomputed, most of them
+nothing; a set of choices for all up to some length pays by what these batches would otherwise spend on recomputing. How
+much that is at lengths that were not searched is read off lines through those that were.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autockpt.errors import UsageError
+from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest, words
+from autockpt.schema.choices import SAVE
+from autockpt.schema.known import NONE
+from autockpt.schema.lengths import Lengths
+from autockpt.schema.sets import When
+from autockpt.tuning.stages import save_plan_copy
+
+MOST_SETS = 4
+WORTH = 0.01
+"""A set must make the expected step this much faster: less cannot be told from the noise of the steps it rests on."""
+PLAN = "plan_by_length.yaml"
+"""The file of the plan with all sets, in the directory of the longest batch's run."""
+FEWEST = 3  # candidates of one length's search
+SearchAt = Callable[[int, int], Plan]
+"""The plan for batches padded to so many tokens, found with so many candidates. Raises InfeasibleError."""
+
+
+@dataclass
+class Foreseen:
+    """What is known of steps at all lengths: plain step seconds, and what the plan for a length adds to them.
+
+    ``plans`` are by padded length. Seconds are measured where steps were, else simulated.
+    """
+
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    def plain_seconds(self, length: float) -> float:
+        """Of a batch of this length with everything saved: on the line through its searched neighbours."""
+        known = sorted((n, seconds) for n, plan in self.plans.items() if (seconds := _seconds(plan)[0]) > 0)
+        if len(known) < 2:
+            return length * (known[0][1] / known[0][0] if known else 1.0)
+        lengths, seconds = zip(*known, strict=True)
+        if length <= lengths[0]:  # towards no less than what scales with the tokens
+            slope = (seconds[1] - seconds[0]) / (lengths[1] - lengths[0])
+            return max(seconds[0] - slope * (lengths[0] - length), seconds[0] * length / lengths[0] / 2)
+        return float(np.interp(length, lengths, seconds))
+
+    def overhead(self, length: float) -> float:
+        """What the best plan for a length adds to a plain step, as a share of it."""
+        known = {n: _overhead(plan) for n, plan in self.plans.items()}
+        if (saves := self.saves_up_to) is not None:
+            known.setdefault(round(saves), 0.0)
+            if length <= saves:
+                return 0.0
+        lengths = sorted(known)
+        return float(np.interp(length, lengths, [known[n] for n in lengths]))
+
+    @property
+    def saves_up_to(self) -> float | None:
+        """The length up to which saving everything fits, on the line through peaks; None where that is unknown."""
+        longest = max(self.plans)
+        if _saves(self.plans[longest]):
+            return longest
+        peaks = {n: peak for n, plan in self.plans.items() if (peak := _plain_peak(plan)) is not None}
+        fits = max((n for n, plan in self.plans.items() if _saves(plan)), default=None)
+        budget = self.plans[longest].budget
+        above = sorted(n for n in peaks if fits is None or n > fits)
+        points = [*([fits] if fits in peaks else []), *above][:2]
+        if budget is None or len(points) < 2:
+            return fits
+        (one, first), (two, second) = ((n, peaks[n]) for n in points)
+        if second <= first:
+            return fits
+        return max(fits or 0.0, min(one + (budget.bytes - first) * (two - one) / (second - first), two - 1))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Shares of batches by padded length, and what steps take at these."""
+
+    shares: Mapping[int, float]
+    foreseen: Foreseen
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return sorted(self.shares)
+
+    def expected(self, bounds: Sequence[int]) -> float:
+        """Seconds of a step, on average, with the plan for each of ``bounds`` on all batches up to it."""
+        bounds = sorted(bounds)
+        overheads = {bound: self.foreseen.overhead(bound) for bound in bounds}
+        return sum(
+            share * self.foreseen.plain_seconds(length) * (1 + overheads[bounds[bisect_left(bounds, length)]])
+            for length, share in self.shares.items()
+        )
+
+    def best(self, most: int = MOST_SETS, among: Sequence[int] | None = None) -> list[int]:
+        """The bounds with the least expected step; each further one makes that faster by ``WORTH`` at least.
+
+        The longest is always one. ``among`` are the lengths that may be bounds (default: all).
+        """
+        candidates = [n for n in (self.lengths if among is None else sorted(among)) if n < self.lengths[-1]]
+        bounds, seconds = [self.lengths[-1]], self.expected([self.lengths[-1]])
+        while len(bounds) < most and candidates:
+            tried = {n: self.expected([*bounds, n]) for n in candidates if n not in bounds}
+            added = min(tried, key=lambda n: (tried[n], n), default=None)
+            if added is None or tried[added] > seconds * (1 - WORTH):
+                break
+            bounds.append(added)
+            seconds = tried[added]
+        return sorted(bounds)
+
+
+@dataclass(frozen=True)
+class ByLength:
+    """The answer: a plan with its sets, and notes on what they gain."""
+
+    plan: Plan
+    notes: tuple[str, ...]
+
+
+def search_lengths(lengths: Lengths, at: SearchAt, trials: int, listener: Listener) -> ByLength:
+    """A plan for batches of these lengths, none of which breaks the budget. The longest gets half of the ``trials``.
+
+    Where attention may keep something for every pair of tokens (all but flash attention) a set's longest sequence is
+    bounded as well as its tokens. Raises InfeasibleError where the longest fits no plan, UsageError where batches have
+    no rows, and what ``at`` raises.
+    """
+    foreseen, longest = Foreseen(), lengths.longest
+
+    def look(length: int, candidates: int) -> None:
+        listener.note(f"batches padded to {length:,} tokens: up to {candidates} candidates")
+        foreseen.plans[length] = at(length, candidates)
+
+    look(longest, max(FEWEST, trials // 2))
+    settings = foreseen.plans[longest].settings
+    rows = settings.get("batch_size")
+    if not isinstance(rows, int):
+        raise UsageError("these batches have no rows of tokens", remedy="Search without lengths.")
+    scores = not str(settings.get("attention")).startswith("flash")
+    shares = lengths.batches(rows)
+    histogram = Histogram(shares, foreseen)
+    if not _saves(foreseen.plans[longest]) and len(shares) > 1:
+        share = max(FEWEST, trials // (2 * MOST_SETS))
+        middle = min(histogram.lengths[:-1], key=lambda n: abs(n - longest / 2))
+        look(middle, share)
+        for length in histogram.best():
+            if length not in foreseen.plans:
+                look(length, share)
+    bounds = histogram.best(among=list(foreseen.plans))
+    plan = foreseen.plans[longest]
+    if len(bounds) == 1:
+        return ByLength(plan, (_one(histogram, plan),))
+    below, found = 0, list[Plan]()
+    for bound in bounds:
+        when = When(tokens=rows * bound, longest=bound if scores else None)
+        here = sum(share for length, share in shares.items() if below < length <= bound)
+        found.append(foreseen.plans[bound].model_copy(update={"when": when, "share": round(min(here, 1.0), 4)}))
+        below = bound
+    alone, together = histogram.expected([longest]), histogram.expected(bounds)
+    said = "measured" if all(p.status == "measured" for p in found) else "simulated"
+    gain = (
+        f"Over {lengths}, {rows} to a batch, a step takes {words.seconds(together)} on average with these "
+        f"{len(bounds)} sets, {words.seconds(alone)} with the plan for the longest alone "
+        f"({words.share(together / alone - 1, signed=True)}): foreseen from {said} steps at "
+        f"{words.counted(len(foreseen.plans), 'length')}, on lines between these."
+    )
+    drawn = "Rows were taken to be drawn at random; a sampler that groups them by length makes shorter batches."
+    notes = (gain, *((drawn,) if lengths.of == "rows" and rows > 1 else ()))
+    combined = found[-1].with_smaller(found[:-1])
+    return ByLength(combined.model_copy(update={"notes": (*combined.notes, *notes)}), notes)
+
+
+def search_lengths_of(
+    request: SearchRequest,
+    lengths: Lengths,
+    search: Callable[[SearchRequest, Listener | None], SearchOutcome],
+    listener: Listener,
+) -> SearchOutcome:
+    """``search_lengths`` for a described workload: each length is a search of its own, with its own run's directory.
+
+    ``search`` is ``run_search``. Sequences longer than ``request.workload.seq_len`` count as cut off there. The outcome
+    is that of the longest, with the plan that holds all sets; it is written beside that run's own plan. All lengths
+    share ``request.trials`` and ``request.timeout``.
+    """
+    spec, began = request.workload, time.monotonic()
+    refuse_lengths(request.budget, packed=spec.packed, pad_to=spec.pad_to, compile_model=request.compile == "model")
+    lengths = lengths if spec.seq_len is None else lengths.cut(spec.seq_len)
+    outcomes: dict[int, SearchOutcome] = {}
+
+    def at(length: int, trials: int) -> Plan:
+        left = None if request.timeout is None else max(1.0, request.timeout - (time.monotonic() - began))
+        workload = spec.model_copy(update={"seq_len": length})
+        asked = {"workload": workload, "trials": trials, "timeout": left, "plan_out": None}
+        outcomes[length] = outcome = search(request.model_copy(update=asked), listener)
+        if outcome.plan is None or outcome.interrupted:
+            raise KeyboardInterrupt
+        return outcome.plan
+
+    found = search_lengths(lengths, at, request.trials, listener)
+    longest = outcomes[lengths.longest]
+    path = longest.plan_path
+    if longest.run_directory is not None and found.plan.smaller_batches:
+        path = longest.run_directory / PLAN
+        found.plan.save(path, existing="replace")
+    spent = sum(outcome.measured_trials for outcome in outcomes.values())
+    more = {"plan": found.plan, "plan_path": path, "notes": (*longest.notes, *found.notes), "measured_trials": spent}
+    return save_plan_copy(request, longest.model_copy(update=more))
+
+
+def refuse_lengths(budget: Budget, **given: object) -> None:
+    """Raise UsageError for what does not go with lengths: ``given`` are options by name, false where not used."""
+    if budget.kind not in ("bytes", "auto"):
+        raise UsageError(
+            f"a budget of {budget.text} is a share of this job's own peak, which differs by length",
+            remedy="Give the budget in bytes (24GB), or auto.",
+        )
+    for name in (name for name, value in given.items() if value):
+        why = "with it all batches have one length" if name in ("packed", "pad_to") else "that is another question"
+        raise UsageError(
+            f"lengths and {name.replace('_', ' ')} do not go together: {why}", remedy="Leave one of the two out."
+        )
+
+
+def _one(histogram: Histogram, plan: Plan) -> str:
+    if _saves(plan):
+        return "Saving everything fits the longest batch, so lengths do not matter."
+    return (
+        f"One set of choices for all lengths: no further one would make the average step {words.share(WORTH)} faster "
+        f"(the longest is {histogram.lengths[-1]:,} tokens)."
+    )
+
+
+def _saves(plan: Plan) -> bool:
+    return all(choice == SAVE for choice in plan.expand_planned().values())
+
+
+def _seconds(plan: Plan) -> tuple[float, float]:
+    """Seconds of the plain step and of the plan's, both measured or both predicted; 0 where unknown."""
+    none = next((row for row in plan.baselines if row.name == NONE), None)
+    if none is None:
+        own = plan.measured or plan.predicted
+        seconds = (own.step_seconds if own is not None else None) or 0.0
+        return (seconds, seconds) if _saves(plan) else (0.0, seconds)
+    if none.measured is not None and plan.measured is not None:
+        return none.measured.step_seconds, plan.measured.step_seconds
+    if none.predicted is not None and plan.predicted is not None:
+        return none.predicted.step_seconds or 0.0, plan.predicted.step_seconds or 0.0
+    return 0.0, 0.0
+
+
+def _overhead(plan: Plan) -> float:
+    plain, ours = _seconds(plan)
+    return max(0.0, ours / plain - 1) if plain > 0 and not _saves(plan) else 0.0
+
+
+def _plain_peak(plan: Plan) -> int | None:
+    none = next((row for row in plan.baselines if row.name == NONE), None)
+    reading = (none.predicted or none.measured) if none is not None else None
+    own = plan.predicted or plan.measured
+    return reading.peak_bytes if reading is not None else own.peak_bytes if own is not None and _saves(plan) else None

@@ -1,0 +1,106 @@
+"""Lengths of the sequences that a training will see, and the user's batch as one of shorter sequences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autockpt.devices.random_states import all_random_states_kept
+from autockpt.errors import UsageError, python_door
+from autockpt.schema.lengths import Lengths
+from autockpt.workload.step import Step
+from autockpt.workload.storages import each_tensor
+
+ROWS, BATCHES, SECONDS = 50_000, 5_000, 120.0
+
+
+@python_door
+def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
+    """The lengths of a data set's rows, or of a data loader's batches, for ``autockpt.search(…, lengths=…)``.
+
+    Of a ``DataLoader`` (or any iterable of padded batches with ``input_ids`` of two dimensions) the padded lengths are
+    counted, as its sampler makes them; of a data set, or a list of rows (mappings with ``input_ids``, tensors, lists of
+    ids), the rows' own, which are then taken to be drawn at random. Of large ones 50,000 evenly spaced rows or the
+    first 5,000 batches are looked at, for ``seconds`` at most. Random states stay as they are. Raises UsageError where
+    rows have no length.
+    """
+    with all_random_states_kept():
+        if isinstance(source, torch.utils.data.DataLoader):
+            return Lengths.of_all(_in_time(map(_length, source), BATCHES, seconds), "batches")
+        if "length" in (getattr(source, "column_names", None) or ()):
+            return Lengths.of_all(map(int, source["length"]))
+        found = list(_in_time(map(_length_and_kind, _rows(source)), ROWS, seconds))
+    kinds = {kind for _, kind in found}
+    return Lengths.of_all((length for length, _ in found), "batches" if kinds == {"batches"} else "rows")
+
+
+def _in_time(values: Iterable[Any], most: int, seconds: float) -> Iterator[Any]:
+    until = time.monotonic() + seconds
+    for number, value in enumerate(values):
+        yield value
+        if number + 1 >= most or time.monotonic() > until:
+            return
+
+
+def _rows(source: Any) -> Iterable[Any]:
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return (source[i] for i in range(0, len(source), max(1, -(-len(source) // ROWS))))
+    if isinstance(source, Iterable):
+        return source
+    raise UsageError(
+        f"a {type(source).__name__} has no rows to take lengths of", remedy="Give a data set, a DataLoader or a list."
+    )
+
+
+def _length(row: Any) -> int:
+    return _length_and_kind(row)[0]
+
+
+def _length_and_kind(row: Any) -> tuple[int, str]:
+    """Tokens of a row, or of a padded batch."""
+    value = row
+    if isinstance(row, Mapping):
+        value = next((row[name] for name in ("input_ids", "length", "inputs_embeds", "labels") if name in row), None)
+    elif isinstance(row, tuple) and row:
+        value = row[0]
+    shape = getattr(value, "shape", None)
+    if shape is not None and len(shape) > 0:
+        return int(shape[min(1, len(shape) - 1)]), "rows" if len(shape) == 1 else "batches"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value, "rows"
+    if isinstance(value, (list, str)):
+        inner = value[0] if value and isinstance(value, list) else None
+        return (len(value), "rows") if not isinstance(inner, list) else (max(map(len, value)), "batches")
+    raise UsageError(
+        f"a row that is a {type(row).__name__} has no length that is known here",
+        remedy="Give rows with `input_ids` (or `length`), lists of ids, or autockpt.lengths_of([…lengths…]).",
+    )
+
+
+def shortened(step: Step, length: int) -> Step:
+    """The step with its batch cut to ``length`` tokens a row. Raises UsageError for longer ones than it has, and for
+    a batch or a step that cannot be cut."""
+    have = step.settings.get("seq_len")
+    if step.full_step is not None or not isinstance(have, int):
+        raise UsageError(
+            "a batch without token ids, or a full_step of its own, cannot be made shorter",
+            remedy="Search with autockpt.Step(model, batch) whose batch holds input_ids; or without lengths.",
+        )
+    if length > have:
+        raise UsageError(
+            f"the batch of the step has {have} tokens a row, the longest of the lengths {length}",
+            remedy=f"Give a batch as long as the longest sequence, or lengths.cut({have}) where they are cut off.",
+        )
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.dim()):
+            if tensor.shape[dim] == have and (dim == 1 or tensor.dim() > 3):
+                tensor = tensor.narrow(dim, 0, length)
+        return tensor.contiguous() if tensor.dim() > 1 else tensor
+
+    return replace(step, batch=each_tensor(step.batch, cut), settings={})

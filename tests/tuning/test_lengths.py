@@ -1,0 +1,120 @@
+"""Which lengths get choices of their own, and what that is said to gain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autockpt.errors import UsageError
+from autockpt.schema import (
+    RECOMPUTE,
+    SAVE,
+    Comparison,
+    Measurement,
+    Plan,
+    ResolvedBudget,
+    Silence,
+    Unit,
+    parse_budget,
+)
+from autockpt.schema.lengths import Lengths
+from autockpt.tuning.lengths import MOST_SETS, WORTH, Foreseen, Histogram, refuse_lengths, search_lengths
+
+UNITS = [Unit(name=f"layers.{i}", cls="Layer", kind=0) for i in range(10)]
+TAIL = Lengths(counts={100: 60, 200: 25, 400: 10, 800: 4, 1600: 1}, of="batches")
+
+
+def made(length: int, *, fits: int = 400, most: float = 0.3, rows: int = 4, **settings: Any) -> Plan:
+    """What a search says where saving everything fits up to ``fits`` tokens, and recomputing adds ``most`` at 1600."""
+    over = max(0.0, min(1.0, (length - fits) / max(1, 1600 - fits)))
+    chosen = {u.name: RECOMPUTE if i < round(10 * over) else SAVE for i, u in enumerate(UNITS)}
+    plain = Measurement(peak_bytes=1000 + 10 * length, step_seconds=0.01 + length / 1000)
+    ours = Measurement(
+        peak_bytes=min(plain.peak_bytes, 1000 + 10 * fits), step_seconds=plain.step_seconds * (1 + most * over)
+    )
+    return Plan.create(
+        chosen,
+        UNITS,
+        source="measured",
+        measured=ours,
+        budget=ResolvedBudget(asked="5000B", bytes=1000 + 10 * fits),
+        settings={"batch_size": rows, "attention": "sdpa", **settings},
+        baselines=(Comparison(name="none", verdict="fits" if over == 0 else "over_budget", measured=plain),),
+    )
+
+
+def searched(lengths: Lengths, **of: Any) -> tuple[Any, list[int]]:
+    asked: list[int] = []
+
+    def at(length: int, trials: int) -> Plan:
+        asked.append(length)
+        assert trials >= 3
+        return made(length, **of)
+
+    return search_lengths(lengths, at, 24, Silence()), asked
+
+
+def test_short_batches_save_what_long_ones_recompute() -> None:
+    found, asked = searched(TAIL)
+    assert asked[0] == 1600 and len(asked) == len(set(asked)) <= MOST_SETS + 1
+    sets = found.plan.sets
+    assert sets[0].when is not None and sets[0].when.tokens == 4 * 400 and sets[0].when.longest == 400
+    assert all(choice == SAVE for choice in sets[0].expand_planned().values())
+    assert sets[-1].when is not None and sets[-1].when.tokens == 4 * 1600
+    assert sum(s.share or 0 for s in sets) == pytest.approx(1, abs=1e-3)
+    assert found.plan.status == "measured" and sets[0].share == pytest.approx(0.95)
+    assert "measured steps" in found.notes[0] and "-" in found.notes[0]
+
+
+def test_flash_attention_bounds_tokens_alone() -> None:
+    found, _ = searched(TAIL, attention="flash_attention_2")
+    assert all(each.when is not None and each.when.longest is None for each in found.plan.sets)
+
+
+def test_where_everything_fits_or_nothing_is_gained_there_is_one_set() -> None:
+    found, asked = searched(TAIL, fits=1600)
+    assert asked == [1600] and not found.plan.smaller_batches and "do not matter" in found.notes[0]
+    found, _ = searched(TAIL, most=0.004)
+    assert not found.plan.smaller_batches and "One set" in found.notes[0]
+    found, asked = searched(Lengths(counts={1600: 5}))
+    assert asked == [1600] and not found.plan.smaller_batches
+
+
+@given(
+    st.dictionaries(st.integers(1, 1599), st.integers(1, 1000), min_size=1, max_size=30),
+    st.integers(1, 1500),
+    st.floats(0.0, 1.0),
+)
+def test_sets_cover_all_lengths_fit_and_each_is_worth_it(counts: dict[int, int], fits: int, most: float) -> None:
+    lengths = Lengths(counts={**counts, 1600: 1}, of="batches")
+    found, asked = searched(lengths, fits=fits, most=most)
+    bounds = [each.when.longest for each in found.plan.sets if each.when is not None and each.when.longest]
+    assert len(asked) <= MOST_SETS + 1 and set(bounds) <= set(asked)
+    if not found.plan.smaller_batches:
+        return
+    assert bounds[-1] == 1600 and len(bounds) <= MOST_SETS
+    for each, bound in zip(found.plan.sets, bounds, strict=True):
+        assert each.choices == made(bound, fits=fits, most=most).choices
+    histogram = Histogram(lengths.batches(4), Foreseen({n: made(n, fits=fits, most=most) for n in asked}))
+    for bound in bounds[:-1]:
+        without = [n for n in bounds if n != bound]
+        assert histogram.expected(bounds) <= histogram.expected(without) * (1 + 1e-9)
+    assert histogram.expected(bounds) <= histogram.expected([1600]) * (1 - WORTH)
+
+
+def test_the_length_up_to_which_all_is_saved_is_read_off_peaks() -> None:
+    assert Foreseen({1600: made(1600), 800: made(800)}).saves_up_to == pytest.approx(400)
+    assert Foreseen({1600: made(1600), 200: made(200)}).saves_up_to == pytest.approx(400)
+    assert Foreseen({300: made(300)}).saves_up_to == 300 and Foreseen({1600: made(1600)}).saves_up_to is None
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    with pytest.raises(UsageError, match="share of this job"):
+        refuse_lengths(parse_budget("60%"))
+    with pytest.raises(UsageError, match="packed"):
+        refuse_lengths(parse_budget("24GB"), packed=True, pad_to=None)
+    with pytest.raises(UsageError, match="no rows"):
+        searched(TAIL, batch_size=None)

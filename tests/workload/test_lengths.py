@@ -1,0 +1,50 @@
+"""Lengths read off data, and batches cut to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from autockpt import lengths_of
+from autockpt.errors import UsageError
+from autockpt.workload import Step
+from autockpt.workload.lengths import shortened
+from tests.policies.zoo import CASES
+
+ROWS = [{"input_ids": list(range(n))} for n in (3, 9, 4, 4)]
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(r["input_ids"]) for r in rows)
+    return {"input_ids": torch.tensor([r["input_ids"] + [0] * (longest - len(r["input_ids"])) for r in rows])}
+
+
+def test_of_rows_and_of_batches() -> None:
+    wanted = {3: 1, 4: 2, 9: 1}
+    tensors = [torch.zeros(n, dtype=torch.long) for n in (3, 9, 4, 4)]
+    for source in (ROWS, tensors, [3, 9, 4, 4], [list(range(n)) for n in (3, 9, 4, 4)], iter(ROWS)):
+        assert lengths_of(source).counts == wanted and lengths_of([9]).of == "rows"
+    before = torch.get_rng_state()
+    found = lengths_of(DataLoader(ROWS, batch_size=2, collate_fn=padded, shuffle=True))  # type: ignore[arg-type]
+    assert torch.equal(before, torch.get_rng_state())
+    assert found.of == "batches" and sum(found.counts.values()) == 2 and found.longest == 9
+    assert lengths_of([padded(ROWS[:2])]).of == "batches"
+
+
+def test_what_has_no_length_is_refused() -> None:
+    for source in ([], [object()], 7, [{"text": 1}]):
+        with pytest.raises(UsageError) as caught:
+            lengths_of(source)
+        assert caught.value.remedy
+
+
+def test_a_step_is_cut_to_shorter_rows() -> None:
+    case = CASES["llama"]
+    step = Step(case.make(), case.batch(), accumulate=2)
+    short = shortened(step, 5)
+    assert {tuple(t.shape) for t in short.batch.values()} == {(6, 5)}
+    assert short.settings["seq_len"] == 5 and short.accumulate == 2 and step.settings["seq_len"] == 64
+    short.cycle()
+    with pytest.raises(UsageError, match="64 tokens a row"):
+        shortened(step, 65)
