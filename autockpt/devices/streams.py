@@ -64,17 +64,26 @@ class Queues(Protocol):
 
 
 class StreamTransport:
-    """Copies beside compute, through pinned host memory that is used again from step to step."""
+    """Copies beside compute, through pinned host memory that is used again from step to step.
+
+    A step's memory does not depend on how fast copies are: a source is freed in the order of its compute queue, which
+    waits for the copy. Only buffers that no compute queue waited for (``unwaited``: the ends of their copies) come free
+    when their copies end, so the next one to be sent waits for these: there are never more than one step's.
+    """
 
     copy_queues = True
 
     def __init__(self, queues: Queues, use: HostUse | None = None) -> None:
         self.queues = queues
         self.pool = Pool(queues.host_memory, pinned_area, use)
+        self.unwaited: list[Any] = []
 
     def send(self, source: torch.Tensor) -> StreamParcel:
         """Start copying ``source`` (1-D uint8) to the host. Raises MeasurementError where host memory is exhausted, or
         would be over its budget."""
+        with contextlib.suppress(IndexError):  # until it is empty, whoever else empties it
+            while True:
+                self.queues.finish(self.unwaited.pop())
         return StreamParcel(self, source)
 
 
@@ -92,7 +101,7 @@ class StreamParcel:
 
     def __init__(self, transport: StreamTransport, source: torch.Tensor) -> None:
         self.nbytes = source.numel()
-        self._pool, self._queues = transport.pool, transport.queues
+        self._pool, self._queues, self._unwaited = transport.pool, transport.queues, transport.unwaited
         self._source: torch.Tensor | None = None
         self._piece = self._pool.take(self.nbytes)
         self._ready = self._queues.mark()
@@ -128,12 +137,14 @@ class StreamParcel:
             # where the queue that waited is not the one that the buffer belongs to, `use` has told the allocator
             if not self._waited:
                 self._queues.abandon(self._back, "in")
+                self._unwaited.append(self._arrived)
             self._back = None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the device may be gone already at interpreter exit
             if self._source is not None:
                 self._queues.abandon(self._source, "out")
+                self._unwaited.append(self._left)
             self.release()
             self._piece.ready = self._left if self._arrived is None else self._arrived
             self._pool.give(self._piece)

@@ -242,6 +242,21 @@ def test_copies_nobody_waited_for_are_reported_to_the_allocator():
     assert way.queues.abandoned == 1500
 
 
+def test_what_nobody_waited_for_has_ended_before_more_is_sent():
+    """Else such buffers would pile up as long as copies are slower than the host."""
+    way = DeferredTransport()
+    left = (parcel := way.send(some_bytes(1000)))._left
+    del parcel
+    assert not left.done
+    parcel = way.send(some_bytes(500))
+    assert left.done
+    parcel.settle()
+    parcel.fetch()
+    arrived = parcel._arrived
+    parcel.release()
+    assert not arrived.done and way.send(some_bytes(10)) and arrived.done
+
+
 def test_host_memory_is_not_overwritten_while_it_is_still_read():
     way = DeferredTransport()
     first = way.send(some_bytes(1000, 1))
@@ -251,6 +266,7 @@ def test_host_memory_is_not_overwritten_while_it_is_still_read():
     first._queues.abandon = lambda buffer, direction: None
     event = first._arrived
     del first
+    way.unwaited.clear()
     second = way.send(some_bytes(1000, 2))  # the same host memory
     second.settle()
     assert event.done

@@ -17,5 +17,5 @@ def test_a_live_search(inside):
 
 
 @pytest.mark.campaign
-def test_predicted_peaks_of_many_plans(inside):
-    inside(MEASURING, "-k", "predicted", STANDIN_ALL="1")
+def test_peaks_of_many_plans(inside):
+    inside(MEASURING, "-k", "predicted or slow_link", STANDIN_ALL="1")

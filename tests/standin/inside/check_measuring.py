@@ -13,12 +13,13 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.profiling import memory_at_hand
-from autockpt.runtime import apply
+from autockpt.runtime import apply, attach
 from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.tuning.batches import foreseen_sizes, variant
 from autockpt.workload import Step, build, discover_units
 from search_spaces.spaces import load_space
+from tests.standin.inside import scenarios
 from tests.standin.inside.scenarios import Model
 
 standin = torch.get_device_module("standin")
@@ -103,6 +104,42 @@ def test_variants_of_a_job_are_judged_by_what_the_allocator_takes():
     runner = StepRunner(workload, get_device("standin"))
     for kind, choices in (("save", {}), ("recompute", dict.fromkeys(units, RECOMPUTE))):
         assert known.peaks[16][kind] == pytest.approx(runner.measure(choices, steps=1).peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("plan", scenarios.PLANS if ALL else ("offload", "mixed"))
+def test_a_slow_link_takes_time_and_no_memory(plan):
+    """Copies that end at once, and only when somebody waits: the same bytes, and a limit of just these holds."""
+    choices = {f"blocks.{n}": choice for n, choice in enumerate(scenarios.PLANS[plan])}
+    device, peaks = get_device("standin"), []
+    runner = StepRunner(_workload(), device)
+    for schedule in ("eager", "copies-late", "lazy"):
+        standin.set_schedule(schedule)
+        with device.limit(peaks[0].peak_bytes if peaks else None):
+            peaks.append(runner.measure(choices, steps=1))
+    assert len({(peak.peak_bytes, peak.allocated_bytes) for peak in peaks}) == 1
+
+
+def _towards_some_inputs(model: Model, x: torch.Tensor) -> None:
+    torch.autograd.grad(model(x), list(model.blocks[2].parameters()))  # the units before it are fetched in vain
+
+
+def _units_alone(model: Model, x: torch.Tensor) -> None:
+    for block in model.blocks:
+        x = block(x)
+
+
+@pytest.mark.parametrize("use", (_towards_some_inputs, _units_alone))
+def test_what_nobody_waits_for_does_not_pile_up(use):
+    standin.set_schedule("copies-late")
+    model, x, peaks = Model().to("standin"), torch.randn(4096, 64).to("standin"), []
+    with attach(model, OFFLOAD_ALL):
+        for rounds in (3, 20):
+            standin.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            for _ in range(rounds):
+                use(model, x)
+            peaks.append(torch.accelerator.memory_stats()["active_bytes.all.peak"])
+    assert peaks[1] <= peaks[0] + (1 << 20)
 
 
 def test_out_of_memory_is_told_and_nothing_is_left_behind(schedule):
