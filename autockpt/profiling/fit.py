@@ -8,6 +8,7 @@ from datetime import date
 from typing import Any
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from autockpt.profiling.roofline import seconds_of_work
 from autockpt.profiling.work import Work
@@ -106,8 +107,6 @@ def fit_products(
     seconds = np.array([p.seconds for p in used])
     cached = np.minimum(1.0, cache_bytes / np.array([p.bytes for p in used]))
     moving = np.array([p.bytes for p in used]) * (cached / cache_rate + (1 - cached) / memory)
-
-    from scipy.optimize import least_squares  # here: importing it takes longer than most searches use it
 
     def residual(x: np.ndarray) -> np.ndarray:
         share, half, fixed = x[0], 100 * x[1], 1e-6 * x[2]

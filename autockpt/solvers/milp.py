@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy import optimize, sparse
 
 from autockpt.schema.problem import Assignment, Option, Problem, UnitOptions
 from autockpt.solvers.answer import as_choices, host_excess, judge, relative_gap
 from autockpt.solvers.chain import as_chain, is_chain, needs, own_bytes, smallest_peak, strongest
 from autockpt.solvers.greedy import greedy
-
-if TYPE_CHECKING:
-    from scipy import optimize
 
 LARGEST = (
     1e5  # largest byte coefficient after scaling: HiGHS' absolute tolerance of 1e-6 is then below a byte at 100 GB
@@ -95,8 +92,6 @@ class _Rows:
         self.high.append(high)
 
     def constraint(self, columns: int) -> optimize.LinearConstraint:
-        from scipy import optimize, sparse  # here and below: a fifth of a second, and most problems are chains
-
         matrix = sparse.csr_array((self.value, (self.row, self.column)), shape=(len(self.low), columns))
         return optimize.LinearConstraint(matrix, np.array(self.low), np.array(self.high))  # type: ignore[arg-type]
 
@@ -206,8 +201,6 @@ class _Model:
         return self._picks(result)
 
     def _solve(self, cost: np.ndarray, ceiling: float, time_limit: float, gap: float) -> optimize.OptimizeResult:
-        from scipy import optimize
-
         low, high = np.full(self.columns, -math.inf), np.full(self.columns, math.inf)
         low[: self.kept], high[: self.kept] = 0.0, 1.0
         low[self.kept] = high[self.kept] = 0.0

@@ -44,11 +44,13 @@ class Operator:
     ``pointwise``: runs on torch's elementwise iterator.
     ``in_place``: the overload of ``IN_PLACE`` that a plain step may run instead, or None.
     ``flops``: torch's formula for floating point operations, or None.
+    ``calls``: what the recorder knows of its calls, by all that they depend on.
     """
 
     __slots__ = (
         "adds",
         "base",
+        "calls",
         "detaches",
         "flops",
         "in_place",
@@ -84,6 +86,7 @@ class Operator:
         self.multiplies = self.base in ("mm", "bmm", "addmm", "baddbmm")
         self.routing = self.base in _ROUTING
         self.flops = _flop_formula(func)
+        self.calls: dict[Any, Any] = {}
         self.note = self.name.encode()[:128].ljust(128, b"\0")
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = None) -> Any:

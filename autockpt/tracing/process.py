@@ -171,7 +171,7 @@ class Note:
 
 _SECONDS_TO_WAKE = 60.0
 _REMEDY = "Record a real step instead."
-_LIBRARY = "transformers"  # takes seconds to import
+_LARGE = "transformers.models."  # take seconds to import
 _imported_by_children: dict[str, None] = {}
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -201,7 +201,7 @@ class GhostProcess:
                 self._connection.send_bytes(first)
             self._await_alive()
             self.units, self.head, self.settings, self.notes, imported = self._receive(READY)
-            _imported_by_children.update(dict.fromkeys(n for n in imported if n.partition(".")[0] == _LIBRARY))
+            _imported_by_children.update(dict.fromkeys(n for n in imported if n.startswith(_LARGE)))
         except BaseException:
             self.close()
             raise

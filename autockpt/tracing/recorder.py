@@ -93,10 +93,9 @@ class CopyRecord:
 class Call:
     """Everything that all calls of one signature share. ``outcome`` is inferred when first needed."""
 
-    __slots__ = ("flops", "func", "operator", "outcome", "text", "trial", "workspace")
+    __slots__ = ("flops", "operator", "outcome", "text", "trial", "workspace")
 
-    def __init__(self, func: Any, operator: Operator, text: str) -> None:
-        self.func = func
+    def __init__(self, operator: Operator, text: str) -> None:
         self.operator = operator
         self.text = text
         self.flops = 0
@@ -140,7 +139,6 @@ class Recorder(TorchDispatchMode):
         self.engine = engine or EngineAdds(_sole_counts())
         self.fused = FusedAdds()
         self.notes: dict[str, None] = {}
-        self._calls: dict[Any, Call] = {}
         self._trials = Trials()
         self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...], str]] = {}
         self._watchers = 0  # other dispatch modes that see what runs now
@@ -261,15 +259,15 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         operator = self.operators[func]
         tensors: list[Tensor] = []
-        key = (func, call_key(args, tensors, operator.mutates), *keyword_key(kwargs, tensors, operator.mutates))
+        key = (call_key(args, tensors, operator.mutates), *keyword_key(kwargs, tensors, operator.mutates))
         if not operator.detaches:  # autograd detaches an output to save it: the node is not complete yet
             self.saved.settle()
         phase, module = self.location.where(_current_node())
         in_place = operator.in_place is not None and self._is_in_place(phase, operator, args, kwargs)
         if in_place:
             func = operator.in_place
-            key = (func, *key[1:])
-        call = self._call(func, key, args, kwargs)
+            operator = self.operators[func]
+        call = self._call(operator, func, key, args, kwargs)
         index, watched = self.log.clock, self._watchers > 0
         self.log.clock = index + 1
         inputs, offsets = self._inputs(operator, tensors, index)
@@ -305,18 +303,18 @@ class Recorder(TorchDispatchMode):
         self._run(call, func, args, kwargs, tensors)
         return args[0].detach()
 
-    def _call(self, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        key = (func, *key[1:])
-        call = self._calls.get(key)
+    def _call(self, operator: Operator, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        calls = operator.calls
+        call = calls.get(key)
         if call is None:
-            call = self._calls[key] = Call(func, self.operators[func], signature(func, args, kwargs))
+            call = calls[key] = Call(operator, signature(func, args, kwargs))
             if self.on_cpu:
-                call.workspace = workspace_bytes(call.operator, args, kwargs, self.threads)
-                if is_measured(call.operator, flat_tensors(args)):
+                call.workspace = workspace_bytes(operator, args, kwargs, self.threads)
+                if is_measured(operator, flat_tensors(args)):
                     call.trial = plain_signature(func, args, kwargs)
                     self._trials.add(call)
             elif self.on_cuda:
-                call.workspace = cuda_workspace_bytes(call.operator, args, kwargs)
+                call.workspace = cuda_workspace_bytes(operator, args, kwargs)
         return call
 
     def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -138,6 +138,7 @@ class Run:
         """Record one cycle. The garbage collector waits: when it runs in a real step is anyone's guess."""
         workload, recorder = self.workload, self._recorder
         collecting = gc.isenabled()
+        recorder.restart()  # the last recording need not be looked through
         gc.collect()
         gc.disable()
         mark = recorder.location.mark

@@ -175,13 +175,19 @@ def _ghost_or_recorded(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection while a graph is made: it would look again and again at records that all stay."""
+    """No garbage collection while a graph is made: it would look again and again at records that all stay.
+
+    Nor right afterwards: what was made inside counts as old, unless this process keeps objects frozen for itself.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
