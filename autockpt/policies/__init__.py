@@ -6,7 +6,7 @@ from autockpt.policies.chunked_loss import ChunkedLossPolicy
 from autockpt.policies.chunked_softmax import ChunkedSoftmaxPolicy
 from autockpt.policies.compile_budget import CompileBudgetPolicy
 from autockpt.policies.compute_ops import draws_random_numbers, is_attention, is_heavy
-from autockpt.policies.conflicts import flagged_modules, refuse_native, refuse_wrappers
+from autockpt.policies.conflicts import flagged_modules, refuse_lazy, refuse_native, refuse_wrappers
 from autockpt.policies.offload import OffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.recompute_offload import RecomputeOffloadPolicy
@@ -58,6 +58,7 @@ __all__ = [
     "place",
     "put_back",
     "recomputing",
+    "refuse_lazy",
     "refuse_native",
     "refuse_wrappers",
     "take_off",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autockpt.policies.sentinels import UnitSentinel
 
 _transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
+_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 class Attachment:
@@ -53,13 +54,16 @@ def acts(state: Attachment) -> bool:
 
     Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what
     is dropped, moved or made again would come back without its tangent, or outside of the transform. So they do inside
-    of a ``torch.utils.checkpoint`` of the user's.
+    of a ``torch.utils.checkpoint`` of the user's, and where hooks on saved tensors are switched off
+    (``torch.autograd.graph.disable_saved_tensors_hooks``).
     """
     if not state.active or not torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling():
         return True
-    return forward_ad._current_level < 0 and _transform() is None and inside_checkpoint() is None
+    if forward_ad._current_level >= 0 or _transform() is not None or not _hooks_allowed():
+        return False
+    return inside_checkpoint() is None
 
 
 class AttachedForward(functools.partial):

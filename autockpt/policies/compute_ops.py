@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 
@@ -41,3 +42,20 @@ def _dropout(func: Any) -> tuple[int, Any] | None:
         if argument.name == "dropout_p":
             return position, argument.default_value
     return None
+
+
+_NAMES = """
+    __abs__ __add__ __getitem__ __len__ __mul__ __neg__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __sub__ __truediv__
+    abs add amax amin bfloat16 cat chunk clamp clone contiguous cos detach div double dropout eq exp expand expand_as
+    flatten float ge gelu gt half is_complex is_contiguous is_floating_point layer_norm le log lt masked_fill maximum
+    mean minimum mul ne neg numel permute pow reciprocal relu repeat reshape rms_norm rsqrt select sigmoid silu sin size
+    softmax split sqrt square squeeze stack stride sub sum tanh to transpose tril triu type_as unbind unflatten
+    unsqueeze view view_as where
+    grad backward
+"""
+_OWNERS = (torch, torch.Tensor, torch.nn.functional, torch.autograd)
+LIGHT_FUNCTIONS = frozenset(
+    found for owner in _OWNERS for name in _NAMES.split() if callable(found := getattr(owner, name, None))
+)
+"""Functions that run no product and no attention, whatever they are given. And those that take a gradient inside of a
+forward: in the first run they run the unit again, in the second they do not, so their products have no place."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autockpt.errors import ConflictError
 
@@ -32,8 +33,14 @@ def refuse_native(module: nn.Module, name: str) -> None:
             )
 
 
-def refuse_transforms(error: RuntimeError, unit: str) -> None:
-    """Raise ConflictError where ``error`` is torch.func's, which takes no gradients under hooks on saved tensors."""
+def refuse_by_message(error: RuntimeError, unit: str) -> None:
+    """Raise ConflictError where ``error`` is torch.func's, which takes no gradients under hooks on saved tensors, or
+    says that a nested tensor cannot be looked at."""
+    if "NestedTensorImpl doesn't support" in str(error):
+        raise ConflictError(
+            f"{unit} saves nested tensors of the strided layout, which have no shape to know them by",
+            remedy=f"Make them with layout=torch.jagged, or use `save` or `offload` on {unit}.",
+        ) from error
     if "support saved tensor hooks" in str(error):
         raise ConflictError(
             f"{unit} takes gradients by torch.func (grad, vjp, jacrev, hessian), or is run by it, which does not work "
@@ -88,6 +95,16 @@ def refuse_late_written(unit: str) -> None:
         raise ConflictError(
             f"{unit} calls rrelu, which changes a tensor after it was saved", remedy=_OTHER_ACTIVATION.format(unit=unit)
         )
+
+
+def refuse_lazy(module: nn.Module, unit: str) -> None:
+    """Raise ConflictError where a unit has parameters or buffers that its first forward is to give a shape."""
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ConflictError(
+                f"{unit}.{path} is not initialised: lazy modules get their shapes in a first forward",
+                remedy="Run the model once before the plan is applied, as before an optimizer is made.",
+            )
 
 
 def refuse_wrappers(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from autockpt.devices.transport import Transports, Ways
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native, refuse_transforms
+from autockpt.policies.conflicts import refuse_by_message, refuse_capture, refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer, unpack
 from autockpt.schema.choices import Choice, Offload, RecomputeOffload
@@ -136,7 +136,7 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
         with (saved_tensors_hooks if watch is None else watch.hooks)(packer.pack, unpack):
             output = call_inner(module, state, args, kwargs)
     except RuntimeError as error:
-        refuse_transforms(error, state.unit)
+        refuse_by_message(error, state.unit)
         raise
     if watch is not None:
         watch.forward_ended()

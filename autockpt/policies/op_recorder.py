@@ -19,7 +19,7 @@ from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
 from autockpt.policies.sentinels import Watch
 from autockpt.policies.tape import Geometry, Maker, Op, Read, Slot, Source, geometry_of
-from autockpt.policies.watching import refuse_watching
+from autockpt.policies.watching import passes_by, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
@@ -148,7 +148,8 @@ class Tape:
     def renamed(self, out: Any) -> None:
         """A view of which autograd knows nothing takes its source's place: changes in place show there."""
         for tensor in out if type(out) in (tuple, list) else (out,):
-            source = self._find(tensor, tensor.untyped_storage())
+            with torch._C.DisableTorchFunction():  # it is not the unit's code that asks for the memory
+                source = self._find(tensor, tensor.untyped_storage())
             if source is not None and source.held is None and not tensor.is_neg():
                 source.made = weakref.ref(tensor)
 
@@ -165,10 +166,13 @@ class Tape:
 
     def changes(self, tensor: torch.Tensor, *, unseen: bool) -> None:
         """It is about to be written to; ``unseen``: from here on, and no version counter tells when."""
-        address = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        address = storage._cdata
         if unseen:
             self._unwatched.add(address)
         source = self._sources.pop(address, None)
+        if source is not None and source.storage() is not storage:
+            source = None  # of memory that is gone, whose address another has now
         if self.step in (source and source.born, self._written.get(address)):
             self._written[address] = self.step  # a function's own affair
         else:
@@ -263,6 +267,8 @@ _LOST = object()  # stands for a tensor that a tape cannot follow
 
 
 class _Taping(TorchDispatchMode):
+    supports_higher_order_operators = True  # what torch.cond and the like return is held
+
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
@@ -273,9 +279,12 @@ class _Taping(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = kind_of(func)
+        if passes_by(func):
+            self._tape.astray = True
+            return func(*args, **kwargs)
         if not self._tape.within:
             self._tape.astray = True
+        kind = kind_of(func)
         if kind == "view":
             return func(*args, **kwargs)
         if kind == "hidden view":

@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.policies.arguments import take_apart
-from autockpt.policies.conflicts import refuse_transforms
+from autockpt.policies.conflicts import refuse_by_message
 from autockpt.policies.replay import Replay
 from autockpt.policies.rerun_state import Conditions, random_states_kept
 from autockpt.policies.saved import Kept, Watched
@@ -139,7 +139,7 @@ class Call:
             with hooks(self._pack, unpack):
                 output = replay(*(tensors := replay.tensors))
         except RuntimeError as error:
-            refuse_transforms(error, self.unit)
+            refuse_by_message(error, self.unit)
             raise
         replay.finish()
         if self._watch is not None:
@@ -217,6 +217,7 @@ class Call:
     def _inputs(self) -> list[torch.Tensor]:
         """The replay's tensors without their history."""
         if live := self._replay.tensors:
+            self._replay.takes_gradients()
             # The forward is not over: a gradient is taken inside of it. What is around may hand out only once what it
             # was given to keep, and that is for the backward to come.
             values = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in live}

@@ -22,7 +22,7 @@ from autockpt.policies.assigned import Assignments
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_native, refuse_transforms
+from autockpt.policies.conflicts import refuse_by_message, refuse_native
 from autockpt.policies.following import Following, Ways
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
 from autockpt.policies.rerun_state import Code, code_of
@@ -100,7 +100,7 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     try:
         output, path = _watched(module, state, args, kwargs, tensors, watch)
     except RuntimeError as error:
-        refuse_transforms(error, state.unit)
+        refuse_by_message(error, state.unit)
         raise
     if watch is not None:
         watch.forward_ended()

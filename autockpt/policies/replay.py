@@ -109,6 +109,7 @@ class Replay:
         self.surroundings = Surroundings(state.unit, state.numpy_use)
         self.reached = UnitState(state.memory, module, objects, self.tensors)
         self._over = False
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self.first is not None:
@@ -208,8 +209,27 @@ class Replay:
         args, kwargs = put_together(self.template, iter(tensors))
         if self._caches:
             args, kwargs = with_caches(args, kwargs)
-        with running_again(unit), self.surroundings.restored(), self.reached.restored():
+        with running_again(unit), self.surroundings.restored(), self.reached.restored(), self._earlier_gradients():
             return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
+
+    def takes_gradients(self) -> None:
+        """Backward was called inside of this forward: it adds to ``.grad``, which an optimizer may read there."""
+        if not self._gradients:
+            leaves = {id(t): t for t in (*self.parameters.tensors, *self.reached.tensors()) if t is not None}
+            trains = [t for t in leaves.values() if t.is_leaf and t.requires_grad]
+            self._gradients = [(t, None if t.grad is None else t.grad.clone()) for t in trains]
+
+    @contextmanager
+    def _earlier_gradients(self) -> Iterator[None]:
+        """``.grad`` is what it was when the forward took its first gradient, and afterwards what it is now."""
+        now = [tensor.grad for tensor, _ in self._gradients]
+        try:
+            for tensor, gradient in self._gradients:
+                tensor.grad = None if gradient is None else gradient.clone()
+            yield
+        finally:
+            for (tensor, _), gradient in zip(self._gradients, now, strict=True):
+                tensor.grad = gradient
 
 
 class _Versions:

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.compute_ops import draws_random_numbers, is_attention, is_heavy
+from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.saved import address_of
-from autockpt.policies.watching import CHANGED_BY_WATCHING, refuse_watching
+from autockpt.policies.watching import CHANGED_BY_WATCHING, passes_by, refuse_watching
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 Place = tuple[int, int, int]
@@ -210,6 +210,8 @@ class Frame:
 class _Scope(TorchDispatchMode):
     """Entered once, or around single functions of what it is for: wanted ops are counted over all of it."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, frame: Frame, number: int, wanted: Callable[[Any], bool]) -> None:
         super().__init__()
         self._frame, self._number, self._wanted = frame, number, wanted
@@ -222,6 +224,8 @@ class _Scope(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if passes_by(func):
+            return func(*args, **kwargs)
         if not self._wanted(func) or draws_random_numbers(func, args, kwargs):
             if func in CHANGED_BY_WATCHING:
                 refuse_watching(func, args, self._frame.unit)
@@ -267,23 +271,6 @@ class KeepingReplay(Replay):
         self.frame.settle()
 
 
-_NAMES = """
-    __abs__ __add__ __getitem__ __len__ __mul__ __neg__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __sub__ __truediv__
-    abs add amax amin bfloat16 cat chunk clamp clone contiguous cos detach div double dropout eq exp expand expand_as
-    flatten float ge gelu gt half is_complex is_contiguous is_floating_point layer_norm le log lt masked_fill maximum
-    mean minimum mul ne neg numel permute pow reciprocal relu repeat reshape rms_norm rsqrt select sigmoid silu sin size
-    softmax split sqrt square squeeze stack stride sub sum tanh to transpose tril triu type_as unbind unflatten
-    unsqueeze view view_as where
-"""
-LIGHT_FUNCTIONS = frozenset(
-    found
-    for owner in (torch, torch.Tensor, torch.nn.functional)
-    for name in _NAMES.split()
-    if callable(found := getattr(owner, name, None))
-)
-"""Functions that run no product and no attention, whatever they are given."""
-
-
 class _Calls(TorchFunctionMode):
     """Opens a scope around calls of functions that may run a wanted op: seeing functions costs far less than seeing
     every op. Functions that are known to run nothing but one such op need no scope, nor a second call."""
@@ -295,6 +282,8 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame, kwargs = self._frame, kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # of a branch of torch.cond
+            return func(*args, **kwargs)
         if (
             type(func) is MethodWrapperType
             or func in LIGHT_FUNCTIONS

@@ -194,6 +194,7 @@ class UnitSentinel:
         self.last_proven: int | None = None
         self.unchecked: Counter[str] = Counter()
         self._due = self._gap = 1
+        self._proven = 0  # calls
         self._code: Code | None = None
 
     def watch(self, module: nn.Module, *, code: Code | None = None, hold: int | None = None) -> Watch | None:
@@ -218,16 +219,18 @@ class UnitSentinel:
         self.tensors += tensors
         self.last_proven = watch.step
         self._gap = 1
+        # a backward inside of the forward, or through a part of the graph, may have proven it before
+        self._proven, watch.proven = self._proven + (not watch.proven), True
         if self.sentinels.mode == "all":
             return
-        if self.checks == FIRST_CALLS:
+        if self._proven == FIRST_CALLS:
             self.past_first(self.sentinels.units.index(self))
         else:
-            self._due = self.calls + (WINDOW if self.checks > FIRST_CALLS else 1)
+            self._due = self.calls + (WINDOW if self._proven > FIRST_CALLS else 1)
 
     def past_first(self, index: int) -> None:
         """The first calls are over. From here on units take turns."""
-        self.checks = max(self.checks, FIRST_CALLS)
+        self._proven = max(self._proven, FIRST_CALLS)
         if self.sentinels.mode == "sample":
             self._due = self.calls + 1 + (index + 1) * WINDOW // (len(self.sentinels.units) + 1)
 
@@ -243,6 +246,7 @@ class Watch:
         self.sentinel, self._assignments = sentinel, assignments
         self.step = sentinel.sentinels.step or sentinel.calls
         self.differences: list[str] = []
+        self.proven = False
         self._room = hold
         self._entries: list[Entry] = []
         self._compared: list[Compared] = []

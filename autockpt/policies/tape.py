@@ -25,6 +25,7 @@ import torch
 
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
+from autockpt.policies.rerun_state import under, user_modes
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import alias
 from autockpt.policies.slots import differs
@@ -223,12 +224,12 @@ def unpack(packed: Slot | Kept) -> torch.Tensor:
 
 
 class Maker:
-    """Runs ops again for one call of a unit."""
+    """Runs ops again for one call of a unit, under the modes that are in force now."""
 
-    __slots__ = ("lock", "unit")
+    __slots__ = ("lock", "modes", "unit")
 
     def __init__(self, unit: str) -> None:
-        self.unit = unit
+        self.unit, self.modes = unit, user_modes()
         self.lock = threading.RLock()
 
     def make(self, wanted: Source) -> torch.Tensor:
@@ -243,7 +244,7 @@ class Maker:
         for op in ops:
             for source in op.reads():
                 readers[source] = readers.get(source, 0) + 1
-        with _as_below_autograd(self.unit):
+        with _as_below_autograd(self.unit), under(self.modes):
             for op in ops:
                 self._run(op, values, readers)
         return values[wanted]

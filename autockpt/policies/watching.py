@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +23,11 @@ _OF_COMPLEX = _overloads("linalg_pinv", "linalg_polar", "linalg_matrix_sqrth")
 # Under autocast: the matrix products inside of their kernels are cast only where no mode is.
 _UNDER_AUTOCAST = _overloads("_sparse_addmm", "_trilinear")
 CHANGED_BY_WATCHING = _OF_COMPLEX | _UNDER_AUTOCAST
+
+
+def passes_by(func: Any) -> bool:
+    """Whether an op is ``torch.cond`` or the like, or a compiler traces one of its branches: not to be looked at."""
+    return isinstance(func, HigherOrderOperator) or torch.compiler.is_dynamo_compiling()
 
 
 def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:

@@ -22,6 +22,7 @@ from autockpt.policies import (
     flagged_modules,
     place,
     put_back,
+    refuse_lazy,
     refuse_native,
     refuse_wrappers,
     take_off,
@@ -226,6 +227,8 @@ def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
             remedy="Remove it first: handle.remove(), or autockpt.runtime.remove(model) for a copied model.",
         )
     refuse_wrappers(model)
+    for unit in units:
+        refuse_lazy(unit.module, unit.name)
     for path, module in model.named_modules():
         refuse_native(module, path)
 

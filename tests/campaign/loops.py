@@ -10,6 +10,14 @@ from dataclasses import dataclass
 
 # fmt: off
 
+_MODE = """\
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+class Mode(Torch{kind}Mode):
+    def __torch_{kind_lower}__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {{}}))
+        return out * 1.01 if func is {func} else out
+"""
 ONCE = "loss = objective(model, model(x))\nBETWEEN\nloss.backward()\nAFTER\nreturn loss"
 
 
@@ -66,6 +74,11 @@ LOOPS: tuple[Loop, ...] = (
     Loop("learning rate zero, weights replaced", "with torch.no_grad():\n    for p in model.parameters():\n        p.copy_(p * 0.99)\n" + ONCE),
     Loop("two models' losses interleaved", "out = model(x)\nwith torch.no_grad():\n    target = model(x * 0.9)\nloss = objective(model, out) + (out - target).float().pow(2).mean()\nBETWEEN\nloss.backward()\nAFTER\nreturn loss"),
     Loop("graph kept over a step", "out = model(x)\nkept = model.__dict__.setdefault('kept_loss', [])\nkept.append(objective(model, out))\nif len(kept) == 2:\n    kept.pop(0)\nloss = kept[-1]\nBETWEEN\nloss.backward()\nAFTER\nreturn loss"),
+    Loop("forward patched, later", "if STEP == 2:\n    for m in model.modules():\n        if isinstance(m, nn.LayerNorm):\n            def patched(t, old=m.forward, box=[0]):\n                box[0] += 1\n                return old(t) * (1 + 0.1 * box[0])\n            m.forward = patched\n" + ONCE, ordinary=False),
+    Loop("class exchanged, later", "class Other(nn.LayerNorm):\n    n = 0\n    def forward(self, t):\n        Other.n += 1\n        return super().forward(t) * (1 + 0.1 * Other.n)\nif STEP == 2:\n    for m in model.modules():\n        if type(m) is nn.LayerNorm:\n            m.__class__ = Other\n" + ONCE, ordinary=False),
+    Loop("function mode around the forward", f"{_MODE.format(kind='Function', kind_lower='function', func='F.linear')}with Mode():\n    loss = objective(model, model(x))\nBETWEEN\nloss.backward()\nAFTER\nreturn loss", ordinary=False),
+    Loop("dispatch mode around the forward", f"{_MODE.format(kind='Dispatch', kind_lower='dispatch', func='torch.ops.aten.tanh.default')}with Mode():\n    loss = objective(model, model(x))\nBETWEEN\nloss.backward()\nAFTER\nreturn loss", ordinary=False),
+    Loop("saved-tensor hooks switched off", "with torch.autograd.graph.disable_saved_tensors_hooks('none here'):\n    loss = objective(model, model(x))\nBETWEEN\nloss.backward()\nAFTER\nreturn loss", ordinary=False),
     Loop("recurrence over the model", "h = model(x)\nloss = objective(model, h)\nif not LM:\n    loss = loss + objective(model, model(h.to(x.dtype) * 0.5))\nBETWEEN\nloss.backward()\nAFTER\nreturn loss"),
 )
 LOOP = {loop.name: loop for loop in LOOPS}

@@ -6,10 +6,11 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, parse_choice
 from tests.campaign import pool, trial
 from tests.campaign.loops import CARRIES, LOOP, LOOPS, LOSSES
 from tests.campaign.pieces import ALL
@@ -94,3 +95,30 @@ def test_a_pair_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.word == "refused"
     assert program == Program(pieces=(Placed("custom autograd function"),), steps=1)
     assert sum(choice.kind != "save" for choice in choices.values()) == 1
+
+
+INSIDE = (
+    *("forces from an energy", "forward-mode product inside", "backward inside of forward", "function mode inside"),
+    *("optimizer's step inside of forward", "drawn from a Sobol sequence"),
+)
+AROUND = (
+    *("forward patched, later", "class exchanged, later", "saved-tensor hooks switched off"),
+    *("function mode around the forward", "dispatch mode around the forward"),
+)
+
+
+@pytest.mark.parametrize("choice", ["recompute", "selective", "remake", {"kind": "segment", "size": 2}], ids=str)
+@pytest.mark.parametrize("name", [*INSIDE, *AROUND])
+def test_what_was_silently_wrong_is_right(name: str, choice: Any) -> None:
+    around = name in AROUND
+    program = Program(loop=name, steps=4) if around else Program(pieces=(Placed(name),), steps=3)
+    chosen = dict.fromkeys(("layers.0", "layers.1"), parse_choice(choice))
+    verdict = Trials().run(0, program, chosen)
+    assert verdict.word == "equal", verdict.detail
+
+
+def test_memory_that_is_gone_is_not_mistaken_for_what_numpy_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOCKPT_SENTINELS", "off")  # they hold tensors, and no address comes twice
+    program = Program(pieces=(Placed("teacher handed to NumPy"),), steps=8)
+    verdict = Trials().run(0, program, dict.fromkeys(("layers.0", "layers.1"), parse_choice("remake")))
+    assert verdict.word == "equal", verdict.detail

@@ -215,3 +215,12 @@ def test_wrappers_that_would_do_it_twice_are_refused():
     model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
     with pytest.raises(ConflictError, match="CheckpointWrapper"):
         attach(model, {"model.layers.1": RECOMPUTE})
+
+
+def test_lazy_modules_are_to_have_run_before() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(8), nn.ReLU()) for _ in range(2)))
+    with pytest.raises(ConflictError, match=r"0\.0\.weight is not initialised"):
+        attach(model, {"0": RECOMPUTE})
+    model(torch.ones(2, 8))
+    attach(model, {"0": RECOMPUTE})
+    model(torch.ones(2, 8)).sum().backward()

@@ -1,6 +1,6 @@
 """What a unit's forward reads and changes beside its arguments, for running it again: restored, and put back after."""
 
-from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept
+from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept, under, user_modes
 from autockpt.policies.rerun_state.reach import Code, code_of
 from autockpt.policies.rerun_state.state import Memory, UnitState, Watch
 from autockpt.policies.rerun_state.structure import Structure
@@ -17,4 +17,6 @@ __all__ = [
     "Watch",
     "code_of",
     "random_states_kept",
+    "under",
+    "user_modes",
 ]

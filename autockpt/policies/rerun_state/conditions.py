@@ -1,20 +1,27 @@
-"""The random states, autocast and default device under which a forward ran, for running it again under the same."""
+"""The random states, autocast, default device and user's modes under which a forward ran, for running it again under
+the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from autockpt.devices import random_states
 from autockpt.errors import ConflictError
+from autockpt.policies.rerun_state.reach import is_library
 
 Place = tuple[str, int]
 _Autocast = tuple[bool, list[tuple[str, bool, torch.dtype]]]
 """Whether casts of weights are cached; per kind of device whether autocast is on, and its type."""
 _CPU = torch.device("cpu")
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 
 class Conditions:
@@ -23,7 +30,7 @@ class Conditions:
     Raises ConflictError while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_autocast", "_cpu", "_default_device", "_devices")
+    __slots__ = ("_autocast", "_cpu", "_default_device", "_devices", "_modes")
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
@@ -32,6 +39,7 @@ class Conditions:
         self._devices = [(place, _random_state(place)) for place in places]
         self._autocast = _autocast_now(places)
         self._default_device = _default_device()
+        self._modes = user_modes()
 
     @property
     def places(self) -> list[Place]:
@@ -51,7 +59,8 @@ class Conditions:
                 cache, kinds = self._autocast
                 for kind, enabled, dtype in kinds:
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
-            yield
+            with under(self._modes):
+                yield
 
 
 @contextmanager
@@ -64,6 +73,27 @@ def random_states_kept(places: Sequence[Place]) -> Iterator[None]:
         torch.set_rng_state(cpu)
         for place, state in devices:
             random_states.set_random_state(*place, state)
+
+
+def user_modes() -> Sequence[Any]:
+    """Modes in force that may change what functions and ops compute, the outermost first: all but those of libraries,
+    which look on."""
+    functions = _get_current_function_mode_stack() if _function_modes() else ()
+    ops = _get_current_dispatch_mode_stack() if _dispatch_modes() else ()
+    return [mode for mode in (*functions, *ops) if not is_library(type(mode))] if functions or ops else ()
+
+
+@contextmanager
+def under(modes: Sequence[Any]) -> Iterator[None]:
+    """In these modes, as far as they are not in force anyway."""
+    now = user_modes() if modes else ()
+    with ExitStack() as stack:
+        for mode in (mode for mode in modes if mode not in now):
+            # past what its class makes of being entered
+            owner: Any = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
+            stack.push(partial(owner.__exit__, mode))
+            owner.__enter__(mode)
+        yield
 
 
 def _random_state(place: Place) -> torch.Tensor:

@@ -282,6 +282,8 @@ class Tensors(Kind):
                 raise NotPutBackError
             obj.data = taken.alias
         if taken.bits is not None:
+            if obj.shape != taken.bits.shape:  # resized in place
+                raise NotPutBackError
             _wait_for(taken)
             obj.data.copy_(taken.bits)
         elif obj._version != taken.version or not _has(obj, taken):

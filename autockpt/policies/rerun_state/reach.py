@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autockpt.policies.attachment import AttachedForward, attached_to
+from autockpt.policies.attachment import attached_to
 from autockpt.policies.rerun_state import kinds
 from autockpt.policies.rerun_state.kinds import (
     ABSENT,
@@ -37,7 +37,7 @@ from autockpt.policies.rerun_state.kinds import (
     Names,
     kind_of,
 )
-from autockpt.policies.rerun_state.structure import is_sharded
+from autockpt.policies.rerun_state.structure import is_sharded, placed_before
 
 OBJECTS, DEPTH, SECONDS = 20_000, 24, 5.0
 """The most objects that are looked at from one unit, as many in one container, the most steps away, and for how long
@@ -175,7 +175,7 @@ class Walk:
             how = PARAMETERS if name.endswith("._parameters") else kind_of(value)
             if how is not None:
                 self._node(name, value, how, step, loose)
-            elif any(_is_library(owner) for owner in kind.__mro__):
+            elif any(is_library(owner) for owner in kind.__mro__):
                 return
             if kind in ADVANCING:
                 self._go(name, step, (("", part) for part in gc.get_referents(value)), loose)
@@ -201,7 +201,7 @@ class Walk:
                     return
                 kind = Fields(MODULE.hidden | {*_STATE, *HOOKS})
         self._node(name, fields, kind, step, False)
-        self._go(f"{name}.forward", step, [("", _placed_before(fields.get("forward")))], False)
+        self._go(f"{name}.forward", step, [("", placed_before(fields.get("forward")))], False)
         self._class(name, type(module), step)
 
     def _class(self, name: str, cls: type, step: int) -> None:
@@ -311,20 +311,13 @@ def own_fields(value: Any) -> dict[str, Any] | None:
     cls = type(value)
     if cls is not types.SimpleNamespace:
         owners = cls.__mro__[:-1]
-        if not owners or not all(owner.__flags__ & _HEAP for owner in owners) or any(map(_is_library, owners)):
+        if not owners or not all(owner.__flags__ & _HEAP for owner in owners) or any(map(is_library, owners)):
             return None
         if issubclass(cls, (type, nn.Module)) or cls.__new__ is not object.__new__ or hasattr(cls, "__del__"):
             return None
     found = {name: part for name in _slots(cls) if (part := _slot(value, name)) is not ABSENT}
     found |= attributes(value) or {}
     return None if any(type(p) in (list, dict, tuple) and len(p) > _LONG for p in found.values()) else found
-
-
-def _placed_before(forward: Any) -> Any:
-    """The forward that a module had on itself before any choice was attached."""
-    while type(forward) is AttachedForward:
-        forward = forward.state.inner
-    return forward
 
 
 def said(unit: str, name: str) -> str:
@@ -385,5 +378,7 @@ def _in_library(name: Any) -> bool:
     return top in LIBRARIES or top in sys.stdlib_module_names
 
 
-def _is_library(cls: type) -> bool:
-    return cls not in (nn.Module, object) and str(cls.__module__).partition(".")[0] in LIBRARIES
+def is_library(cls: type) -> bool:
+    if cls in (nn.Module, object, torch.quasirandom.SobolEngine):
+        return False
+    return str(cls.__module__).partition(".")[0] in LIBRARIES

@@ -228,6 +228,11 @@ class UnitState:
         self._still = [_trimmed(n) for n in still if n.name != ARGUMENT or n.kind is not TENSORS]
         self._versions = {id(node.obj): node.obj._version for node in changed if node.kind is TENSORS}
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that the unit reaches, before its forward has ended."""
+        nodes = (*self._still, *(self._quiet.tensors if self._quiet is not None else ()))
+        return [node.obj for node in nodes if node.kind is TENSORS]
+
     def settle(self, same: bool) -> None:
         """Whether the unit did the same again. Raises ConflictError where it did not."""
         doubts, self.doubts = self.doubts, []

@@ -1,4 +1,5 @@
-"""Which modules a unit consists of, and how many parameters each has: what was learned holds for these only."""
+"""Which modules a unit consists of, what they run, and how many parameters each has: what was learned holds for these
+only."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from autockpt.policies.attachment import AttachedForward
+
 
 class Structure:
     """A unit's modules as they are now. They can be exchanged or added at any time (adapters, layers that grow)."""
@@ -16,14 +19,25 @@ class Structure:
         modules = list(module.modules())
         self._places = [(inner._modules, name) for inner in modules for name in inner._modules]
         self._inner = [children[name] for children, name in self._places]
+        self._modules, self._fields = modules, [vars(inner) for inner in modules]
+        self._classes, self._forwards = list(map(type, modules)), [f.get("forward") for f in self._fields]
         self._counted: list[Mapping[str, Any]] = [inner._modules for inner in modules]
         self._counted += [inner._parameters for inner in modules if not is_sharded(inner)]
         self._sizes = self._count()
 
     def still_is(self) -> bool:
-        """Whether no module was exchanged, and no module or parameter added or taken away, since."""
+        """Whether no module or forward was exchanged, and no module or parameter added or taken away, since."""
         now = [children.get(name) for children, name in self._places]
-        return all(map(operator.is_, now, self._inner)) and self._count() == self._sizes
+        return all(map(operator.is_, now, self._inner)) and self._count() == self._sizes and self._same_code()
+
+    def _same_code(self) -> bool:
+        """Whether every module still runs the same forward, choices attached to it aside."""
+        if not all(map(operator.is_, map(type, self._modules), self._classes)):
+            return False
+        now = [fields.get("forward") for fields in self._fields]
+        return all(map(operator.is_, now, self._forwards)) or all(
+            map(operator.is_, map(placed_before, now), map(placed_before, self._forwards))
+        )
 
     def _count(self) -> list[int]:
         return list(map(len, self._counted))
@@ -32,3 +46,10 @@ class Structure:
 def is_sharded(module: nn.Module) -> bool:
     """Whether FSDP puts views of its own in the place of the module's parameters, and takes them away again."""
     return "_is_fsdp_managed_module" in vars(module)
+
+
+def placed_before(forward: Any) -> Any:
+    """The forward that a module had on itself before any choice was attached."""
+    while type(forward) is AttachedForward:
+        forward = forward.state.inner
+    return forward
