@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from autockpt.history.trialplan import plan_at
 from autockpt.page import compare_page, write_page, write_text
 from autockpt.reporting import listener
 from autockpt.reporting.explain_view import print_explanation
+from autockpt.reporting.loggers import logging_to, run_name
 from autockpt.reporting.terminal import console
 from autockpt.schema import (
     Budget,
@@ -70,6 +71,7 @@ def search(
     out: str | Path | None = None,
     again: bool = False,
     progress: bool = True,
+    log_to: str | Sequence[str] = (),
     **workload: Any,
 ) -> Plan:
     """The fastest plan that fits a budget, for a live training step or for a model by its name.
@@ -89,7 +91,8 @@ def search(
     ``allow_inexact`` output head and loss may run over chunks of tokens: gradients are then equal up to rounding.
     ``timeout`` is in seconds, ``out`` the folder that keeps the run (None: nothing is kept). A search that came to its
     end there answers from its record, unless ``again``. ``progress`` is a bar on a terminal's standard error, lines
-    elsewhere.
+    elsewhere; ``log_to`` ("tensorboard", "wandb" or both) also logs every trial by these packages' own clients, under
+    ``out`` or in the working directory.
 
     A live model's weights, optimizer, gradients and random state are the caller's again afterwards, bit for bit.
     Raises UsageError for what does not go together, WorkloadError for a step that does not run, InfeasibleError where
@@ -100,7 +103,12 @@ def search(
     if told is not None and global_batch is not None:
         raise UsageError("global_batch= and lengths= are two questions", remedy="Ask for the batch first, alone.")
     with ExitStack() as stack:
-        watcher = stack.enter_context(listener(console(stderr=True))) if progress else Silence()
+        watcher: Listener = stack.enter_context(listener(console(stderr=True))) if progress else Silence()
+        if log_to:
+            text = budget if isinstance(budget, str) else budget.text
+            model = step if isinstance(step, str) else type(getattr(step, "model", step)).__name__
+            kinds, folder = [log_to] if isinstance(log_to, str) else log_to, Path(out or ".")
+            watcher = stack.enter_context(logging_to(kinds, watcher, folder, run_name(model, text), dict(workload)))
         common: dict[str, Any] = {"allow_inexact": allow_inexact, "trials": trials, "timeout": timeout, "seed": seed}
         if isinstance(step, Step):
             named = {"hardware": hardware, "device": device, "compile": compile, "global_batch": global_batch}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +26,7 @@ from autockpt.cli.options import (
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from autockpt.schema import CompileMode, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
+    from autockpt.schema import CompileMode, Listener, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
 
 # what is planned for where no model is named, by kind of device
 DEFAULT_MODELS = {"cuda": "llama-1b"}
@@ -134,6 +136,9 @@ def search(
             "early, its prices count for nothing.",
         ),
     ] = None,
+    log_to: Annotated[
+        str | None, opt("--log-to [tensorboard|wandb]", "Also log every trial there; both with a comma.")
+    ] = None,
     as_json: Annotated[bool, opt("--json", "Print the answer as JSON.")] = False,
 ) -> None:
     """Find a plan that fits a memory budget.
@@ -189,11 +194,11 @@ def search(
             "--batch-size with --lengths.",
         )
     if rows is not None:
-        outcome = _run_batches(request, rows, as_json)
+        outcome = _run_batches(request, rows, listed(log_to or ""), as_json)
     else:
         from autockpt.reporting import print_answer
 
-        outcome = _run(request, lengths)
+        outcome = _run(request, lengths, listed(log_to or ""))
         screen.show(outcome, print_answer, as_json)
     _write_page(outcome)
     if outcome.interrupted:
@@ -277,33 +282,43 @@ def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec) -
     return tokens // spec.seq_len
 
 
-def _run_batches(request: SearchRequest, rows: int, as_json: bool) -> SearchOutcome:
-    from autockpt.reporting import listener
+def _run_batches(request: SearchRequest, rows: int, log_to: Sequence[str], as_json: bool) -> SearchOutcome:
     from autockpt.reporting.batches_view import print_batches
     from autockpt.tuning import run_search
     from autockpt.tuning.batches import search_batch_sizes
 
-    with listener(screen.progress()) as watcher:
-        for note in request.notes:
-            watcher.note(note)
+    with _watched(request, log_to) as watcher:
         answer = search_batch_sizes(request, rows, run_search, watcher)
     screen.show(answer, print_batches, as_json)
     return answer.outcome
 
 
-def _run(request: SearchRequest, lengths: str | None) -> SearchOutcome:
-    from autockpt.reporting import listener
+def _run(request: SearchRequest, lengths: str | None, log_to: Sequence[str]) -> SearchOutcome:
     from autockpt.schema.lengths import parse_lengths
     from autockpt.tuning import run_search
     from autockpt.tuning.lengths import search_lengths_of
 
     told = None if lengths is None else parse_lengths(lengths)
-    with listener(screen.progress()) as watcher:
-        for note in request.notes:
-            watcher.note(note)
+    with _watched(request, log_to) as watcher:
         if told is not None:
             return search_lengths_of(request, told, run_search, watcher)
         return run_search(request, watcher)
+
+
+@contextmanager
+def _watched(request: SearchRequest, log_to: Sequence[str]) -> Iterator[Listener]:
+    """Progress on the screen, and trials wherever else they are wanted."""
+    from autockpt.reporting import listener
+    from autockpt.reporting.loggers import logging_to, run_name
+
+    facts = request.workload.model_dump(mode="json", exclude_defaults=True) | {"budget": request.budget.text}
+    with (
+        listener(screen.progress()) as bar,
+        logging_to(log_to, bar, request.out, run_name(request.workload.model, request.budget.text), facts) as watcher,
+    ):
+        for note in request.notes:
+            watcher.note(note)
+        yield watcher
 
 
 def _write_page(outcome: SearchOutcome) -> None:

@@ -1,0 +1,192 @@
+"""Trials as they come in TensorBoard and Weights & Biases, by their own clients; both are optional."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from autockpt.errors import UsageError
+from autockpt.schema import Listener, Trial
+
+KINDS = ("tensorboard", "wandb")
+_MIB = 2**20
+_READY = "ready"
+
+
+class Sink(Protocol):
+    """Where numbers go: by their names, one set for each trial."""
+
+    def write(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, name: str, facts: dict[str, Any]) -> None:
+        client: Any = importlib.import_module("tensorboard.summary")
+        self._writer = client.Writer(str(folder / "tensorboard" / name))
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        for tag, value in numbers.items():
+            self._writer.add_scalar(tag, value, step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, folder: Path, name: str, facts: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        client: Any = importlib.import_module("wandb")
+        self._run = client.init(project="autockpt", name=name, dir=str(folder), config=facts)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Process:
+    """A client in a process of its own: a search forks, which their threads and connections do not outlive.
+
+    Raises UsageError where the client cannot begin.
+    """
+
+    def __init__(self, kind: str, folder: Path, name: str, facts: dict[str, Any]) -> None:
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen([sys.executable, "-m", __name__], stdin=pipe, stdout=pipe, text=True)
+        self._send([kind, str(folder), name, facts])
+        assert self._child.stdout is not None
+        if why := self._child.stdout.readline().strip().removeprefix(_READY):
+            self.close()
+            raise UsageError(
+                f"{kind} cannot begin: {why}",
+                remedy="For Weights & Biases without a login: WANDB_MODE=offline." if kind == "wandb" else None,
+            )
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._send([step, numbers])
+
+    def close(self) -> None:
+        self._child.communicate()
+
+    def _send(self, message: list[Any]) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps(message) + "\n")
+        self._child.stdin.flush()
+
+
+def serve(lines: Iterator[str], answer: Callable[[str], None]) -> None:
+    """What the process of a client does: begin, write each line's numbers, close at the end of them."""
+    kind, folder, name, facts = json.loads(next(lines))
+    try:
+        sink: Sink = (_TensorBoard if kind == "tensorboard" else _Wandb)(Path(folder), name, facts)
+    except Exception as error:
+        answer(" ".join(f"{type(error).__name__}: {error}".split()))
+        return
+    answer(_READY)
+    for line in lines:
+        sink.write(*json.loads(line))
+    sink.close()
+
+
+class LoggingListener:
+    """Passes everything on to ``inner`` and every trial's numbers to the sinks, one step each.
+
+    Measured and simulated numbers have names of their own. A sink that fails is told of once and left alone: a search
+    does not end because a log cannot be written.
+    """
+
+    def __init__(self, inner: Listener, sinks: dict[str, Sink]) -> None:
+        self._inner, self._sinks, self._step = inner, sinks, 0
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self._inner.stage(name, total)
+
+    def advance(self, steps: int = 1) -> None:
+        self._inner.advance(steps)
+
+    def note(self, text: str) -> None:
+        self._inner.note(text)
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        self._inner.trial(trial, best)
+        numbers = {**_numbers(trial, ""), **(_numbers(best, "best ") if best is not None else {})}
+        self._each(lambda sink: sink.write(self._step, numbers))
+        self._step += 1
+
+    def add(self, kind: str, sink: Sink) -> None:
+        self._sinks[kind] = sink
+
+    def close(self) -> None:
+        """Finish all logs."""
+        self._each(lambda sink: sink.close())
+
+    def _each(self, action: Callable[[Sink], None]) -> None:
+        for kind, sink in list(self._sinks.items()):
+            try:
+                action(sink)
+            except Exception as error:
+                del self._sinks[kind]
+                self._inner.note(f"{kind} is not written to any more: {type(error).__name__}: {error}")
+
+
+def _numbers(trial: Trial, prefix: str) -> dict[str, float]:
+    """What is known of a trial, by name: ``measured/best step seconds``, ``simulated/peak MiB``, …"""
+    out: dict[str, float] = {}
+    for kind, known in (("measured", trial.measured), ("simulated", trial.predicted)):
+        if known is not None:
+            out[f"{kind}/{prefix}peak MiB"] = known.peak_bytes / _MIB
+            if known.step_seconds:
+                out[f"{kind}/{prefix}step seconds"] = known.step_seconds
+    return out | ({} if prefix else {"trial/fits": float(trial.feasible)})
+
+
+@contextmanager
+def logging_to(kinds: Sequence[str], inner: Listener, folder: Path, name: str, facts: dict[str, Any]) -> Iterator[Any]:
+    """A listener that also logs, under ``folder``; ``inner`` itself where ``kinds`` is empty.
+
+    ``name`` is the run's, ``facts`` its configuration. Raises UsageError for a kind that is not known, a package that
+    is missing, and a client that cannot begin.
+    """
+    if not kinds:
+        yield inner
+        return
+    listener = LoggingListener(inner, {})
+    try:
+        for kind in kinds:
+            if kind not in KINDS:
+                raise UsageError(f"--log-to {kind} is not known", remedy=f"Write {' or '.join(KINDS)}, or both.")
+            if importlib.util.find_spec(kind) is None:
+                raise UsageError(
+                    f"--log-to {kind} needs the package {kind}, which is not installed",
+                    remedy=f"Install it: pip install {kind}",
+                )
+            listener.add(kind, _Process(kind, folder, name, facts))
+        yield listener
+    finally:
+        listener.close()
+
+
+def run_name(model: str, budget: str) -> str:
+    """``llama-1b-24GB-20261122-141503``: what a search is called in a log."""
+    plain = re.sub(r"[^\w.%-]+", "_", f"{Path(model).name or model}-{budget}")
+    return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+if __name__ == "__main__":  # stdout is the answer's alone: clients may print
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        serve(iter(sys.stdin), lambda text: print(text, file=answers, flush=True))
