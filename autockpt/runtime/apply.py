@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autockpt.errors import ConflictError, PlanError
+from autockpt.devices import get_device
+from autockpt.errors import ConflictError, PlanError, UsageError
+from autockpt.policies.base import device_of
 from autockpt.policies.sentinels import Mode
+from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
 from autockpt.runtime.by_batch import BatchSets, attach_sets
 from autockpt.runtime.compiled import other_steps
 from autockpt.runtime.gradients import compare
@@ -21,6 +25,7 @@ from autockpt.runtime.session import Session, attach, without_kv_cache
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import fold
 from autockpt.schema.plan import Plan
+from autockpt.schema.sizes import parse_budget
 from autockpt.workload.losses import default_loss
 from autockpt.workload.step import short_dtype
 from autockpt.workload.units import discover_head, discover_units, plan_units
@@ -52,6 +57,15 @@ class Handle:
     def sentinels(self) -> Proof:
         """What has been checked so far: units, steps, tensors, and what could not be."""
         return self._session.proof()
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """How ``adaptive`` went leaner and back, in order."""
+        return (
+            tuple(self._session.adaptive.moves)
+            if isinstance(self._session, BatchSets) and self._session.adaptive
+            else ()
+        )
 
     def remove(self) -> None:
         """Take the plan off again; the model is exactly as it was. Idempotent."""
@@ -87,6 +101,7 @@ def apply(
     check_batch: Any = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     sentinels: Mode | None = None,
+    adaptive: bool | str = False,
 ) -> Handle:
     """Apply a plan, a plan file, or choices by unit name to a live model; they act whenever gradients are enabled.
 
@@ -99,6 +114,12 @@ def apply(
     A plan with sets of choices for smaller batches goes, at each forward, by the first set that covers the batch at
     hand (rows × padded length), and by the leanest for larger ones than any, which a warning says once; a backward goes
     by what its forward went by. Where weights are sharded, all ranks go by the largest of their batches.
+
+    With ``adaptive`` the model trains by leaner choices as long as the device's own counters come close to the plan's
+    budget (or to a size such as "24GB", or to what others leave of the device), and goes back where there has been room
+    for some steps. It moves between optimizer steps alone; the logger ``autockpt`` and the handle tell of each move.
+    The leaner choices are the plan's own for larger batches, then recomputing what units keep. Where the device tells
+    no peak while training, as a CPU, nothing is moved, and a note says so.
 
     The model may be compiled, before or afterwards, its layers in place or as a whole. Where the plan's numbers were
     found under other circumstances (dtype, LoRA, kind of device, and later a larger batch or steps that are compiled
@@ -125,9 +146,17 @@ def apply(
     sets = [(each.when, choices_for(model, each)) for each in plan.sets]
     choices = sets[-1][1]
     notes = _doubts(plan, model)
+    if adaptive and plan.compile == "model":
+        raise UsageError("a model that is compiled as one graph cannot move", remedy="Leave adaptive= out.")
     for _, each in sets if check_batch is not None else ():
         _check(model, each, check_batch, loss)
-    if len(sets) == 1:
+    meter = meter_of(device_of(model)) if adaptive else None
+    if meter is not None:
+        limit = _limit(adaptive, plan, model)
+        spare = leaner_choices(choices)
+        session = attach_sets(model, sets, leaner=spare, host_budget=plan.host_budget_bytes, sentinels=sentinels)
+        session.adaptive = Adaptive(model, meter, limit, len(session.sessions))
+    elif len(sets) == 1:
         session = attach(model, choices, host_budget=plan.host_budget_bytes, sentinels=sentinels)
     else:
         session = attach_sets(model, sets, host_budget=plan.host_budget_bytes, sentinels=sentinels)
@@ -140,7 +169,24 @@ def apply(
         guard.blocks = tuple(u.name for u in discover_units(model) if u.role == "block")
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
+    if adaptive and meter is None:
+        notes.append(f"adaptive does nothing: a {device_of(model).type} device tells no peak while it trains")
+        logging.getLogger("autockpt").warning("%s", notes[-1])
     return Handle(plan, choices, session, notes)
+
+
+def _limit(adaptive: bool | str, plan: Plan, model: nn.Module) -> int:
+    """The bytes that adaptive training stays below: as asked for, else the plan's budget, else all that there is."""
+    device = get_device(str(device_of(model)))
+    if isinstance(adaptive, str):
+        budget = parse_budget(adaptive)
+        if budget.kind == "bytes" and budget.size is not None:
+            return budget.size
+        if budget.kind != "auto":
+            raise UsageError(f"adaptive={adaptive!r} is no size", remedy='Write it as "24GB", or True.')
+    elif plan.budget is not None:
+        return plan.budget.bytes
+    return device.capacity()
 
 
 def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:

@@ -21,12 +21,15 @@ from autockpt.devices.transport import Ways
 from autockpt.policies import ForwardListener
 from autockpt.policies.compiling import eagerly
 from autockpt.policies.sentinels import Mode as SentinelMode
+from autockpt.runtime.adaptive import Adaptive
 from autockpt.runtime.proving import Proof, UnitProof
 from autockpt.runtime.session import Session, attach_units, look_after
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import fold
 from autockpt.schema.sets import When
+from autockpt.schema.sizes import format_binary
 
+SHOWN = 5  # moves
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")
@@ -79,13 +82,15 @@ class BatchSets:
     """The sets of one model, and which of them acts. What ``Session`` tells of one set it tells of all.
 
     ``bounds`` say which batches a set is for, by set, the smallest batches first (None: all); a batch that no bound
-    covers takes the last. ``root`` holds what looks after the model as a whole. ``used`` counts forwards by set.
+    covers takes the last of these. Sessions beyond are leaner ones, which only ``adaptive`` takes, where there is one.
+    ``root`` holds what looks after the model as a whole. ``used`` counts forwards by set.
     """
 
     def __init__(self, root: Session, sessions: Sequence[Session], bounds: Sequence[When | None]) -> None:
         self.root, self.sessions, self.bounds = root, list(sessions), list(bounds)
+        self.adaptive: Adaptive | None = None
         self.used = Counter[int]()
-        self.acting = len(self.sessions) - 1
+        self.acting = len(self.bounds) - 1
         self._said = False
         self._reset()
 
@@ -104,7 +109,10 @@ class BatchSets:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
         """A forward of the whole model begins: choose its set, and return who is to be told about it."""
         size = batch_size(module, args, kwargs)
-        chosen = self._agreed(module, self._for(size))
+        chosen = self._for(size)
+        if self.adaptive is not None:
+            chosen = self.adaptive.choose(chosen, None if size is None else size.tokens)
+        chosen = self._agreed(module, chosen)
         self.used[chosen] += 1
         self._act(chosen)
         return self.sessions[chosen].listeners
@@ -162,8 +170,8 @@ class BatchSets:
 
     @property
     def attached(self) -> dict[str, str]:
-        """What was really attached to the units, by the set that most of the memory's promise hangs on: the last."""
-        return self.sessions[-1].attached
+        """What was really attached to the units, by the set for the largest batches."""
+        return self.sessions[len(self.bounds) - 1].attached
 
     @property
     def host_bytes(self) -> int:
@@ -183,16 +191,22 @@ class BatchSets:
 
     def describe(self) -> Iterator[str]:
         """A few lines for each set: for which batches, how many forwards went by it, what is attached."""
-        for number, (session, bound) in enumerate(zip(self.sessions, self.bounds, strict=True)):
-            larger = ", and larger" if number == len(self.sessions) - 1 and bound is not None else ""
-            yield (
-                f"  batches up to {bound}{larger} ({self.used[number]} forwards so far):"
-                if bound
-                else (f"  all other batches ({self.used[number]} forwards so far):")
-            )
+        for number, session in enumerate(self.sessions):
+            last = number == len(self.bounds) - 1
+            if number >= len(self.bounds):
+                which = "where memory is short"
+            elif (bound := self.bounds[number]) is not None:
+                which = f"batches up to {bound}" + (", and larger" if last else "")
+            else:
+                which = "all other batches" if number else "all batches"
+            yield f"  {which} ({self.used[number]} forwards so far):"
             folded = fold(session.attached)
             width = max(map(len, folded), default=0)
             yield from (f"    {name:<{width}}  {words}" for name, words in folded.items())
+        if self.adaptive is not None:
+            moves = self.adaptive.moves
+            yield f"  adaptive within {format_binary(self.adaptive.limit)}: {len(moves)} moves so far"
+            yield from (f"    {move}" for move in moves[-SHOWN:])
 
     def guard(self) -> Any:
         """The attachment that looks after the whole model."""
@@ -202,6 +216,8 @@ class BatchSets:
         """Take every set off again; the model is as it was. Idempotent."""
         for session in (*self.sessions, self.root):
             session.remove()
+        if self.adaptive is not None:
+            self.adaptive.remove()
 
 
 def _back_to(sets: weakref.ref[BatchSets], number: int, gradients: Any) -> None:
@@ -220,23 +236,24 @@ def attach_sets(
     model: nn.Module,
     sets: Sequence[tuple[When | None, Mapping[str, Choice]]],
     *,
+    leaner: Sequence[Mapping[str, Choice]] = (),
     host_budget: int | None = None,
     sentinels: SentinelMode | None = None,
 ) -> BatchSets:
     """Attach several sets of choices, each for batches of its size, the smallest first; ``attach`` says the rest.
 
-    All of them together claim no more than ``host_budget``.
+    ``leaner`` ones are for whatever ``adaptive`` decides. All of them together claim no more than ``host_budget``.
     """
     ways, sessions, root = Ways(host_budget), list[Session](), None
     try:
-        for _, choices in sets:
+        for choices in (*(choices for _, choices in sets), *leaner):
             sessions.append(attach_units(model, choices, ways, sentinels))
             sessions[-1].set_aside()
         root = Session((), ways)
         units = [unit.module for session in sessions for unit in session.order if unit.choice.kind != "save"]
         guard = look_after(model, list(dict.fromkeys(units)), root)
         guard.sets = made = BatchSets(root, sessions, [bound for bound, _ in sets])
-        sessions[-1].put_back()
+        sessions[made.acting].put_back()
     except BaseException:
         for session in (*sessions, *([root] if root is not None else [])):
             session.remove()

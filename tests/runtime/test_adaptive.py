@@ -1,0 +1,167 @@
+"""Adaptive training: leaner before the budget would break, back when there is room, between optimizer steps alone."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from autockpt import Plan, apply
+from autockpt.errors import UsageError
+from autockpt.runtime.adaptive import PATIENCE, Reading, leaner_choices, meter_of
+from autockpt.runtime.by_batch import BatchSets
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
+from tests.policies.zoo import CASES, assert_equal
+from tests.runtime.test_by_batch import batch, gradients, sets
+
+LLAMA = CASES["llama"]
+SAVES = Plan.model_validate({"choices": {"model.layers.0-2": "save"}})
+KB, BASE = 1000, 1_000_000
+
+
+class Made:
+    """Memory that a test decides about: tensors take ``per_token`` kB a token by set, above ``BASE``."""
+
+    def __init__(self, *per_token: int) -> None:
+        self.per_token, self.sets = per_token, None
+        self.torn, self.free, self.peak, self.given_back = 0, 1 << 40, BASE, 0
+
+    def step(self, tokens: int) -> None:
+        assert self.sets is not None
+        self.peak = max(self.peak, BASE + self.per_token[self.sets.acting] * tokens * KB)
+
+    def read(self) -> Reading:
+        return Reading(self.peak, self.peak, self.torn, self.free)
+
+    def allocated(self) -> int:
+        return BASE
+
+    def reset(self, *, give_back: bool) -> None:
+        self.peak, self.given_back = BASE, self.given_back + give_back
+
+
+class Training:
+    """A model under an adaptive plan, on memory that is made up."""
+
+    def __init__(self, plan: Plan, meter: Made, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        import sys
+
+        monkeypatch.setattr(sys.modules["autockpt.runtime.apply"], "meter_of", lambda device: meter)
+        self.model, self.meter = LLAMA.make(), meter
+        self.handle = apply(self.model, plan, adaptive=budget)
+        assert isinstance(self.handle._session, BatchSets)
+        meter.sets = self.sets = self.handle._session  # type: ignore[assignment]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+    def update(self, *lengths: int) -> list[int]:
+        """One optimizer step over micro-batches of one row; which set each went by."""
+        went = []
+        for length in lengths:
+            loss = self.model(**batch(length, 1)).loss
+            self.meter.step(length)
+            loss.backward()
+            went.append(self.sets.acting)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return went
+
+
+def test_it_goes_leaner_before_the_budget_and_back_when_there_is_room(monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO, "autockpt")
+    made = Training(SAVES, meter := Made(100, 50, 10), "4500KB", monkeypatch)
+    assert made.update(20, 20) == [0, 0]  # 3000 of 4500
+    meter.free = 3100 * KB  # another process takes the rest of the device
+    assert made.update(20, 20) == [1, 1] and meter.given_back == 1  # 2000
+    assert made.handle.moves[0].step == 1 and "were held" in made.handle.moves[0].why
+    for _ in range(2 * PATIENCE):
+        assert made.update(20) == [1]  # what saving took would not fit
+    meter.free = 1 << 40
+    went = [made.update(20)[0] for _ in range(PATIENCE + 2)]
+    assert went == [1] * (PATIENCE - 1) + [0, 0, 0]
+    said = [r.getMessage() for r in caplog.records if r.name == "autockpt"]
+    assert len(said) == len(made.handle.moves) == 2 and "were free for" in said[1]
+    assert "adaptive within 4.29 MiB: 2 moves so far" in str(made.handle)
+
+
+def test_it_never_moves_in_the_middle_of_an_accumulation(monkeypatch) -> None:
+    made = Training(SAVES, meter := Made(100, 50, 10), "3000KB", monkeypatch)
+    for update in range(3):
+        went = made.update(*[30] * 4)
+        assert len(set(went)) == 1 and went[0] == min(update, 1)  # 4000, then 2500
+    made.model(**batch(8, 1)).loss.backward()
+    meter.torn += 1  # no optimizer steps from here on: nothing is looked at
+    for _ in range(3):
+        made.model(**batch(8, 1)).loss.backward()
+    assert len(made.handle.moves) == 1
+
+
+def test_torn_memory_counts_and_a_set_that_was_given_up_again_waits_longer(monkeypatch) -> None:
+    made = Training(SAVES, meter := Made(10, 10, 10), "10000KB", monkeypatch)
+    went = []
+    for _ in range(6 * PATIENCE):
+        if made.sets.acting == 0 and went:
+            meter.torn += 1  # whenever everything is saved
+        went += made.update(20)
+    returned = [n for n, (one, two) in enumerate(itertools.pairwise(went)) if (one, two) == (1, 0)]
+    assert len(returned) == 2 and returned[1] - returned[0] >= 2 * PATIENCE
+
+
+def test_a_longer_batch_than_any_before_goes_leaner_by_itself(monkeypatch) -> None:
+    made = Training(SAVES, Made(100, 50, 10), "4500KB", monkeypatch)
+    made.update(20)
+    made.update(20)
+    assert made.update(20, 64, 20) == [0, 1, 0]  # 7400 on the line; half of the layers have not been seen yet
+    assert not made.handle.moves
+
+
+def test_sets_by_length_move_with_their_batches(monkeypatch) -> None:
+    made = Training(sets(16, 64), Made(100, 60, 10, 10), "2500KB", monkeypatch)
+    assert made.update(8, 30) == [0, 1]  # 2800
+    assert made.update(8, 30) == [1, 2 if len(made.sets.sessions) > 2 else 1]
+
+
+def test_gradients_are_plain_trainings_through_all_moves(monkeypatch) -> None:
+    lengths = (8, 30, 20)
+    wanted = gradients(LLAMA.make(), lengths)
+    made = Training(SAVES, meter := Made(100, 50, 10), "3500KB", monkeypatch)
+    for update in range(6):
+        found = gradients(made.model, lengths)
+        assert_equal(found, wanted)
+        meter.step(60 if update < 3 else 5)
+        made.optimizer.step()
+    assert [move.leaner for move in made.handle.moves] == [1, 2]
+
+
+def test_removed_and_copied_it_watches_nothing(monkeypatch) -> None:
+    made = Training(SAVES, Made(100, 50, 10), "4500KB", monkeypatch)
+    made.update(20)
+    twin = copy.deepcopy(made.model)
+    twin(**batch(20, 1)).loss.backward()
+    adaptive = made.sets.adaptive
+    assert adaptive is not None
+    made.handle.remove()
+    steps = adaptive.steps
+    made.optimizer.step()
+    assert adaptive.steps == steps and not any("forward" in m.__dict__ for m in made.model.modules())
+
+
+def test_a_cpu_tells_no_peak_and_that_is_said(caplog) -> None:
+    assert meter_of(torch.device("cpu")) is None
+    with apply(LLAMA.make(), SAVES, adaptive=True) as handle:
+        assert "adaptive does nothing" in str(handle) and handle.moves == ()
+    assert any("tells no peak" in r.getMessage() for r in caplog.records)
+    with pytest.raises(UsageError, match="one graph"):
+        apply(LLAMA.make(), SAVES.model_copy(update={"compile": "model"}), adaptive=True)
+
+
+def test_leaner_choices_recompute_what_units_keep() -> None:
+    choices: dict[str, Any] = {"a.0": SAVE, "a.0.mlp": RECOMPUTE, "a.1": parse_choice("remake"), "a.2": OFFLOAD}
+    assert leaner_choices(choices) == [
+        {"a.0": RECOMPUTE, "a.1": choices["a.1"], "a.2": OFFLOAD},
+        {"a.0": RECOMPUTE, "a.1": RECOMPUTE, "a.2": OFFLOAD},
+    ]
+    assert leaner_choices({"a.0": RECOMPUTE}) == []
