@@ -144,14 +144,16 @@ def _stress(data: Mapping[str, Any]) -> Claim:
 
 def _host(data: Mapping[str, Any]) -> Claim:
     text = "pinned memory keeps to --host-budget and is used again from step to step"
-    if not data:
+    if "half of it refused" not in data:
         return Claim(text, "undecided", "not measured")
+    claimed = data["claimed under the budget"]  # None: refused, though the ghost run said that it would do
     right = (
-        data["claimed under the budget"] <= data["budget"]
+        claimed is not None
+        and claimed <= data["budget"]
         and data["half of it refused"]
         and data["growths in later steps"] == 0
     )
-    detail = f"{data['claimed under the budget']} of {data['budget']} bytes, "
+    detail = f"{'more than' if claimed is None else f'{claimed} of'} {data['budget']} bytes, "
     detail += f"{data['growths in later steps']} growths after the first step"
     return Claim(text, _verdict(right), detail)
 

@@ -126,34 +126,34 @@ def host_budget(context: Context) -> dict[str, Any]:
         copies = tracer.trace(choices).copies
         predicted = host_bytes_of(copies, runner.device.kind)
         claimed, first, later = _claims(runner, choices, None)
+        assert claimed is not None
         tight = host_bytes_of(copies, runner.device.kind, 1)  # what is needed at the least, areas as small as can be
-        within, _, _ = _claims(runner, choices, tight)
-        refused = False
-        try:
-            _claims(runner, choices, tight // 2)
-        except HostBudgetExceeded:
-            refused = True
-        return {
+        found = {
             "predicted": predicted,
             "claimed": claimed,
             "growths in the first step": first,
             "growths in later steps": later,
             "budget": tight,
-            "claimed under the budget": within,
-            "half of it refused": refused,
             "seconds to pin a GiB": _seconds_to_pin(runner.device.torch_device),
         }
+        context.keep(found)
+        within, _, _ = _claims(runner, choices, tight)
+        half, _, _ = _claims(runner, choices, tight // 2)
+        return found | {"claimed under the budget": within, "half of it refused": half is None}
 
 
-def _claims(runner: StepRunner, choices: Mapping[str, Choice], budget: int | None) -> tuple[int, int, int]:
-    """Most bytes claimed, and how often pools grew in the first step and in three later ones."""
+def _claims(runner: StepRunner, choices: Mapping[str, Choice], budget: int | None) -> tuple[int | None, int, int]:
+    """Most bytes claimed (None: refused), and how often pools grew in the first step and in three later ones."""
     ways = Ways(budget)
     ways.use = use = CountingUse(budget)
     with runner.attached({}), attach(runner.workload.model, choices, transport=ways):
-        runner.run_cycle()
-        first = use.growths
-        for _ in range(3):
+        try:
             runner.run_cycle()
+            first = use.growths
+            for _ in range(3):
+                runner.run_cycle()
+        except HostBudgetExceeded:
+            return None, 0, 0
     return use.peak, first, use.growths - first
 
 

@@ -1273,9 +1273,10 @@ void record_stream(Tensor& self, at::Stream stream) { memory().recordStream(self
 
 // The fused kernel of the CPU where it knows how.
 int64_t sdp_choice(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double dropout,
-                   bool, std::optional<double>, bool) {
-  const bool fused = !dropout && q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.size(1) == k.size(1) &&
-      q.size(0) == k.size(0) && q.size(-1) == v.size(-1) && q.numel() && k.numel() &&
+                   bool, std::optional<double>, bool shared_heads) {
+  const bool fused = !dropout && q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.numel() && k.numel() &&
+      (q.size(1) == k.size(1) || (shared_heads && q.size(1) % k.size(1) == 0)) && k.size(1) == v.size(1) &&
+      q.size(0) == k.size(0) && q.size(-1) == v.size(-1) &&
       (!mask || (!mask->requires_grad() && mask->dim() <= 4));
   return static_cast<int64_t>(fused ? at::SDPBackend::flash_attention : at::SDPBackend::math);
 }
