@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
 from autockpt.cli.options import named_hardware, opt, takes_workload, workload_spec
+from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
     from autockpt.schema import DevicePeak, Graph, Hardware, WorkloadSpec
@@ -69,9 +71,8 @@ def _trace(spec: WorkloadSpec, plan: Path | None, hardware: Hardware | None) -> 
     from autockpt.schema import Plan
 
     loaded = Plan.load(plan) if plan is not None else None
-    if loaded is not None and spec.units is None and isinstance(named := loaded.settings.get("units"), str):
-        spec = spec.model_copy(update={"units": named})
     from autockpt.tracing import Tracer
+    from autockpt.workload.units import units_named
 
     kind: dict[str, Any] = {}
     if hardware is not None and hardware.kind in ("cuda", "rocm"):
@@ -79,6 +80,9 @@ def _trace(spec: WorkloadSpec, plan: Path | None, hardware: Hardware | None) -> 
 
         kind = {"device": "cuda", "capability": capability_of(hardware)}
     with screen.progress().status("tracing …"), Tracer.from_spec(spec, **kind) as tracer:
+        if loaded is not None and spec.units is None and (named := units_named(loaded, tracer.units, tracer.head)):
+            with suppress(UsageError):  # names of no module: said below, with what was meant perhaps
+                return _trace(spec.model_copy(update={"units": named}), plan, hardware)
         choices = None
         if loaded is not None:
             choices = loaded.choices_for(tracer.units, tracer.head)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autockpt.devices import get_device, process_environment
@@ -18,6 +18,7 @@ from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning.opening import traced
 from autockpt.tuning.question import workload_key
+from autockpt.workload.units import units_named
 from search_spaces.hardware import list_hardware, load_hardware
 from search_spaces.spaces import load_space
 
@@ -114,7 +115,14 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
     raises.
     """
     listener.stage("tracing")
-    with question.tracer(question.spec) as tracer:
+    with ExitStack() as stack:
+        tracer = stack.enter_context(question.tracer(question.spec))
+        named = units_named(question.plan, tracer.units, tracer.head) if question.plan is not None else None
+        if named is not None and question.spec.units is None:
+            spec = question.spec.model_copy(update={"units": named})
+            with suppress(UsageError):  # names of no module: said below, with what was meant perhaps
+                tracer = stack.enter_context(question.tracer(spec))
+                question = replace(question, spec=spec)
         choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
         of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
         found = traced(tracer, load_space(SPACE), of_head=of_head)

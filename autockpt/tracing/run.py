@@ -42,6 +42,11 @@ from autockpt.workload.storages import storage_bytes
 
 _STATES_PER_WEIGHT = 4  # weights, gradients, and two states
 _MOST_OF_MEMORY = 0.7
+RECURRENT = (
+    "Recurrent layers are counted as the CPU's kernels run them. On a GPU cuDNN runs whole stacks at once and keeps a "
+    "reserve space for backward, whose size no one but cuDNN can tell (PyTorch's own shape function says 0): measure "
+    "such a model on the card."
+)
 OnOp = Callable[[Operator], None] | None
 OnEnter = Callable[[str], None] | None
 
@@ -214,6 +219,11 @@ class GhostRun(Run):
         with self._guard():
             self._start(twin)
         self._check_memory()
+
+    def _start(self, workload: Step) -> None:
+        super()._start(workload)
+        if self._mode.on_cuda and any(isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()):
+            workload.notes += (RECURRENT,)
 
     def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
         with self._guard(), self._attention():

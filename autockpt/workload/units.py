@@ -19,6 +19,7 @@ from torch import nn
 from autockpt.errors import PlanError, UsageError
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import align, ancestors, fold, listing, outermost, parse_pattern, strip_prefixes
+from autockpt.schema.plan import Plan
 from autockpt.schema.suggest import closest
 from autockpt.workload.names import class_name, named_units, unwrap
 
@@ -148,6 +149,21 @@ def plan_units(model: nn.Module, named: object, patterns: Sequence[str]) -> tupl
     every = [name for name, _ in named_units(model) if name]
     more = outermost([name for pattern in unknown for name in _select(pattern, every)])
     return (*units, *discover_units(model, ",".join(more))) if more else units
+
+
+def units_named(plan: Plan, units: Iterable[Unit], head: Unit | None) -> str | None:
+    """``units`` of a workload in which a plan can be followed, where it names other modules than these units.
+
+    Plans that a search made say which in their settings; those written by hand by the names themselves. None where
+    these units will do.
+    """
+    if isinstance(named := plan.settings.get("units"), str):
+        return named
+    others = [p for p in plan.choices if p.strip("*.") and not (head and _select(p, [head.name]))]
+    known = [unit.name for unit in units]
+    if plan.model.classes or all(_select(pattern, known) for pattern in others):
+        return None
+    return ",".join(others)
 
 
 def _select(pattern: str, names: Collection[str]) -> list[str]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.errors import UsageError
+from autockpt.errors import PlanError, UsageError
+from autockpt.explaining import Question
+from autockpt.explaining.subject import open_subject
 from autockpt.runtime import apply
+from autockpt.schema import Plan, Silence, WorkloadSpec
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.tuning.opening import blocks_of
@@ -79,3 +83,26 @@ def test_named_modules_that_are_never_called_are_refused() -> None:
     step.model.mid.unused = nn.Linear(2, 2)  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="none of these modules is called"):
         Tracer.from_step(step)
+
+
+def test_plans_written_by_hand_may_name_any_modules(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("autockpt: 1\nchoices:\n  mid: recompute\n  out: recompute\n")
+    asked = Question(WorkloadSpec(model="tests.unrepeated:unet"), plan=Plan.load(path))
+    with open_subject(asked, Silence()) as subject:
+        assert subject.choices == {"mid": RECOMPUTE, "out": RECOMPUTE}
+        assert subject.tracer.settings["units"] == "mid,out"
+    path.write_text("autockpt: 1\nchoices:\n  middle: recompute\n")
+    with (
+        pytest.raises(PlanError, match="'middle' matches no unit"),
+        open_subject(Question(asked.spec, plan=Plan.load(path)), Silence()),
+    ):
+        raise AssertionError
+
+
+def test_recurrent_layers_of_a_card_are_said_to_be_the_cpus() -> None:
+    spec = WorkloadSpec(model="tests.unrepeated:recurrent")
+    with Tracer.from_spec(spec, device="cuda") as tracer:
+        assert any("cuDNN" in note for note in tracer.notes)
+    with Tracer.from_spec(spec) as tracer:
+        assert not any("cuDNN" in note for note in tracer.notes)
