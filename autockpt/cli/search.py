@@ -329,10 +329,12 @@ def _write_page(outcome: SearchOutcome) -> None:
     try:
         from autockpt.history.rundir import RunDirectory
         from autockpt.page import PAGE, write_page
+        from autockpt.tracing.tracer import uncollected
 
         page, answer = run / PAGE, run / "outcome.json"
         if not page.exists() or not answer.exists() or page.stat().st_mtime < answer.stat().st_mtime:
-            page = write_page(RunDirectory.open(run))
+            with uncollected():
+                page = write_page(RunDirectory.open(run))
         console.print(f"The whole run on one page: {page}", soft_wrap=True)
     except Exception as error:  # the search has its answer, whatever is wrong with a page about it
         console.print(f"The page about the run could not be written: {error}", soft_wrap=True)

@@ -191,7 +191,7 @@ class _Model:
         blocks = {unit.name for unit in base.blocks()}
         own = next((menu for menu in profile.menus if menu.representative not in blocks), None)
         head = Unit(name=own.representative, cls="", kind=own.kind, role="head") if own is not None else None
-        plain = cls(profile, base, head, trials, 0, 0, host_budget)._problem(0)
+        plain = cls(profile, base, head, trials, 0, 0, host_budget)._problem()
         if not any(len(unit.options) > 1 for unit in plain.units):
             return None
         errors = {
@@ -207,11 +207,12 @@ class _Model:
     @cached_property
     def prices(self) -> Fit:
         """What choices cost by the trials that have step times."""
-        return fit(self._problem(0), [t for t in self.trials if t.score is not None])
+        return fit(self._problem(), [t for t in self.trials if t.score is not None])
 
     def walk(self) -> list[Point]:
         """The fastest plans by the model from saving everything downwards, each at the bytes that it needs."""
-        plain, prices = self._problem(0), self.prices
+        plain, prices = self._problem(), self.prices
+        fitted = self._problem(prices.scale)
         found: list[Point] = []
         began = time.monotonic()
         most = self.profile.save_all_peak_bytes
@@ -219,7 +220,7 @@ class _Model:
         grain = max(1, (most - least) // THRESHOLDS)
         budget = max(most, max(peak_of(plain, {u.name: SAVE for u in plain.units}) + self.offset, 0))
         while len(found) < THRESHOLDS and time.monotonic() - began < PATIENCE:
-            answer = exact(self._problem(budget - self.offset, prices.scale), time_limit=PATIENCE)
+            answer = exact(fitted.model_copy(update={"budget": budget - self.offset}), time_limit=PATIENCE)
             if not answer.feasible:
                 break
             peak = peak_of(plain, answer.choices) + self.offset
@@ -229,11 +230,11 @@ class _Model:
             budget = min(peak - 1, budget - grain)
         return found
 
-    def _problem(self, budget: int, price: Mapping[str, float] | None = None) -> Problem:
+    def _problem(self, price: Mapping[str, float] | None = None) -> Problem:
         return build_problem(
             self.base,
             self.profile.menus,
-            budget=budget,
+            budget=0,
             price=price,
             host_budget=self.host_budget,
             base_seconds=self.profile.save_all_seconds,

@@ -15,8 +15,6 @@ import numpy as np
 from autockpt.schema import PHASES, Graph, Storage
 from autockpt.simulator.step import micro_batch_of
 
-Window = tuple[int, int]
-
 
 def sharded(graph: Graph, ranks: int) -> Graph:
     """One rank's share of a graph: weights, gradients and optimizer states divided, gathered blocks added."""

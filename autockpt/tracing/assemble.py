@@ -52,14 +52,15 @@ def summarize(recorder: Recorder, workload: Step, places: list[Place], source: S
             table.append((call.operator.name, texts.setdefault(call.text, len(texts)), call.flops))
         keeps = saved.get(index)
         saves = tuple(s for s in keeps if kinds.kind[s] == activation) if keeps else ()
-        ops.append((number, op.phase, op.module, op.inputs, op.offsets, op.outputs, saves, op.watched))
+        outputs = [tuple(output) for output in op.outputs]
+        ops.append((number, op.phase, op.module, op.inputs, op.offsets, outputs, saves, op.watched))
     return RawGraph(
         source=source,
         resident=kinds.resident(),
         signatures=list(texts),
         calls=table,
         places=places,
-        ops=[(*op[:5], [tuple(output) for output in op[5]], *op[6:]) for op in ops],
+        ops=ops,
         storages=kinds.storages(places),
         copies=[
             (c.direction, c.nbytes, c.issued, c.awaited, places[c.module][1], c.tier, c.released)

@@ -38,7 +38,6 @@ from autockpt.workload.configs import quiet
 from autockpt.workload.failures import summary
 
 ALIVE, READY, DONE, FAILED = "alive", "ready", "done", "failed"
-Request = tuple[str, dict[str, Any]]
 
 
 def serve(connection: Connection, note: Note, source: Source, threads: int, prepare: Callable[[Run], None]) -> None:
