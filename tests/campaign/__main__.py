@@ -15,7 +15,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="number of the first pair")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write every verdict as a line of JSON")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write every verdict as a line of JSON; goes on where a file ends"
+    )
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="an earlier --out: say which of its right pairs are not right now"
     )
@@ -34,6 +36,7 @@ def main() -> int:
     from tests.campaign.pool import run_all
     from tests.campaign.script import shrunk, written
     from tests.campaign.table import markdown, newly_refused, summary
+    from tests.campaign.trial import Verdict
 
     if unknown := {*options.without} - {*DEFENCES}:
         parser.error(f"no such defence: {', '.join(sorted(unknown))}")
@@ -41,9 +44,12 @@ def main() -> int:
     if options.seed is not None:
         print(written(*shrunk(options.seed, options.shrink)))
         return 0
-    out = options.out.open("w", encoding="utf-8") if options.out else None
-    verdicts, began = [], time.monotonic()
-    for verdict in run_all(range(options.first, options.first + options.pairs)):
+    verdicts: list[Verdict] = []
+    if options.out and options.out.exists():
+        verdicts = [Verdict(**json.loads(line)) for line in options.out.read_text(encoding="utf-8").splitlines()]
+    known, began = len(verdicts), time.monotonic()
+    out = options.out.open("a", encoding="utf-8") if options.out else None
+    for verdict in run_all(range(options.first + known, options.first + options.pairs)):
         verdicts.append(verdict)
         if out:
             out.write(json.dumps(asdict(verdict)) + "\n")
@@ -53,7 +59,7 @@ def main() -> int:
                 f"{verdict.number} {verdict.word} [{verdict.choice}] {'; '.join(verdict.families)}: {verdict.detail}",
                 flush=True,
             )
-    print(f"\n{summary(verdicts)}\n{len(verdicts) / (time.monotonic() - began) * 60:.0f} pairs a minute")
+    print(f"\n{summary(verdicts)}\n{(len(verdicts) - known) / (time.monotonic() - began) * 60:.0f} pairs a minute")
     if options.table:
         options.table.write_text(markdown(verdicts), encoding="utf-8")
     lost = newly_refused(options.against, verdicts) if options.against else []

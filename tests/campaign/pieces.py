@@ -77,6 +77,8 @@ def _counters() -> list[Piece]:
         ("closure", "def counting_N():\n    n = 0\n    def tick():\n        nonlocal n\n        n += 1\n        return n\n    return tick", "self.s_N = counting_N()", "v_N = self.s_N()", "v_N"),
         ("partial over a list", "def tick_N(box):\n    box[0] += 1\n    return box[0]", "self.s_N = functools.partial(tick_N, [0])", "v_N = self.s_N()", "v_N"),
         ("bound method of an object", f"{box}\n    def tick(self):\n        self.n += 1\n        return self.n", "self.s_N = Box_N().tick", "v_N = self.s_N()", "v_N"),
+        ("enumeration's member", "class Kind_N(enum.Enum):\n    A = 1\nKind_N.A.n = 0", "", "Kind_N.A.n += 1", "Kind_N.A.n"),
+        ("module imported in forward", "import sys\nsys.modules['settings_N'] = types.ModuleType('settings_N')", "import settings_N\nsettings_N.n = 0", "import settings_N\nsettings_N.n += 1", "settings_N.n"),
         ("function attribute", "def f_N(): pass\nf_N.n = 0", "", "f_N.n += 1", "f_N.n"),
         ("default argument", "def f_N(box=[0]):\n    box[0] += 1\n    return box[0]", "", "v_N = f_N()", "v_N"),
         ("class counter", "class Box_N:\n    n = 0", "", "Box_N.n += 1", "Box_N.n"),

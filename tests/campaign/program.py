@@ -100,7 +100,7 @@ def draw(number: int) -> Program:
 
 
 _HEAD = """\
-import array, collections, contextvars, copy, dataclasses, fractions, functools, io, itertools, os, queue, random
+import array, collections, contextvars, copy, dataclasses, enum, fractions, functools, io, itertools, os, queue, random
 import threading, types, weakref
 import numpy as np
 import torch

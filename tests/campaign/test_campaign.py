@@ -100,6 +100,7 @@ def test_a_pair_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
 INSIDE = (
     *("forces from an energy", "forward-mode product inside", "backward inside of forward", "function mode inside"),
     *("optimizer's step inside of forward", "drawn from a Sobol sequence"),
+    *("counter: enumeration's member", "counter: module imported in forward"),
 )
 AROUND = (
     *("forward patched, later", "class exchanged, later", "saved-tensor hooks switched off"),

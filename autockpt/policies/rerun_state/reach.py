@@ -45,7 +45,7 @@ on the processor. Of all beyond a warning says that it is not looked at; ``kinds
 _NAMES = """
     torch torchvision torchaudio transformers accelerate peft deepspeed diffusers datasets tokenizers safetensors numpy
     scipy pandas bitsandbytes triton xformers flash_attn apex lightning pytorch_lightning tqdm rich wandb tensorboard
-    mlflow autockpt logging threading _thread multiprocessing concurrent asyncio socket selectors subprocess ctypes enum
+    mlflow autockpt logging threading _thread multiprocessing concurrent asyncio socket selectors subprocess ctypes
     inspect re importlib pathlib tempfile pytest _pytest
 """
 LIBRARIES = frozenset(re.findall(r"\w+", _NAMES))
@@ -233,7 +233,8 @@ class Walk:
 
     def _names(self, home: dict[str, Any], names: list[str], step: int) -> None:
         """Globals that code names, each by itself, as other code names others; those of a module that it names, too."""
-        found = {key: home[key] for key in names if key in home}
+        imported = {key: found for key in names if type(found := sys.modules.get(key)) is types.ModuleType}
+        found = {key: home[key] if key in home else imported[key] for key in names if key in home or key in imported}
         for key, value in found.items():
             if type(value) is types.ModuleType:
                 if not _in_library(value.__name__) and (id(value), *names) not in self._homes:
