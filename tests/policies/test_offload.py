@@ -23,7 +23,7 @@ from autockpt.policies.saved import SMALL_BYTES, Group, SavedStorage
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Offload, RecomputeOffload
 from tests.policies.deferred import DeferredDisk, DeferredTransport
-from tests.policies.zoo import CASES, assert_equal, bytes_alive_after, plain, train
+from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, plain, train
 
 N = SMALL_BYTES // 4  # this many fp32 numbers are just large enough to be moved
 
@@ -551,6 +551,21 @@ def test_gradients_are_bit_equal_with_both_tiers_in_one_model(name, tmp_path, mo
         assert_equal(train(model, case), plain(case))
     assert all(transport.queues.sent == transport.queues.fetched > 0 for transport in made.values())
     assert all(transport.pieces_in_use() == 0 for transport in made.values())
+
+
+def test_what_runs_again_runs_once_and_has_its_input_from_where_that_was():
+    counted, transport = Tally(), DeferredTransport()
+
+    def body(unit: Any, x: Tensor) -> Tensor:
+        counted.calls += 1
+        return (x * unit.weight).sin() * x
+
+    model = Model(body)
+    with attach(model, dict.fromkeys(model.offloaded(), RecomputeOffload()), transport=transport):
+        loss = model(torch.rand(N).requires_grad_()).sum()
+        assert (counted.calls, transport.queues.sent, transport.queues.fetched) == (3, 3 * 4 * N, 0)
+        loss.backward()
+    assert (counted.calls, transport.queues.sent, transport.queues.fetched) == (6, 3 * 4 * N, 3 * 4 * N)
 
 
 def test_each_unit_goes_to_its_tier(tmp_path):
