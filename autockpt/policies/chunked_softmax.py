@@ -9,7 +9,6 @@ cross-entropy kernels do, e.g. of flash-attention; here with PyTorch's own opera
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from autockpt.policies.attachment import Attachment, acts, call_inner
 from autockpt.policies.base import InPlaceError, PlannedUnit, PolicySession
 from autockpt.policies.chunked_loss import refuse_others
-from autockpt.policies.headcall import CrossEntropy, refuse_many, refuse_twice
+from autockpt.policies.headcall import CrossEntropy, Rows, refuse_many, refuse_twice
 from autockpt.policies.lazylogits import lazy_logits
 from autockpt.policies.saved_outputs import alias
 from autockpt.schema.choices import Choice
@@ -73,32 +72,19 @@ def run_softmax(module: nn.Module, state: _SoftmaxState, /, *args: Any, **kwargs
     return lazy_logits(_Given(state, watch), logits, logits)
 
 
-class _Given:
+class _Given(Rows):
     """Rows of logits that are there already. ``watch``: where a sentinel compares the losses of rows, which backward
     computes again, with those that forward computed."""
 
     choice = "chunked_softmax"
     exact = True
-    trained: tuple[nn.Parameter, ...] = ()
 
     def __init__(self, state: _SoftmaxState, watch: Watch | None) -> None:
         self.unit, self._chunks, self.watch = state.unit, state.chunks, watch
 
-    def check(self) -> None:
-        pass
-
-    def running(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def rows(self, hidden: Tensor) -> Tensor:
-        return hidden
-
     def chunk(self, rows: int) -> int:
         aligned = self._chunks * _ALIGNED
         return -(-rows // aligned) * _ALIGNED
-
-    def whole(self, why: str) -> None:
-        pass
 
     def loss(self, loss: CrossEntropy, hidden: Tensor, target: Tensor) -> Tensor | None:
         if loss.label_smoothing:  # of two sums over all tokens, which chunks would take in another order

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,50 +26,41 @@ Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
 
 
-class Rows(Protocol):
-    """One call of a head, of which logits can be had row by row from ``hidden`` (… × features, or the logits)."""
+class Rows:
+    """One call of a head, of which logits can be had row by row from ``hidden`` (… × features, or the logits).
 
-    choice: str
-    """The choice in whose name this is done, for messages."""
-    exact: bool
-    """Whether gradients must be bit-equal with plain training's."""
+    ``choice`` is the one in whose name this is done, for messages; ``exact``: gradients must be bit-equal with plain
+    training's; ``watch``: where a sentinel compares what is computed again; ``trained``: weights that get gradients
+    from here.
+    """
 
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def watch(self) -> Watch | None:
-        """Where a sentinel compares what is computed again."""
-        ...
-
-    @property
-    def trained(self) -> tuple[nn.Parameter, ...]:
-        """Weights that get gradients from here."""
-        ...
+    choice: ClassVar[str]
+    exact: ClassVar[bool]
+    unit: str
+    watch: Watch | None
+    trained: tuple[nn.Parameter, ...] = ()
 
     def check(self) -> None:
         """Raise ConflictError where rows cannot be had any more as they were."""
-        ...
 
     def running(self) -> AbstractContextManager[None]:
         """Around calls of ``rows``."""
-        ...
+        return nullcontext()
 
     def rows(self, hidden: Tensor) -> Tensor:
         """Logits of these rows."""
-        ...
+        return hidden
 
     def chunk(self, rows: int) -> int:
         """How many of so many rows make a chunk."""
-        ...
+        raise NotImplementedError
 
     def whole(self, why: str) -> None:
         """Told when logits are made that the choice was to save."""
-        ...
 
     def loss(self, loss: CrossEntropy, hidden: Tensor, target: Tensor) -> Tensor | None:
         """The cross-entropy of rows × features against rows of class indices; None where it is left to PyTorch."""
-        ...
+        raise NotImplementedError
 
 
 class ChunkState(Attachment):
@@ -92,7 +84,7 @@ class ChunkState(Attachment):
             )
 
 
-class HeadCall:
+class HeadCall(Rows):
     """What it takes to run a head again on some of the rows it was called with: weights, settings, autocast. ``watch``:
     where a sentinel compares the losses of a chunk's rows with those that forward computed."""
 
@@ -100,7 +92,7 @@ class HeadCall:
     exact = False
 
     def __init__(self, module: nn.Module, state: ChunkState, device: torch.device) -> None:
-        self._module, self._state = module, state
+        self._module, self._state, self.unit = module, state, state.unit
         self._autocast = Autocast(device.type)
         self._parameters = tuple(module.parameters())
         self._versions = [p._version for p in self._parameters]
@@ -108,14 +100,10 @@ class HeadCall:
         self.watch = state.sentinel.watch(module) if state.sentinel is not None else None
         self.trained = tuple(p for p in self._parameters if p.requires_grad)
 
-    @property
-    def unit(self) -> str:
-        return self._state.unit
-
     def check(self) -> None:
         """Raise InPlaceError where the weights are no longer what they were, ConflictError where settings are not."""
         now = tuple(self._module.parameters())
-        same = len(now) == len(self._parameters) and all(map(_is_same, now, self._parameters))
+        same = len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters))
         if not same or [p._version for p in self._parameters] != self._versions:
             raise InPlaceError(
                 f"weights of {self.unit} have been modified by an inplace operation (or exchanged) since its forward, "
@@ -333,10 +321,6 @@ def _added(total: Tensor | None, part: Tensor | None, *, alone: bool) -> Tensor 
     if part is None or alone:
         return part
     return _wide(part) if total is None else total.add_(part)
-
-
-def _is_same(now: Tensor, before: Tensor) -> bool:
-    return now is before
 
 
 def _settings(module: nn.Module) -> list[object]:

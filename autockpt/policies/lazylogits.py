@@ -6,7 +6,6 @@ Whatever else touches it gets the real logits, computed then and there; what nei
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ class _Family:
         self.losses: list[weakref.ref[MemoryWatch]] = []
         self.handed_out: list[tuple[tuple[Elementwise, ...], Tensor, MemoryWatch]] = []
         self.open_to_writes = False
-        self._ways = _Ways()
+        self._ways: set[object] = set()
 
     def way(self, source: Source) -> Callable[[], None]:
         """To be called when backward comes by what was made of these logits, as often as it does.
@@ -49,8 +48,19 @@ class _Family:
         on the logits once, and adds up gradients before it, not behind it. Holds no tensors.
         """
         if not (source.steps and source.call.exact):
-            return _nothing
-        return functools.partial(self._ways.passing, object(), source.call)
+            return lambda: None
+        ways, way, call = self._ways, object(), source.call
+
+        def passing() -> None:
+            ways.add(way)
+            if len(ways) > 1:
+                raise ConflictError(
+                    f"the logits of {call.unit} are used for more than one cross-entropy, and the gradients of that "
+                    f"would not be bit-equal under {call.choice}",
+                    remedy=f"Use `save` on {call.unit}.",
+                )
+
+        return passing
 
     def hand_out(self, source: Source, logits: Tensor) -> None:
         """Somebody gets these logits of the source, whole, and may write to them unseen."""
@@ -71,26 +81,6 @@ class _Family:
         watch = MemoryWatch(logits, set_now=self.open_to_writes)
         self.losses.append(weakref.ref(watch))
         return watch
-
-
-class _Ways:
-    """On which ways backward came by the logits of one call."""
-
-    def __init__(self) -> None:
-        self._ways: set[object] = set()
-
-    def passing(self, way: object, call: Rows) -> None:
-        self._ways.add(way)
-        if len(self._ways) > 1:
-            raise ConflictError(
-                f"the logits of {call.unit} are used for more than one cross-entropy, and the gradients of that would "
-                f"not be bit-equal under {call.choice}",
-                remedy=f"Use `save` on {call.unit}.",
-            )
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(eq=False)

@@ -56,7 +56,8 @@ def _index(source: Source, index: Any) -> Any:
     """Some of the rows: slices, positions and masks that leave the vocabulary alone."""
     hidden = source.hidden
     if isinstance(index, Tensor):
-        if index.dtype not in (torch.bool, torch.int64) or index.dim() > (hidden.dim() - 1 if _mask(index) else 1):
+        most = {torch.bool: hidden.dim() - 1, torch.int64: 1}
+        if index.dim() > most.get(index.dtype, -1):
             return NotImplemented
         return source.derive(hidden=hidden[index])
     parts = index if isinstance(index, tuple) else (index,)
@@ -73,10 +74,6 @@ def _index(source: Source, index: Any) -> Any:
         return NotImplemented
     rows = hidden[parts]
     return source.derive(hidden=rows) if rows.dim() >= 2 else NotImplemented
-
-
-def _mask(index: Tensor) -> bool:
-    return index.dtype is torch.bool
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:

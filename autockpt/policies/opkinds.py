@@ -13,48 +13,13 @@ from autockpt.policies.watching import CHANGED_BY_WATCHING
 Kind = Literal["view", "hidden view", "writes", "statistics", "suspect", "again", "heavy", "other"]
 
 # Beside what PyTorch tags as pointwise: ops that do the same twice on every device and touch nothing but their result.
-_REPLAYABLE = frozenset(
-    (
-        "_fused_rms_norm",
-        "_log_softmax",
-        "_softmax",
-        "_to_copy",
-        "addcdiv",
-        "addcmul",
-        "all",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "cat",
-        "constant_pad_nd",
-        "copy",
-        "embedding",
-        "flip",
-        "gather",
-        "glu",
-        "index_select",
-        "linalg_vector_norm",
-        "logsumexp",
-        "masked_fill",
-        "mean",
-        "native_group_norm",
-        "native_layer_norm",
-        "repeat",
-        "roll",
-        "select_scatter",
-        "slice_scatter",
-        "stack",
-        "std",
-        "std_mean",
-        "sum",
-        "tril",
-        "triu",
-        "var",
-        "var_mean",
-    )
-)
+_NAMES = """
+    _fused_rms_norm _log_softmax _softmax _to_copy addcdiv addcmul all amax amin any argmax argmin cat
+    constant_pad_nd copy embedding flip gather glu index_select linalg_vector_norm logsumexp masked_fill mean
+    native_group_norm native_layer_norm repeat roll select_scatter slice_scatter stack std std_mean sum tril triu
+    var var_mean
+"""
+_REPLAYABLE = frozenset(_NAMES.split())
 _HIDDEN_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "_reshape_alias", "lift_fresh"))
 # BatchNorm's kernels change them, and neither their schemas nor version counters tell.
 STATISTICS = ("running_mean", "running_var")

@@ -27,9 +27,7 @@ from autockpt.policies.replay import Replay
 from autockpt.policies.rerun_state import Conditions, random_states_kept
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
-
-_hooks_in_force: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
-_hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+from autockpt.policies.user_checkpoint import hooks_in_force
 
 # The backward of is_grads_batched runs under vmap, which forbids random numbers. What runs again has no batch.
 _outside_vmap = functools.partial(
@@ -53,7 +51,7 @@ class _Outside:
 
     def __init__(self, tensor: torch.Tensor, unit: str, *, alone: bool) -> None:
         self._trains = tensor.requires_grad
-        hooks = _hooks_in_force(False) if alone else None
+        hooks = hooks_in_force(False) if alone else None
         if hooks is None:
             self._packed, self._unpack = Kept(tensor, unit), Kept.unpack
         else:

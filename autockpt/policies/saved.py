@@ -31,32 +31,13 @@ SMALL_BYTES = 16 << 10
 """Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
 
 # what lies between a weight and the form in which it is used: autocast's 16-bit copy, transposes and other views
-_WEIGHT_STEPS = frozenset(
-    {
-        "TBackward0",
-        "ToCopyBackward0",
-        "TransposeBackward0",
-        "PermuteBackward0",
-        "ViewBackward0",
-        "UnsafeViewBackward0",
-        "ReshapeAliasBackward0",
-        "ExpandBackward0",
-        "AliasBackward0",
-        "UnsqueezeBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "SqueezeBackward2",
-        "SelectBackward0",
-        "SliceBackward0",
-        "SplitBackward0",
-        "SplitWithSizesBackward0",
-        "UnsafeSplitBackward0",
-        "UnsafeSplitWithSizesBackward0",
-        "ChunkBackward0",
-        "UnbindBackward0",
-        "AsStridedBackward0",
-    }
-)
+_NAMES = """
+    TBackward0 ToCopyBackward0 TransposeBackward0 PermuteBackward0 ViewBackward0 UnsafeViewBackward0
+    ReshapeAliasBackward0 ExpandBackward0 AliasBackward0 UnsqueezeBackward0 SqueezeBackward0 SqueezeBackward1
+    SqueezeBackward2 SelectBackward0 SliceBackward0 SplitBackward0 SplitWithSizesBackward0 UnsafeSplitBackward0
+    UnsafeSplitWithSizesBackward0 ChunkBackward0 UnbindBackward0 AsStridedBackward0
+"""
+_WEIGHT_STEPS = frozenset(_NAMES.split())
 
 
 class Group:

@@ -25,12 +25,11 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.saved import address_of
+from autockpt.policies.user_checkpoint import hooks_in_force
 from autockpt.policies.watching import CHANGED_BY_WATCHING, passes_by, refuse_watching
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 Place = tuple[int, int, int]
-_hooks_in_force: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
-_hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _current = threading.local()
 _aten = torch.ops.aten
 # Their results share memory with their argument, but no version counter: torch.matmul's last step is one of them. Seen
@@ -93,7 +92,7 @@ class _Whole(_Output):
 
     def instead(self, key: Any, given: Sequence[Any]) -> torch.Tensor | None:
         """What the function returned, for a call that is given the same; None where it must be called."""
-        hooks = _hooks_in_force(False)
+        hooks = hooks_in_force(False)
         if hooks is None or key != self._key:
             return None
         for origin, geometry in self._saved:
@@ -307,7 +306,7 @@ class _Calls(TorchFunctionMode):
             if kept and key and (out := kept.instead(key, (*args, *kwargs.values()))) is not None:
                 scope.as_a_whole()
                 return out
-        hooks = _hooks_in_force(False) if frame.recording and key is not None and not _other_modes() else None
+        hooks = hooks_in_force(False) if frame.recording and key is not None and not _other_modes() else None
         if hooks is None or (known := _products.get(key, _NEW)) is None:
             with scope:
                 return func(*args, **kwargs)

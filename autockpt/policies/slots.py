@@ -7,7 +7,7 @@ on saved tensors switch off autograd's own check for changes in place.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,22 +16,12 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_late_written
 
 if TYPE_CHECKING:
+    from autockpt.policies.region import Call
     from autockpt.policies.sentinels import Entry
 
 
 class Enough(Exception):
     """All slots are filled. Like torch's own no BaseException: modules run hooks at exceptions of this kind only."""
-
-
-class Maker(Protocol):
-    """What runs again to fill slots."""
-
-    @property
-    def unit(self) -> str: ...
-
-    def refill(self) -> None:
-        """Fill every slot that waits for this one."""
-        ...
 
 
 class Slot:
@@ -40,7 +30,7 @@ class Slot:
 
     __slots__ = ("__weakref__", "entry", "form", "maker", "value", "version")
 
-    def __init__(self, maker: Maker, tensor: torch.Tensor) -> None:
+    def __init__(self, maker: Call, tensor: torch.Tensor) -> None:
         self.maker = maker
         self.form = (tensor.size(), tensor.dtype, tensor.device)
         self.value: torch.Tensor | None = None

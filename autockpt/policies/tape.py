@@ -46,22 +46,8 @@ class Source:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_again",
-        "_again_version",
-        "born",
-        "dtype",
-        "form",
-        "free",
-        "held",
-        "index",
-        "made",
-        "nbytes",
-        "op",
-        "read",
-        "slots",
-        "storage",
-        "version",
+        *("__weakref__", "_again", "_again_version", "born", "dtype", "form", "free", "held", "index", "made"),
+        *("nbytes", "op", "read", "slots", "storage", "version"),
     )
 
     def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:

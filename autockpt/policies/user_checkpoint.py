@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from autockpt.policies.fingerprints import fingerprint, form_of, why_not
 
-_hooks_in_force: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
-_hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+hooks_in_force: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
+hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _FIRST_CALLS = 4
 
 
 def inside_checkpoint() -> Literal["first", "again"] | None:
     """Whether a ``torch.utils.checkpoint`` (not the reentrant one, which sets gradients aside) is around what runs, and
     whether it runs for the first time."""
-    hooks = _hooks_in_force(False)
+    hooks = hooks_in_force(False)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
         return None
     return "again" if hooks[0].__qualname__.startswith("_recomputation_hook") else "first"
