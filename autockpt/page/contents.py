@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
-from autockpt.errors import RunDirectoryError
+from autockpt.errors import RunDirectoryError, UsageError
+from autockpt.explaining.subject import hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.page.outlook import Change, changes
 from autockpt.page.plans import Plans, Point, plans_of
 from autockpt.page.sentence import next_steps, sentence
 from autockpt.page.tape import Tape, tape_of
+from autockpt.profiling.roofline import peak_flops
+from autockpt.reporting.explain_words import rates
 from autockpt.schema import (
     SAVE,
     Choice,
@@ -25,6 +28,7 @@ from autockpt.schema import (
     ResolvedBudget,
     SearchOutcome,
 )
+from autockpt.schema.explanation import Speed
 from autockpt.schema.known import OURS
 from autockpt.schema.names import fold, outermost, parse_pattern
 
@@ -73,6 +77,7 @@ class Contents:
     environment: Environment | None
     command: str
     notes: tuple[str, ...]
+    rates: str = ""
 
     @property
     def answer(self) -> Point | None:
@@ -122,6 +127,7 @@ def contents_of(run: RunDirectory) -> Contents:
             environment=environment,
             command=run.command(),
             notes=outcome.notes if outcome is not None else plan.notes if plan is not None else (),
+            rates=_rates(run, base, plan, settings),
         )
     )
 
@@ -161,6 +167,28 @@ def _tapes(run: RunDirectory, profile: Profile | None, base: Graph | None) -> tu
     named = (("save everything", base), ("recompute all", run.graph("recompute")), (OURS, run.graph("plan")))
     found = (tape_of(name, graph, times) for name, graph in named if graph is not None)
     return tuple(tape for tape in found if tape is not None)
+
+
+def _rates(run: RunDirectory, base: Graph | None, plan: Plan | None, settings: Mapping[str, Any]) -> str:
+    """How fast the plan's step is, in words: FLOP/s, model FLOPs utilisation, tokens per second."""
+    graph, score = run.graph("plan"), (plan.measured or plan.predicted) if plan is not None else None
+    if plan is None or graph is None or base is None or score is None or not score.step_seconds:
+        return ""
+    try:
+        hardware = hardware_for(None, None, plan)
+    except UsageError:  # described in a file that is not here
+        hardware = None
+    tokens = settings.get("tokens")
+    known = tokens if isinstance(tokens, int) else None
+    speed = Speed(
+        seconds=score.step_seconds,
+        flops=sum(op.flops for op in graph.ops),
+        model_flops=sum(op.flops for op in base.ops),
+        peak_flops=peak_flops(hardware, base) if hardware is not None else None,
+        tokens=known,
+        average_bytes=0,
+    )
+    return ", ".join(rates(speed, "" if plan.measured is not None else "~"))
 
 
 def _lines(plan: Plan | None, profile: Profile | None, blocks: Sequence[Any]) -> tuple[Line, ...]:

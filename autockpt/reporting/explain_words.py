@@ -159,7 +159,13 @@ def speed_words(said: Explanation) -> str:
     """Step time, what it comes to in FLOP/s, utilisation and tokens per second, and the bytes held on average."""
     speed = said.speed
     assert speed is not None
-    mark = "" if said.measured_seconds is not None else basis_mark(said.basis)
+    parts = rates(speed, "" if said.measured_seconds is not None else basis_mark(said.basis))
+    share = words.share(speed.average_bytes / max(1, said.peak_bytes))
+    return f"{', '.join(parts)}; on average {format_binary(speed.average_bytes)} are held, {share} of the peak"
+
+
+def rates(speed: Speed, mark: str) -> list[str]:
+    """Step time, FLOP/s, utilisation and tokens per second, as far as they are known; ``mark`` before each."""
     parts = [f"a step takes {mark}{words.seconds(speed.seconds)}"]
     if speed.flops:
         parts.append(f"{mark}{speed.flops / speed.seconds / 1e12:.3g} TFLOP/s")
@@ -167,8 +173,7 @@ def speed_words(said: Explanation) -> str:
         parts.append(f"{mark}{words.share(speed.utilisation)} model FLOPs utilisation")
     if speed.tokens is not None:
         parts.append(f"{mark}{speed.tokens / speed.seconds:,.0f} tokens/s")
-    share = words.share(speed.average_bytes / max(1, said.peak_bytes))
-    return f"{', '.join(parts)}; on average {format_binary(speed.average_bytes)} are held, {share} of the peak"
+    return parts
 
 
 def bound_words(speed: Speed) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import OPTUNA, SOLVER
 from autockpt.schema import FinishedSearch
 from tests.page.samples import BUDGET, make_run, trials
+from tests.reporting.samples import small_graph
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
@@ -67,6 +68,19 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "14 % slower than saving everything, which does not fit (measured by real steps)." in page.said
     assert "of 3 plans with numbers 2 fit, and none of these is faster. The next leaner one, 150 B less" in page.said
     assert 'autockpt.apply(model, "' in page.said and "autockpt search --model" in page.said
+
+
+def test_it_says_how_fast_a_step_is(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    graph, plan = small_graph(), run.plan()
+    assert plan is not None and plan.measured is not None
+    for name in ("plain", "plan"):
+        run.write_graph(graph, name)  # type: ignore[arg-type]
+    plan.model_copy(update={"settings": {**plan.settings, "tokens": 64}}).save(
+        run.path / "plan.yaml", existing="replace"
+    )
+    seconds = plan.measured.step_seconds
+    assert seconds is not None and f"{64 / seconds:,.0f} tokens/s" in contents_of(run).rates
 
 
 def test_other_budgets_are_answered_by_what_was_tried_and_by_what_is_predicted(tmp_path: Path) -> None:
