@@ -34,15 +34,10 @@ def run_bench(request: BenchRequest, listener: Listener | None = None) -> BenchR
         listener.stage("build")
         environment = worker.environment
         question = request.question(environment)
-        entered = BenchDirectory.enter(
-            request.out,
-            question,
-            model=request.workload.model,
-            device=environment.device.kind,
-            fresh=request.fresh,
-        )
-        with entered as directory:
-            directory.add_command(shlex.join(request.command))
+        model, device = request.workload.model, environment.device.kind
+        directory = BenchDirectory.enter(request.out, question, model=model, device=device, fresh=request.fresh)
+        with directory.lock():
+            directory.add_command(request.command)
             bench = _Bench(request, worker, directory, listener)
             return bench.run()
 
@@ -258,7 +253,7 @@ class _Bench:
             directory=self.directory.path,
             notes=(*self.request.notes, *self.worker.notes),
         )
-        self.directory.write_report(report)
+        self.directory.write("report.json", report.model_dump_json(indent=1, exclude={"directory"}) + "\n")
         self.directory.write("table.md", bench_page(report))
         self.directory.write("picture.svg", bench_picture(report))
         return report

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -49,6 +49,8 @@ _GRAPHS: dict[Step, str] = {
 class RunDirectory:
     """One run on disk. Every method that touches a file raises RunDirectoryError with a remedy where that fails."""
 
+    prefix = ""  # of the directory's name
+
     def __init__(self, path: Path, question: Mapping[str, Any]) -> None:
         self.path = path
         self.question = dict(question)
@@ -56,15 +58,22 @@ class RunDirectory:
 
     @classmethod
     def enter(
-        cls, root: str | Path, question: Mapping[str, Any], *, model: str, device: str, budget: str, fresh: bool = False
-    ) -> RunDirectory:
+        cls,
+        root: str | Path,
+        question: Mapping[str, Any],
+        *,
+        model: str,
+        device: str,
+        budget: str = "",
+        fresh: bool = False,
+    ) -> Self:
         """The directory of this question under ``root``, made where it is missing.
 
         ``fresh`` renames an earlier one to ``….1`` first (then ``set_aside`` says where it went). Refuses a directory
         of that name which holds another question or a damaged one.
         """
         question = json.loads(json.dumps(question))
-        path = Path(root) / directory_name(model, device, budget, question_hash(question))
+        path = Path(root) / (cls.prefix + directory_name(model, device, budget, question_hash(question)))
         run = cls(path, question)
         with _explained(path):
             if fresh and path.exists():
@@ -75,7 +84,7 @@ class RunDirectory:
             if (path / _QUESTION).exists() or (path / "trials.jsonl").exists():
                 run._check_question(_read_json(path / _QUESTION))
             else:
-                run._write(_QUESTION, json.dumps(question, indent=2, sort_keys=True) + "\n")
+                run.write(_QUESTION, json.dumps(question, indent=2, sort_keys=True) + "\n")
         return run
 
     @classmethod
@@ -128,7 +137,7 @@ class RunDirectory:
 
     def add_trial(self, trial: Trial) -> None:
         """Append a trial, and when. Of several lines with one number the last counts, so a trial can be told again."""
-        self._append("trials.jsonl", trial.model_dump_json())
+        self.append("trials.jsonl", trial.model_dump_json())
         self.event("trial", number=trial.number)
 
     def trials(self) -> list[Trial]:
@@ -138,7 +147,7 @@ class RunDirectory:
 
     def readings(self) -> list[Trial]:
         """Every line of the trials, oldest first: a trial that was measured again is there each time."""
-        return list(self._lines("trials.jsonl", Trial.model_validate_json))
+        return list(self.lines("trials.jsonl", Trial.model_validate_json))
 
     def dates(self) -> tuple[float, float]:
         """When the run began and when something last happened to a trial, in seconds since 1970."""
@@ -152,18 +161,18 @@ class RunDirectory:
 
     def event(self, kind: str, **data: Any) -> None:
         """Append something that happened, with the time of day in seconds since 1970."""
-        self._append("events.jsonl", json.dumps({"time": round(time.time(), 3), "event": kind} | data))
+        self.append("events.jsonl", json.dumps({"time": round(time.time(), 3), "event": kind} | data))
 
     def events(self) -> list[dict[str, Any]]:
         """All events, oldest first."""
-        return list(self._lines("events.jsonl", json.loads))
+        return list(self.lines("events.jsonl", json.loads))
 
     def add_command(self, command: Sequence[str]) -> None:
         """Keep a command line, ready to be pasted into a shell; a repeated one is kept once."""
         line = shlex.join(command)
         known = self.command().splitlines()
         if line and line not in known:
-            self._write("command.txt", "\n".join([*known, line]) + "\n")
+            self.write("command.txt", "\n".join([*known, line]) + "\n")
 
     def command(self) -> str:
         """The command lines of this run, one per line."""
@@ -172,13 +181,13 @@ class RunDirectory:
             return read_regular(path).decode() if path.exists() else ""
 
     def write_environment(self, environment: Environment) -> None:
-        self._write("environment.json", environment.model_dump_json(indent=2) + "\n")
+        self.write("environment.json", environment.model_dump_json(indent=2) + "\n")
 
     def environment(self) -> Environment | None:
         return self._model("environment.json", Environment)
 
     def write_profile(self, profile: Profile) -> None:
-        self._write("profile.json", profile.model_dump_json() + "\n")
+        self.write("profile.json", profile.model_dump_json() + "\n")
 
     def profile(self) -> Profile | None:
         return self._model("profile.json", Profile)
@@ -186,7 +195,7 @@ class RunDirectory:
     def write_graph(self, graph: Graph, step: Step = "plain") -> None:
         """Write a traced step: the plain one, that of the plan, or that of recomputing everything."""
         # mtime 0, so that the same graph gives the same file
-        self._write(_GRAPHS[step], gzip.compress(graph.model_dump_json(exclude_defaults=True).encode(), 5, mtime=0))
+        self.write(_GRAPHS[step], gzip.compress(graph.model_dump_json(exclude_defaults=True).encode(), 5, mtime=0))
 
     def graph(self, step: Step = "plain") -> Graph | None:
         """A traced step; None where it was not written."""
@@ -199,7 +208,7 @@ class RunDirectory:
         return self.plan_path
 
     def write_finished(self, finished: FinishedSearch) -> None:
-        self._write("outcome.json", finished.model_dump_json() + "\n")
+        self.write("outcome.json", finished.model_dump_json() + "\n")
 
     def finished(self) -> FinishedSearch | None:
         """What was answered when a search came to its end; None while none has."""
@@ -224,11 +233,13 @@ class RunDirectory:
             raw = read_regular(path)
             return model.model_validate_json(gzip.decompress(raw) if name.endswith(".gz") else raw)
 
-    def _write(self, name: str, data: str | bytes) -> None:
+    def write(self, name: str, data: str | bytes) -> None:
+        """Write a file of the run, whole or not at all."""
         with _explained(self.path / name):
             atomic_write(self.path / name, data)
 
-    def _append(self, name: str, line: str) -> None:
+    def append(self, name: str, line: str) -> None:
+        """Append a line to a file of the run; what a killed process left of one is cut off first."""
         path = self.path / name
         with _explained(path), os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
             _drop_torn_line(file)
@@ -236,7 +247,8 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
 
-    def _lines(self, name: str, parse: Any) -> Iterator[Any]:
+    def lines(self, name: str, parse: Any) -> Iterator[Any]:
+        """The lines of a file, parsed; none where there is no such file. A torn last one is left out."""
         path = self.path / name
         if not path.exists():
             return
@@ -253,12 +265,12 @@ class RunDirectory:
 
 
 def directory_name(model: str, device: str, budget: str, digest: str) -> str:
-    """``llama-tiny_cpu_60pct-act_1a2b3c4d``: readable, safe on every file system, four parts joined by underscores."""
-    budget = budget.replace("%act", "pct-act").replace("%", "pct")
-    return "_".join([short_name(model), _slug(device), _slug(budget), digest])
+    """``llama-tiny_cpu_60pct-act_1a2b3c4d``: readable, safe on every file system, parts joined by underscores."""
+    asked = [_slug(budget.replace("%act", "pct-act").replace("%", "pct"))] if budget else []
+    return "_".join([_short_name(model), _slug(device), *asked, digest])
 
 
-def short_name(model: str) -> str:
+def _short_name(model: str) -> str:
     """A model's name for directories: a hub id as it is, what a path ends with, the folder of a ``config.json``."""
     parts = [part for part in re.split(r"[/\\]", model) if part]
     if len(parts) < 2 or not (model.endswith(".json") or model.startswith(("/", ".", "~"))):

@@ -191,7 +191,8 @@ def test_questions_that_cannot_be_are_refused(tmp_path: Path, more: dict[str, An
 
 
 def test_torn_lines_are_left_out(tmp_path: Path) -> None:
-    with BenchDirectory.enter(tmp_path, {"a": 1}, model="m", device="cpu", fresh=False) as directory:
+    directory = BenchDirectory.enter(tmp_path, {"a": 1}, model="m", device="cpu")
+    with directory.lock():
         directory.add_row(BenchRow(key="a", peer="first-k", state="measured"))
         directory.add_round({"a": 1.0})
         with open(directory.path / "rounds.jsonl", "a") as file:
@@ -200,11 +201,8 @@ def test_torn_lines_are_left_out(tmp_path: Path) -> None:
         assert directory.rounds() == [{"a": 1.0}, {"a": 2.0}]
         assert list(directory.rows()) == ["a"]
         assert json.loads((directory.path / "question.json").read_text()) == {"a": 1}
-        with (
-            pytest.raises(RunDirectoryError, match="at work"),
-            BenchDirectory.enter(tmp_path, {"a": 1}, model="m", device="cpu", fresh=True),
-        ):
-            pass
+        with pytest.raises(RunDirectoryError, match="at work"):
+            BenchDirectory.enter(tmp_path, {"a": 1}, model="m", device="cpu", fresh=True)
 
 
 @pytest.mark.parametrize(
@@ -216,5 +214,5 @@ def test_torn_lines_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_directories_are_named_for_the_model(tmp_path: Path, model: str, name: str) -> None:
-    with BenchDirectory.enter(tmp_path, {"m": model}, model=model, device="cpu", fresh=False) as directory:
-        assert directory.path.name.startswith(f"bench-{name}_cpu_")
+    directory = BenchDirectory.enter(tmp_path, {"m": model}, model=model, device="cpu")
+    assert directory.path.name.startswith(f"bench-{name}_cpu_")
