@@ -9,6 +9,7 @@ from pydantic import Field
 
 from autockpt.schema.base import Data
 from autockpt.schema.device import Environment
+from autockpt.schema.request import identity_of
 from autockpt.schema.sizes import Budget, ResolvedBudget
 from autockpt.schema.space import SearchSpace
 from autockpt.schema.workload import WorkloadSpec
@@ -43,16 +44,14 @@ class BenchRequest(Data):
 
     def question(self, environment: Environment) -> dict[str, Any]:
         """All that changes the numbers, as JSON: the same question continues, with more peers or rounds if asked."""
-        versions = {k: v for k, v in environment.versions.items() if k in ("autockpt", "torch", "transformers")}
-        return {
-            "bench": 1,
-            "workload": self.workload.model_dump(mode="json"),
-            "budgets": [b.text for b in self.budgets],
-            "space": self.space.model_dump(mode="json", exclude={"description"}),
-            "device": environment.device.model_dump(mode="json", exclude={"overhead_bytes", "capacity_bytes"}),
-            "versions": versions,
-            "trials": self.trials,
-        }
+        return identity_of(
+            environment,
+            self.space,
+            bench=1,
+            workload=self.workload.model_dump(mode="json"),
+            budgets=[b.text for b in self.budgets],
+            trials=self.trials,
+        )
 
 
 class SearchCost(Data):

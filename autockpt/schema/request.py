@@ -19,6 +19,9 @@ from autockpt.schema.space import SearchSpace
 from autockpt.schema.trial import Trial
 from autockpt.schema.workload import WorkloadSpec
 
+_VERSIONS = ("autockpt", "torch", "transformers")
+_NO_FIGURES = {"description", "sources", "environment", "measured"}  # a simulation does not depend on them
+
 
 class SearchRequest(Data):
     """One question to ``autockpt search``, with how long to work on it and where to write.
@@ -58,29 +61,38 @@ class SearchRequest(Data):
         How long to search, where to write and what was printed is not part of it. ``more`` adds facts found on the way,
         such as the model's structure fingerprint.
         """
-        versions = {
-            k: environment.versions[k] for k in ("autockpt", "torch", "transformers") if k in environment.versions
-        }
-        left_out = {"overhead_bytes"} if self.budget.kind == "auto" else {"overhead_bytes", "capacity_bytes"}
-        return {
-            "budget": self.budget.text,
-            **({"headroom": self.budget.headroom.text} if self.budget.headroom else {}),
-            "workload": self.workload.model_dump(mode="json"),
-            "space": self.space.model_dump(mode="json", exclude={"description"}),
-            "device": environment.device.model_dump(mode="json", exclude=left_out),
-            "versions": versions,
-            "seed": self.seed,
-            **({"allow_inexact": True} if self.allow_inexact else {}),
-            **({"compile": self.compile} if self.compile else {}),
-            **({"hardware": self._figures(self.hardware)} if self.hardware else {}),
-            **({"host_budget": self.host_budget} if self.host_budget is not None else {}),
+        return identity_of(
+            environment,
+            self.space,
+            self.budget,
+            seed=self.seed,
+            workload=self.workload.model_dump(mode="json"),
+            allow_inexact=self.allow_inexact,
+            compile=self.compile,
+            hardware=self.hardware and self.hardware.model_dump(mode="json", exclude=_NO_FIGURES),
+            host_budget=self.host_budget,
             **more,
-        }
+        )
 
-    @staticmethod
-    def _figures(hardware: Hardware) -> dict[str, Any]:
-        """What a simulation on it depends on."""
-        return hardware.model_dump(mode="json", exclude={"description", "sources", "environment", "measured"})
+
+def identity_of(
+    environment: Environment, space: SearchSpace, budget: Budget | None = None, **asked: Any
+) -> dict[str, Any]:
+    """What makes two questions the same, as JSON: what is asked, of which device, with which versions.
+
+    Entries of ``asked`` that are None or False were not asked for. The device's capacity only counts for a budget that
+    is all of it.
+    """
+    whole = budget is not None and budget.kind == "auto"
+    left_out = {"overhead_bytes"} if whole else {"overhead_bytes", "capacity_bytes"}
+    if budget is not None:
+        asked |= {"budget": budget.text, "headroom": budget.headroom.text if budget.headroom else None}
+    return {
+        "space": space.model_dump(mode="json", exclude={"description"}),
+        "device": environment.device.model_dump(mode="json", exclude=left_out),
+        "versions": {k: v for k, v in environment.versions.items() if k in _VERSIONS},
+        **{name: value for name, value in asked.items() if value is not None and value is not False},
+    }
 
 
 def question_hash(question: Mapping[str, Any]) -> str:

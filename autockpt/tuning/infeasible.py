@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from autockpt.errors import DeviceOutOfMemory, InfeasibleError
+from autockpt.errors import InfeasibleError
 from autockpt.profiling import CostModel, uniform_graphs
 from autockpt.schema import Budget, Graph, ResolvedBudget, format_bytes
 from autockpt.schema.choices import ChunkedLoss
@@ -42,13 +42,20 @@ def nothing_fits(
     )
 
 
-def out_of_memory(error: DeviceOutOfMemory, smallest_peak: int) -> InfeasibleError:
-    """The error for a device that the leanest plan runs out of memory on."""
+def nothing_compiled_fits(budget: ResolvedBudget, measured: int, smallest_peak: int) -> InfeasibleError:
+    """The error for a budget that none of so many ``measured`` compiled plans fits."""
     return InfeasibleError(
-        f"the leanest plan does not run on this device: {error.message}",
-        remedy=f"{COMMAND_LINE.smaller.capitalize()}.",
+        f"no compiled step fits {format_bytes(budget.bytes)}: the leanest of {measured} measured plans needs "
+        f"{format_bytes(smallest_peak)}",
+        remedy=f"Raise the budget, {COMMAND_LINE.smaller}, or search without --compile, where layers may be offloaded.",
         smallest_peak=smallest_peak,
     )
+
+
+def out_of_memory(what: str, why: str, smallest_peak: int | None = None) -> InfeasibleError:
+    """The error for a device that the leanest there is runs out of memory on: ``what``, as it said ``why``."""
+    remedy = f"{COMMAND_LINE.smaller.capitalize()}."
+    return InfeasibleError(f"{what} on this device: {why}", remedy=remedy, smallest_peak=smallest_peak)
 
 
 @contextmanager
@@ -76,10 +83,14 @@ def naming_alternatives(
         raise (error if inexact or job.ranks is not None else in_chunks(error, found, needs, job.terms)) from None
 
 
+def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[WayOut] = ()) -> InfeasibleError:
+    """The same error with another remedy."""
+    return InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak, ways=ways)
+
+
 def in_terms(error: InfeasibleError, terms: Terms) -> InfeasibleError:
     """The same error, in the words of where the job is written."""
-    remedy = error.remedy.replace(COMMAND_LINE.smaller, terms.smaller)
-    return InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak)
+    return _remedied(error, error.remedy.replace(COMMAND_LINE.smaller, terms.smaller))
 
 
 def in_chunks(error: InfeasibleError, found: Traced, needs: Callable[[Graph], int], terms: Terms) -> InfeasibleError:
@@ -91,11 +102,11 @@ def in_chunks(error: InfeasibleError, found: Traced, needs: Callable[[Graph], in
     chunked = tracer.trace({**choices, tracer.head.name: ChunkedLoss(tokens=CHUNKS[0])})
     if chunked.peak_bytes >= graph.peak_bytes * (1 - WORTH):
         return error
-    remedy = (
+    return _remedied(
+        error,
         f"{error.remedy} Or add {terms.chunks}: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
-        f"{format_bytes(needs(chunked))}, with gradients equal up to rounding."
+        f"{format_bytes(needs(chunked))}, with gradients equal up to rounding.",
     )
-    return InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak)
 
 
 def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:
@@ -104,10 +115,10 @@ def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut]) -> Infeasi
         none = (
             "\nSmaller batches, the head in chunks, leaner optimizers and shorter sequences were ghost-run: none fits."
         )
-        return InfeasibleError(error.message, remedy=error.remedy + none, smallest_peak=error.smallest_peak)
+        return _remedied(error, error.remedy + none)
     lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
     lines += [describe(way) for way in ways]
-    return InfeasibleError(error.message, remedy="\n".join(lines), smallest_peak=error.smallest_peak, ways=ways)
+    return _remedied(error, "\n".join(lines), ways)
 
 
 def describe(way: WayOut) -> str:

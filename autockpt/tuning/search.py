@@ -40,6 +40,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.files import unwritable
 from autockpt.schema.remedy import STEP, Terms
+from autockpt.schema.request import identity_of
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
@@ -173,7 +174,7 @@ def search(
         )
         run = None
         if out is not None:
-            run = _directory_of_live(question, measurer, tracer, Path(out), parsed.text, inexact=allow_inexact)
+            run = _directory_of_live(question, measurer, tracer, Path(out), inexact=allow_inexact)
             stack.enter_context(run.lock())
             known = None if again else run.finished()
             if known is not None and known.outcome.plan is not None and known.answers(trials, timeout):
@@ -216,23 +217,23 @@ def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
 
 
 def _directory_of_live(
-    question: Question, measurer: Measurer, tracer: Tracer, out: Path, budget: str, *, inexact: bool
+    question: Question, measurer: Measurer, tracer: Tracer, out: Path, *, inexact: bool
 ) -> RunDirectory:
     """The run's directory of a live model: its question is the structure and everything else that was said."""
     environment = measurer.environment
-    identity = {
-        "model": question.name,
-        "model_fingerprint": fingerprint(tracer.units),
-        "settings": plain(question.settings),
-        "budget": budget,
-        **({"headroom": question.budget.headroom.text} if question.budget.headroom else {}),
-        "space": question.space.model_dump(mode="json", exclude={"description"}),
-        "device": environment.device.model_dump(mode="json", exclude={"overhead_bytes"}),
-        "seed": question.limits.seed,
-        **({"host_budget": question.host_budget} if question.host_budget is not None else {}),
-        **({"allow_inexact": True} if inexact else {}),
-    }
-    return RunDirectory.enter(out, identity, model=question.name, device=environment.device.kind, budget=budget)
+    asked = identity_of(
+        environment,
+        question.space,
+        question.budget,
+        seed=question.limits.seed,
+        model=question.name,
+        model_fingerprint=fingerprint(tracer.units),
+        settings=plain(question.settings),
+        host_budget=question.host_budget,
+        allow_inexact=inexact,
+    )
+    device, budget = environment.device.kind, question.budget.text
+    return RunDirectory.enter(out, asked, model=question.name, device=device, budget=budget)
 
 
 def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> CostModel:
@@ -251,7 +252,8 @@ def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Cloc
                 head=found.heads,
             )
     except DeviceOutOfMemory as error:
-        raise out_of_memory(error, needed_on(device)(leanest(found.uniform)[1])) from None
+        smallest = needed_on(device)(leanest(found.uniform)[1])
+        raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
     return build_profile(
         found.tracer,
         times,

@@ -39,6 +39,7 @@ from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Parameters, Score, Trials, peak_of_trial
 
 Referee = Callable[[Mapping[str, Choice]], Ruling]
+Size = Callable[[Problem, Mapping[str, Choice]], int]  # bytes of a plan, by the problem's own numbers
 MakeProblem = Callable[[Mapping[str, float], int], Problem]  # prices by kind, bytes left free -> problem
 
 REFEREE_CALLS = 8
@@ -346,8 +347,8 @@ def from_layers(
     target, host = budget, problem.host_budget
     for _ in range(REPAIRS):
         if host is not None:
-            choices = _repaired_host(problem, choices, host)
-        choices = _repaired(problem, choices, target, host)
+            choices = _repaired(problem, choices, host, host_of, "host")
+        choices = _repaired(problem, choices, target, peak_of, "kept", math.inf if host is None else host)
         ruling = referee(choices)
         excess = ruling.peak_bytes - budget
         over_host = 0 if problem.host_budget is None else ruling.host_bytes - problem.host_budget
@@ -360,47 +361,26 @@ def from_layers(
     return Candidate(choices, fits=False)
 
 
-def _repaired_host(problem: Problem, choices: dict[str, Choice], most: int) -> dict[str, Choice]:
-    """Change single units to what moves less to the host, fewest extra seconds per byte first, until ``most`` holds."""
+def _repaired(
+    problem: Problem, choices: dict[str, Choice], most: int, size_of: Size, of_option: str, most_host: float = math.inf
+) -> dict[str, Choice]:
+    """Change single units, fewest extra seconds per byte first, until ``size_of`` the plan is at most ``most`` bytes.
+
+    Only options whose ``of_option`` bytes are fewer come into question, with at most ``most_host`` bytes on the host.
+    """
     choices = dict(choices)
-    while host_of(problem, choices) > most:
+    while (size := size_of(problem, choices)) > most:
+        room = max(most_host - host_of(problem, choices), 0)
         best: tuple[float, str, Choice] | None = None
         for unit in problem.units:
             current = option_of(unit, choices[unit.name])
             for option in unit.options:
-                if option.host < current.host:
-                    rate = (option.seconds - current.seconds) / (current.host - option.host)
-                    best = min(best or (rate, unit.name, option.choice), (rate, unit.name, option.choice), key=_rate)
+                if getattr(option, of_option) >= getattr(current, of_option) or option.host - current.host > room:
+                    continue
+                less = size - size_of(problem, choices | {unit.name: option.choice})
+                if less > 0 and (best is None or (option.seconds - current.seconds) / less < best[0]):
+                    best = ((option.seconds - current.seconds) / less, unit.name, option.choice)
         if best is None:
             return choices
         choices[best[1]] = best[2]
-    return choices
-
-
-def _rate(change: tuple[float, str, Choice]) -> float:
-    return change[0]
-
-
-def _repaired(problem: Problem, choices: dict[str, Choice], target: int, host: int | None) -> dict[str, Choice]:
-    """Change single units, fewest extra seconds per byte of peak first, until the linear bound is within ``target``;
-    with at most ``host`` bytes on the host."""
-    choices = dict(choices)
-    peak = peak_of(problem, choices)
-    while peak > target:
-        room = math.inf if host is None else host - host_of(problem, choices)
-        best: tuple[float, int, str, Choice] | None = None
-        for unit in problem.units:
-            current = option_of(unit, choices[unit.name])
-            for option in unit.options:
-                if option.kept >= current.kept or option.host - current.host > max(room, 0):
-                    continue
-                lower = peak_of(problem, choices | {unit.name: option.choice})
-                if lower < peak:
-                    rate = (option.seconds - current.seconds) / (peak - lower)
-                    if best is None or rate < best[0]:
-                        best = (rate, lower, unit.name, option.choice)
-        if best is None:
-            return choices
-        _, peak, name, choice = best
-        choices[name] = choice
     return choices

@@ -17,11 +17,11 @@ from autockpt.schema import (
     CompileMode,
     ResolvedBudget,
     Trial,
-    format_bytes,
 )
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.space import Knob
+from autockpt.tuning.infeasible import nothing_compiled_fits, out_of_memory
 from autockpt.tuning.proposers.base import Plans, Proposer
 from autockpt.tuning.proposers.sampler import Study
 from autockpt.tuning.question import Question
@@ -289,10 +289,7 @@ class SplitProposer(Proposer):
         """Why not one step could be measured."""
         said = [t for t in self.trials.all if t.message]
         if self._memory_ran_out:
-            return InfeasibleError(
-                f"no compiled step runs on this device: {said[-1].message}",
-                remedy="Use a smaller batch (with --accumulate to keep its effect), a shorter sequence, or LoRA.",
-            )
+            return out_of_memory("no compiled step runs", said[-1].message)
         if not said:
             return MeasurementError(f"no compiled step could be measured: {stopped}", remedy=LONGER)
         why = said[0].message
@@ -301,13 +298,7 @@ class SplitProposer(Proposer):
     def infeasible(self) -> InfeasibleError:
         assert self.budget is not None
         measured = sum(t.score is not None or t.state == "out_of_memory" for t in self.trials.all)
-        return InfeasibleError(
-            f"no compiled step fits {format_bytes(self.budget.bytes)}: the leanest of {measured} measured plans "
-            f"needs {format_bytes(self.smallest_peak)}",
-            remedy="Raise the budget, use a smaller --batch-size (with --accumulate to keep its effect), or search "
-            "without --compile, where layers may be offloaded.",
-            smallest_peak=self.smallest_peak,
-        )
+        return nothing_compiled_fits(self.budget, measured, self.smallest_peak)
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
