@@ -12,7 +12,7 @@ from autockpt.devices import get_device, process_environment
 from autockpt.errors import UsageError
 from autockpt.explaining.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
-from autockpt.profiling import CostModel, UniformRuns, build_profile, simulated_memory, tracer_for
+from autockpt.profiling import CostModel, UniformRuns, simulated_memory, tracer_for
 from autockpt.schema import SAVE, Budget, Choice, Graph, Listener, Plan, Remake, Selective, WorkloadSpec
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
@@ -131,7 +131,7 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
         listener.stage("profiling choices")
         needs = simulated_memory(question.hardware, question.limit) if question.hardware is not None else None
         own = _own_sets(choices or {})
-        profiled = build_profile(tracer, times.times, uniform, used_by_others=others, extra=own, needs=needs, head=head)
+        profiled = found.cost_model(times.times, used_by_others=others, extra=own, needs=needs)
         yield Subject(
             question=question,
             tracer=tracer,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autockpt.devices import get_device, process_environment
 from autockpt.errors import UsageError
 from autockpt.measuring import environment_of
-from autockpt.profiling import Heads, Traces, UniformRuns, head_graphs, uniform_graphs
-from autockpt.schema import SAVE, Choice, Environment, Graph, SearchSpace, Unit, parse_choice
+from autockpt.profiling import CostModel, Heads, Traces, UniformRuns, build_profile, head_graphs, uniform_graphs
+from autockpt.schema import SAVE, Choice, Environment, Graph, OpTimes, SearchSpace, Unit, parse_choice
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.tracing import Tracer
 
@@ -33,6 +34,10 @@ class Traced:
     notes: tuple[str, ...] = ()
     twin: Traces | None = None
     base: Graph | None = None
+
+    def cost_model(self, times: OpTimes, **more: Any) -> CostModel:
+        """What choices cost by these op times; ``more`` as for ``build_profile``."""
+        return build_profile(self.twin or self.tracer, times, self.uniform, head=self.heads, **more)
 
 
 def traced(

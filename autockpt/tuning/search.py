@@ -14,7 +14,6 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import (
     CostModel,
-    build_profile,
     cached_op_times,
     leanest,
     measure_op_times,
@@ -254,14 +253,8 @@ def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Cloc
     except DeviceOutOfMemory as error:
         smallest = needed_on(device)(leanest(found.uniform)[1])
         raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
-    return build_profile(
-        found.tracer,
-        times,
-        found.uniform,
-        used_by_others=others,
-        host_budget=question.host_budget,
-        needs=memory_at_hand(device),
-        head=found.heads,
+    return found.cost_model(
+        times, used_by_others=others, host_budget=question.host_budget, needs=memory_at_hand(device)
     )
 
 
@@ -313,16 +306,8 @@ def _dry_run(
             "and no step times are given (a search without --dry-run measures them)"
         )
         question = replace(question, notes=(*question.notes, note))
+    used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
+    others, needs = device.used_by_others(), memory_at_hand(environment.device)
     with clock.stage("solve"):
-        times_used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
-        others = device.used_by_others()
-        profiled = build_profile(
-            found.tracer,
-            times_used,
-            found.uniform,
-            used_by_others=others,
-            host_budget=question.host_budget,
-            needs=memory_at_hand(environment.device),
-            head=found.heads,
-        )
+        profiled = found.cost_model(used, used_by_others=others, host_budget=question.host_budget, needs=needs)
     return foresee_plan(question, found.tracer, profiled, clock, seconds=times is not None)

@@ -19,25 +19,30 @@ from autockpt.schema import (
     FinishedSearch,
     Plan,
     PlanStatus,
+    Prediction,
     SearchOutcome,
     SearchRequest,
+    SearchSpace,
     StageTime,
     Trial,
     Unit,
 )
-from autockpt.schema.known import ALL
+from autockpt.schema.known import ALL, NONE, OURS, known_plans
 from autockpt.schema.request import question_hash
+from autockpt.solvers import refine
 from autockpt.tracing import Tracer
-from autockpt.tuning.dryrun import foresee
+from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, simulated_rows
 from autockpt.tuning.proposers.sampler import show_trials
-from autockpt.tuning.proposers.solver import REFEREE_CALLS, SolverProposer
+from autockpt.tuning.proposers.solver import REFEREE_CALLS, SolverProposer, smallest_peaks
 from autockpt.tuning.question import Clock, Limits, Question
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint
+
+DRY_CALLS = 20  # ghost runs that a dry run may spend on refining its plan
 
 
 def question_of(request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = ()) -> Question:
@@ -280,15 +285,37 @@ def foresee_plan(
     ``seconds``: whether op times are good for more than ranking. Raises InfeasibleError.
     """
     with clock.stage("solve"):
-        foreseen = foresee(profiled, question.budget, question.space)
-    environment = profiled.profile.op_times.environment
-    choices, said = foreseen.choices, said_of_head(tracer.head, foreseen.choices)
-    rows = simulated_rows(foreseen.predictions, seconds=seconds, host_budget=question.host_budget)
+        found, predictions, choices = foresee(profiled, question.budget, question.space)
+    environment, said = profiled.profile.op_times.environment, said_of_head(tracer.head, choices)
+    rows = simulated_rows(predictions, seconds=seconds, host_budget=question.host_budget)
     notes = (*question.notes, *said)
-    plan = make_plan(
-        question, tracer, choices, environment, foreseen.budget, source="simulated", rows=rows, notes=notes
-    )
+    plan = make_plan(question, tracer, choices, environment, found.budget, source="simulated", rows=rows, notes=notes)
     outcome = outcome_of(
-        question, foreseen, rows, plan, environment.device, None, source="simulated", stages=clock.stages, notes=said
+        question, found, rows, plan, environment.device, None, source="simulated", stages=clock.stages, notes=said
     )
     return outcome.model_copy(update={"dry_run": True})
+
+
+def foresee(
+    profiled: CostModel, budget: Budget, space: SearchSpace
+) -> tuple[SearchResult, dict[str, Prediction], dict[str, Choice]]:
+    """Predict the known plans, resolve the budget by simulated peaks, and solve: no step is measured.
+
+    What was found, predictions of the known plans and of the solver's, by name, and the solver's choices. Raises
+    InfeasibleError, with the smallest reachable peak, where no plan fits by its ghost run.
+    """
+    predictor, device = profiled.predictor, profiled.predictor.device
+    known = known_plans([u.name for u in profiled.blocks], space.choices)
+    predictions = {name: predictor.predict(choices) for name, choices in known.items()}
+    smallest, plain = smallest_peaks(profiled, budget, known)
+    room = device.capacity_bytes - profiled.used_by_others
+    resolved = budget.resolved(predictions[NONE].peak_bytes, plain, room, device.kind)
+    binding = predictions[NONE].peak_bytes > resolved.bytes
+    choices = known[NONE]
+    if binding:
+        refined = refine(profiled.problem(resolved.bytes - device.overhead_bytes), profiled.rule, max_calls=DRY_CALLS)
+        if not refined.feasible:
+            raise nothing_fits(profiled, resolved, smallest)
+        choices = profiled.plan(refined.choices)
+    predictions[OURS] = predictor.predict(choices)
+    return SearchResult(resolved, None, [], binding, smallest, stopped="dry run"), predictions, choices

@@ -11,7 +11,7 @@ from autockpt.profiling import build_profile, nominal_op_times, uniform_graphs, 
 from autockpt.runtime import attach
 from autockpt.schema import OFFLOAD, DeviceInfo, Environment, Offload, WorkloadSpec, parse_budget
 from autockpt.tracing import Tracer
-from autockpt.tuning.dryrun import foresee
+from autockpt.tuning.stages import foresee
 from autockpt.workload import build
 from search_spaces.spaces import load_space
 
@@ -100,11 +100,11 @@ def test_plans_stay_within_both_budgets(on_gpu: Tracer, share: float):
     limit = int(host_needed(on_gpu) * share)
     known = profiled(on_gpu, "cuda", limit, ("save", "offload"))
     space = load_space("knobs").restricted(("save", "offload"))
-    foreseen = foresee(known, parse_budget("20%act"), space)
-    predicted = known.predictor.predict(foreseen.choices)
+    found, _, choices = foresee(known, parse_budget("20%act"), space)
+    predicted = known.predictor.predict(choices)
     assert predicted.host_bytes <= limit
-    assert predicted.peak_bytes <= foreseen.budget.bytes
-    assert any(choice == Offload(tier="disk") for choice in foreseen.choices.values())
+    assert predicted.peak_bytes <= found.budget.bytes
+    assert any(choice == Offload(tier="disk") for choice in choices.values())
 
 
 def test_a_host_budget_that_makes_a_budget_unreachable_is_named(on_cpu: Tracer):

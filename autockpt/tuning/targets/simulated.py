@@ -11,7 +11,6 @@ from autockpt.errors import AutockptError
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import (
     CostModel,
-    build_profile,
     said_of,
     simulated_memory,
     torch_device,
@@ -62,10 +61,13 @@ class Simulated(Target):
         return Score("simulated")
 
 
-def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) -> SearchOutcome:
+def simulate_search(
+    request: SearchRequest, hardware: Hardware, clock: Clock, *, alternatives: bool = True
+) -> SearchOutcome:
     """Search for ``hardware`` by simulation alone: no weights, no step, and a plan that says so.
 
-    Bytes are by ghost run, seconds by roofline. Writes the run's directory and plan. Raises what ``run_search`` does.
+    Bytes are by ghost run, seconds by roofline. Writes the run's directory and plan, but for a dry run. Raises what
+    ``run_search`` does; without ``alternatives`` no changes are looked for that would fit.
     """
     with ExitStack() as stack:
         stack.enter_context(uncollected())
@@ -75,7 +77,8 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
         budget, capped = within(request.budget, hardware)
         what_if = partial(on_hardware, request, hardware, found.space.choices)
         job, needs = Described(request.workload, hardware), simulated_memory(hardware)
-        stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if))
+        if alternatives:
+            stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if))
         question = question_of(request, found, budget, (*capped, said_of(hardware)))
         question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
         with clock.stage("profile"):
@@ -89,18 +92,6 @@ def simulate_search(request: SearchRequest, hardware: Hardware, clock: Clock) ->
         storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
         target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
         return find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls)
-
-
-def foreseen(request: SearchRequest, hardware: Hardware, clock: Clock) -> SearchOutcome:
-    """What a dry run for ``hardware`` says. Raises InfeasibleError without looking for changes that would fit."""
-    with ExitStack() as stack:
-        stack.enter_context(uncollected())
-        tracer = stack.enter_context(tracer_for(hardware, request.workload))
-        found = _traced(stack, request, tracer, hardware)
-        budget, capped = within(request.budget, hardware)
-        question = question_of(request, found, budget, (*capped, said_of(hardware)))
-        profiled = _profiled(found, hardware, budget, request.host_budget)
-        return foresee_plan(question, tracer, profiled, clock, seconds=True)
 
 
 def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware) -> Traced:
@@ -135,10 +126,9 @@ def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: in
     times = modelled(hardware, graphs if found.base is None else [*graphs, found.base])
     if found.heads is not None:  # what regions cost that run again is read off layers
         times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
-    if found.twin is None or found.base is None:
-        return build_profile(found.tracer, times, found.uniform, host_budget=host_budget, needs=needs, head=found.heads)
-    small = build_profile(found.twin, times, found.uniform, host_budget=host_budget, head=found.heads)
-    return transplanted(small, found.base, found.tracer.trace, needs)
+    if found.base is None:
+        return found.cost_model(times, host_budget=host_budget, needs=needs)
+    return transplanted(found.cost_model(times, host_budget=host_budget), found.base, found.tracer.trace, needs)
 
 
 def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]) -> WhatIf:
