@@ -20,13 +20,13 @@ def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, 
 
 def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> Front:
     taken = Counter(choices[u.name] for u in units if u.name in choices)
-    plain = seconds(menu.items[0])
+    plain = menu.items[0].seconds
     best = [item.choice for item in undominated(menu.items)]
     rows = [
         Bargain(
             choice=item.choice,
             kept_bytes=item.kept_bytes,
-            extra_seconds=seconds(item) - plain,
+            extra_seconds=item.seconds - plain,
             taken=taken.get(item.choice, 0),
             dominated=item.choice not in best,
         )
@@ -46,12 +46,7 @@ def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> 
 def undominated(items: Sequence[MenuItem]) -> list[MenuItem]:
     """Items that no other beats in bytes or seconds without losing in the other; of equal ones the first."""
     kept: list[MenuItem] = []
-    for item in sorted(items, key=lambda i: (i.kept_bytes, seconds(i))):
-        if not kept or seconds(item) < seconds(kept[-1]):
+    for item in sorted(items, key=lambda i: (i.kept_bytes, i.seconds)):
+        if not kept or item.seconds < kept[-1].seconds:
             kept.append(item)
     return kept
-
-
-def seconds(item: MenuItem) -> float:
-    """All that a choice takes on its unit in one cycle."""
-    return item.forward_seconds + item.backward_seconds + item.recompute_seconds + item.copy_seconds

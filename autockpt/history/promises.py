@@ -24,44 +24,33 @@ def simulated_for(plan: Plan) -> str:
     return plan.environment.device.name if plan.environment is not None else "a device that the plan does not name"
 
 
-def _judge_simulation(plan: Plan, measured: Measurement, kind: str | None) -> Check:
-    """The measured peak against the budget and the simulated one; that of another kind of device is only compared."""
-    assert plan.predicted is not None
-    foreseen = plan.predicted.peak_bytes
-    parts = [
-        format_bytes(measured.peak_bytes),
-        f"simulated {format_bytes(foreseen)} for {simulated_for(plan)} ({measured.peak_bytes / foreseen - 1:+.1%})",
-    ]
-    planned = plan.environment.device.kind if plan.environment is not None else None
-    slack = PEAK_SLACK if planned == "cpu" else SIMULATED_PEAK_SLACK
-    state: CheckState = "passed" if measured.peak_bytes <= foreseen * (1 + slack) else "failed"
-    if plan.budget is not None:
-        parts.append(f"budget {format_bytes(plan.budget.bytes)}")
-        if measured.peak_bytes > plan.budget.bytes:
-            state = "failed"
-    if planned is not None and kind is not None and planned != kind:
-        parts.append("another kind of device, so the two are not held against each other")
-        state = "skipped"
-    return Check(name="peak", state=state, detail=", ".join(parts))
-
-
 def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Check:
-    """The measured peak, on a device of ``kind`` (None: the plan's), against the budget and the promised peak."""
-    if plan.status == "simulated" and plan.predicted is not None:
-        return _judge_simulation(plan, measured, kind)
-    promise = plan.measured or plan.predicted if plan.status != "unmeasured" else None
-    here = format_bytes(measured.peak_bytes)
-    parts, state = [here], cast(CheckState, "skipped")
+    """The measured peak, on a device of ``kind`` (None: the plan's), against the budget and the promised peak.
+
+    One that was simulated for another kind of device is only compared.
+    """
+    simulated = plan.predicted if plan.status == "simulated" else None
+    promise = simulated or plan.measured or plan.predicted if plan.status != "unmeasured" else None
+    planned = plan.environment.device.kind if plan.environment is not None else None
+    parts, state = [format_bytes(measured.peak_bytes)], cast(CheckState, "skipped")
     if promise is not None:
-        parts.append(f"promised {format_bytes(promise.peak_bytes)}")
-        state = "passed" if measured.peak_bytes <= promise.peak_bytes * (1 + PEAK_SLACK) else "failed"
+        said = f"promised {format_bytes(promise.peak_bytes)}"
+        if simulated is not None:
+            more = measured.peak_bytes / promise.peak_bytes - 1
+            said = f"simulated {format_bytes(promise.peak_bytes)} for {simulated_for(plan)} ({more:+.1%})"
+        slack = SIMULATED_PEAK_SLACK if simulated is not None and planned != "cpu" else PEAK_SLACK
+        parts.append(said)
+        state = "passed" if measured.peak_bytes <= promise.peak_bytes * (1 + slack) else "failed"
     if plan.budget is not None:
         parts.append(f"budget {format_bytes(plan.budget.bytes)}")
         if measured.peak_bytes > plan.budget.bytes:
             state = "failed"
         elif state == "skipped":
             state = "passed"
-    if state == "skipped":
+    if simulated is not None and planned is not None and kind is not None and planned != kind:
+        parts.append("another kind of device, so the two are not held against each other")
+        state = "skipped"
+    elif state == "skipped":
         parts.append("nothing was promised")
     return Check(name="peak", state=state, detail=", ".join(parts))
 

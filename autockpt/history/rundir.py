@@ -135,6 +135,12 @@ class RunDirectory:
         """Where the run's plan is written."""
         return self.path / "plan.yaml"
 
+    @property
+    def model(self) -> str:
+        """The model by the name that the question gives it; empty where it does not."""
+        workload = self.question.get("workload")
+        return str((workload.get("model") if isinstance(workload, dict) else self.question.get("model")) or "")
+
     def add_trial(self, trial: Trial) -> None:
         """Append a trial, and when. Of several lines with one number the last counts, so a trial can be told again."""
         self.append("trials.jsonl", trial.model_dump_json())

@@ -7,7 +7,7 @@ from pathlib import Path
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema.graph import Unit
-from autockpt.schema.plan import Plan, PlanStatus
+from autockpt.schema.plan import Plan
 from autockpt.schema.trial import Trial
 from autockpt.schema.workload import WorkloadSpec
 
@@ -52,13 +52,15 @@ def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
     notes = (f"trial {trial.number} of {run.path.name}, {trial.name}",)
     if over or not trial.feasible:
         notes = (*notes, f"not the answer of that run: {trial.state.replace('_', ' ')}")
+    asked = run.question.get("workload")
+    workload = WorkloadSpec.model_validate(asked) if isinstance(asked, dict) else None
     return Plan.create(
         trial.choices,
         [*graph.units, *_head(answer, trial, graph.units)],
-        model=answer.model.name if answer is not None else _model(run),
+        model=answer.model.name if answer is not None else run.model,
         fingerprint=str(run.question.get("model_fingerprint") or ""),
-        source=_source(trial),
-        workload=answer.workload if answer is not None else _workload(run),
+        source="measured" if trial.measured else "simulated" if trial.predicted else "unmeasured",
+        workload=answer.workload if answer is not None else workload,
         settings=answer.settings if answer is not None else {},
         environment=run.environment(),
         budget=budget,
@@ -70,12 +72,6 @@ def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
     )
 
 
-def _source(trial: Trial) -> PlanStatus:
-    if trial.measured is not None:
-        return "measured"
-    return "simulated" if trial.predicted is not None else "unmeasured"
-
-
 def _head(answer: Plan | None, trial: Trial, units: tuple[Unit, ...]) -> list[Unit]:
     """The output head that the trial has a choice for, where the run's answer tells its class."""
     classes = answer.model.classes if answer is not None else {}
@@ -85,13 +81,3 @@ def _head(answer: Plan | None, trial: Trial, units: tuple[Unit, ...]) -> list[Un
         for name in trial.choices
         if name not in listed and name in classes
     ]
-
-
-def _workload(run: RunDirectory) -> WorkloadSpec | None:
-    asked = run.question.get("workload")
-    return WorkloadSpec.model_validate(asked) if isinstance(asked, dict) else None
-
-
-def _model(run: RunDirectory) -> str:
-    asked = run.question.get("workload")
-    return str((asked.get("model") if isinstance(asked, dict) else run.question.get("model")) or "")

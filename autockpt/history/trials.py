@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autockpt.schema.trial import Trial
+from autockpt.schema.trial import Measurement, Trial
 
 UNKNOWN = float("inf")
 
@@ -58,3 +58,12 @@ def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
         if not front or trial.score_seconds < front[-1].score_seconds:
             front.append(trial)
     return front
+
+
+def measurements(readings: Sequence[Trial]) -> list[Measurement]:
+    """The different measurements among a trial's lines: it is written again, too, when it is judged."""
+    found: list[Measurement] = []
+    for trial in readings:
+        if trial.measured is not None and (not found or found[-1] != trial.measured):
+            found.append(trial.measured)
+    return found

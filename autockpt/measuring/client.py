@@ -48,20 +48,17 @@ class WorkerMeasurer:
         budget_bytes: int | None = None,
         host_budget: int | None = None,
         compile: CompileMode | None = None,
-        threads: int | None = None,
         log_path: Path | str | None = None,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
         self._start_message = {
             "spec": spec.model_dump(mode="json"),
             "device": device_name,
-            "threads": threads,
             "host_budget": host_budget,
             "compile": compile,
         }
         self.device_name = device_name
         self._budget = budget_bytes
-        self._threads = threads
         self._wanted = process_environment(device_name)
         self.patience = patience
         self._own_log = ScratchFolder() if log_path is None else None
@@ -151,7 +148,7 @@ class WorkerMeasurer:
         """Start a worker and tell it what to build, without waiting for it."""
         try:
             with self.log_path.open("ab") as log:
-                environment = child_environment(self._threads, self._wanted)
+                environment = child_environment(self._wanted)
                 self._child = Child(_MODULE, log=log, environment=environment)
         except OSError as error:
             raise MeasurementError(f"the worker process could not be started: {error}") from None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autockpt.devices import Device, get_device
+from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
 from autockpt.measuring.base import Choices
 from autockpt.measuring.compiled import Compiler
@@ -37,17 +37,14 @@ class LocalMeasurer:
     def __init__(
         self,
         workload: Step,
-        device: Device | None = None,
         *,
-        budget_bytes: int | None = None,
         host_budget: int | None = None,
         compile: CompileMode | None = None,
         others_wait: bool = False,
     ) -> None:
         if not others_wait:
             refuse_many_processes()
-        self._device = device or get_device(str(workload.device))
-        self._budget = budget_bytes
+        self._device = get_device(str(workload.device))
         self._environment = environment_of(self._device)
         compiler = Compiler(compile, self._device.kind) if compile else None
         self._runner = StepRunner(workload, self._device, host_budget=host_budget, compiler=compiler)
@@ -69,17 +66,15 @@ class LocalMeasurer:
         self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
     ) -> Measurement:
         """See ``Measurer.measure``. Errors of the user's own step arrive unchanged."""
-        budget = self._budget if budget_bytes is None else budget_bytes
         with self._opened() as runner:
-            return runner.measure(choices, steps=steps, warmup=warmup, budget_bytes=budget)
+            return runner.measure(choices, steps=steps, warmup=warmup, budget_bytes=budget_bytes)
 
     def compare(
         self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
     ) -> dict[str, list[float]]:
         """See ``Measurer.compare``."""
-        budget = self._budget if budget_bytes is None else budget_bytes
         with self._opened() as runner:
-            return runner.compare(plans, rounds=rounds, budget_bytes=budget, warmup=warmup)
+            return runner.compare(plans, rounds=rounds, budget_bytes=budget_bytes, warmup=warmup)
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
         """See ``Measurer.call``."""

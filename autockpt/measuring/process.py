@@ -133,8 +133,8 @@ def _end(owner: int, process: subprocess.Popen[bytes], pipes: Sequence[int]) -> 
             process.wait(timeout=10)
 
 
-def child_environment(threads: int | None, wanted: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, in which the child finds this very autockpt, with its number of threads set.
+def child_environment(wanted: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, in which the child finds this very autockpt.
 
     ``wanted`` are variables to set where this process has not.
     """
@@ -144,12 +144,10 @@ def child_environment(threads: int | None, wanted: Mapping[str, str]) -> dict[st
         known = environment.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (known, root)))
     environment["PYTHONUNBUFFERED"] = "1"
-    if threads is not None:
-        environment.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     return environment
 
 
-def last_lines(path: Path, count: int = 5) -> str:
+def last_lines(path: Path) -> str:
     """The end of a log, for an error message; empty where there is none."""
     try:
         with path.open("rb") as file:
@@ -158,4 +156,4 @@ def last_lines(path: Path, count: int = 5) -> str:
     except OSError:
         return ""
     lines = [f"  {line.rstrip()}" for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[-count:])
+    return "\n".join(lines[-5:])

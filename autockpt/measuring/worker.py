@@ -47,7 +47,6 @@ class Worker:
 
     def do_start(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Build the workload; the facts about it and the environment."""
-        import torch
 
         from autockpt.devices import get_device, make_current
         from autockpt.measuring.compiled import Compiler
@@ -55,8 +54,6 @@ class Worker:
         from autockpt.measuring.runner import StepRunner
         from autockpt.workload import build
 
-        if request["threads"] is not None:
-            torch.set_num_threads(request["threads"])
         device = get_device(request["device"])
         self._beat("imported")
         # First of all: what others hold on the device can only be told apart before this process opens its context.

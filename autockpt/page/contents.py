@@ -108,7 +108,7 @@ def contents_of(run: RunDirectory) -> Contents:
     return _tidied(
         Contents(
             run=run.path.resolve().name,
-            model=_model_of(run, plan),
+            model=(plan.model.name if plan is not None else "") or run.model or "a model",
             device=device + (" (simulated)" if source == "simulated" else ""),
             source=source,
             state=state,
@@ -143,14 +143,6 @@ def _state(run: RunDirectory, plans: Plans, finished: bool) -> str:
     if not plans.points:
         return "empty"
     return "finished" if finished else "stopped"
-
-
-def _model_of(run: RunDirectory, plan: Plan | None) -> str:
-    if plan is not None and plan.model.name:
-        return plan.model.name
-    workload = run.question.get("workload")
-    said = workload.get("model") if isinstance(workload, dict) else run.question.get("model")
-    return str(said or "a model")
 
 
 def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison, ...]:
@@ -213,8 +205,7 @@ def _cost(menu: Menu | None, choice: Choice) -> tuple[int, int, float] | None:
     plain = next((i for i in menu.items if i.choice == SAVE), None) if menu is not None else None
     if item is None or plain is None:
         return None
-    seconds = [i.forward_seconds + i.backward_seconds + i.recompute_seconds + i.copy_seconds for i in (item, plain)]
-    return item.kept_bytes, plain.kept_bytes - item.kept_bytes, seconds[0] - seconds[1]
+    return item.kept_bytes, plain.kept_bytes - item.kept_bytes, item.seconds - plain.seconds
 
 
 def without_paths(text: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autockpt.history.rundir import RunDirectory
-from autockpt.history.trials import pareto_front
+from autockpt.history.trials import measurements, pareto_front
 from autockpt.profiling import build_problem
 from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
 from autockpt.schema.words import USELESS_NOISE
@@ -45,12 +45,12 @@ class Point:
     fits: bool
     peak: int | None
     seconds: float | None
-    low: float | None
-    high: float | None
     predicted_peak: int | None
     predicted_seconds: float | None
-    host: int
     choices: Mapping[str, Choice]
+    low: float | None = None
+    high: float | None = None
+    host: int = 0
     message: str = ""
     elapsed: float = 0.0
     readings: int = 1
@@ -93,16 +93,16 @@ def plans_of(
     readings = run.readings()
     trials = run.trials()
     points = {}
-    refitted = set(_refitted(trials))
+    # after the first candidate prices are fitted to what was measured
+    refitted = [t.number for t in trials if t.encoding != "baseline"][1:]
     for trial in trials:
-        told = sum(r.number == trial.number and r.measured is not None for r in _changes(readings))
-        points[f"t{trial.number}"] = _tried(trial, trial.number in refitted, told)
+        measured = measurements([reading for reading in readings if reading.number == trial.number])
+        points[f"t{trial.number}"] = _tried(trial, trial.number in refitted, len(measured))
     model = _Model.of(trials, profile, base, best, host_budget) if profile is not None and base is not None else None
-    for number, point in enumerate(model.walk() if model is not None else ()):
-        if plan_hash(point.choices) not in {t.plan_hash for t in trials if t.score is not None}:
-            points[f"p{number}"] = point
+    scored = {t.plan_hash for t in trials if t.score is not None}
+    walked = model.walk() if model is not None else []
+    points |= {point.key: point for point in walked if plan_hash(point.choices) not in scored}
     answer = next((f"t{t.number}" for t in trials if t.plan_hash == best), None)
-    points = {key: _keyed(key, point) for key, point in points.items()}
     return Plans(
         points=points,
         front=tuple(f"t{t.number}" for t in pareto_front(trials)),
@@ -113,26 +113,12 @@ def plans_of(
     )
 
 
-def _keyed(key: str, point: Point) -> Point:
-    return Point(**{**point.__dict__, "key": key})
-
-
-def _changes(readings: Sequence[Trial]) -> list[Trial]:
-    """Readings that measured something anew: a trial is written again, too, when it is judged."""
-    kept, last = [], {}
-    for trial in readings:
-        if last.get(trial.number) != trial.measured:
-            kept.append(trial)
-        last[trial.number] = trial.measured
-    return kept
-
-
 def _tried(trial: Trial, refitted: bool, readings: int) -> Point:
     score, measured = trial.score, trial.measured
     known = measured is not None and 0 < measured.noise < USELESS_NOISE
     seconds = score.step_seconds if score is not None else None
     return Point(
-        key="",
+        key=f"t{trial.number}",
         name=f"#{trial.number} {trial.name}",
         phase=phase_of(trial, refitted),
         basis="" if score is None else "measured" if measured is not None else "simulated",
@@ -164,11 +150,6 @@ def phase_of(trial: Trial, refitted: bool = False) -> str:
     return REFIT if refitted else SOLVER
 
 
-def _refitted(trials: Sequence[Trial]) -> list[int]:
-    """Numbers of trials after the first candidate, from which on prices are fitted to what was measured."""
-    return [t.number for t in trials if t.encoding != "baseline"][1:]
-
-
 @dataclass(frozen=True)
 class _Model:
     """The planning problem with prices fitted to the trials, and how far it is from ghost runs.
@@ -194,8 +175,9 @@ class _Model:
         plain = cls(profile, base, head, trials, 0, 0, host_budget)._problem()
         if not any(len(unit.options) > 1 for unit in plain.units):
             return None
+        saving = {unit.name: SAVE for unit in plain.units}
         errors = {
-            trial.plan_hash: trial.predicted.peak_bytes - peak_of(plain, _complete(plain, trial.choices))
+            trial.plan_hash: trial.predicted.peak_bytes - peak_of(plain, saving | trial.choices)
             for trial in trials
             if trial.predicted is not None and priced(plain, trial.choices)
         }
@@ -226,7 +208,7 @@ class _Model:
             peak = peak_of(plain, answer.choices) + self.offset
             head = self.head.name if self.head is not None else None
             choices = {n: c for n, c in answer.choices.items() if n != head or c != SAVE}
-            found.append(_predicted(choices, peak, prices.predict(plain, answer.choices)))
+            found.append(_predicted(f"p{len(found)}", choices, peak, prices.predict(plain, answer.choices)))
             budget = min(peak - 1, budget - grain)
         return found
 
@@ -242,13 +224,10 @@ class _Model:
         )
 
 
-def _complete(problem: Problem, choices: Mapping[str, Choice]) -> dict[str, Choice]:
-    return {unit.name: choices.get(unit.name, SAVE) for unit in problem.units}
-
-
-def _predicted(choices: Mapping[str, Choice], peak: int, seconds: float) -> Point:
+def _predicted(key: str, choices: Mapping[str, Choice], peak: int, seconds: float) -> Point:
+    """A plan that only the model speaks of."""
     return Point(
-        key="",
+        key=key,
         name="predicted",
         phase="",
         basis="predicted",
@@ -256,11 +235,8 @@ def _predicted(choices: Mapping[str, Choice], peak: int, seconds: float) -> Poin
         fits=False,
         peak=peak,
         seconds=seconds,
-        low=None,
-        high=None,
         predicted_peak=peak,
         predicted_seconds=seconds,
-        host=0,
         choices=choices,
     )
 

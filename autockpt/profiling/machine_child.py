@@ -29,7 +29,7 @@ def measure_in_child(device: str | None, *, quick: bool = False, tell: Tell = la
 
     wanted = process_environment(device)  # UsageError for a device that is not there
     with tempfile.NamedTemporaryFile(prefix="autockpt-calibrate-", suffix=".log") as log:
-        child = Child(__name__, log=log, environment=child_environment(None, wanted))  # type: ignore[arg-type]
+        child = Child(__name__, log=log, environment=child_environment(wanted))  # type: ignore[arg-type]
         try:
             child.send({"device": device, "quick": quick}, PATIENCE)
             while True:

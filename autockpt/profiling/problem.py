@@ -8,7 +8,7 @@ from autockpt.profiling.segments import Segment, segment_peaks, segments
 from autockpt.schema.choices import SAVE
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.problem import Option, Point, Problem, UnitOptions
-from autockpt.schema.profile import Menu, MenuItem
+from autockpt.schema.profile import Menu
 
 
 def build_problem(
@@ -35,7 +35,7 @@ def build_problem(
     units = [_unit(unit.name, by_kind.get(unit.kind), price or {}) for unit in planned]
     saving = [unit.options[0] for unit in units]
     if base_seconds is None:
-        base_seconds = sum(_own_seconds(by_kind[u.kind].items[0]) for u in planned if u.kind in by_kind)
+        base_seconds = sum(by_kind[u.kind].items[0].seconds for u in planned if u.kind in by_kind)
     parts = segments(base, [unit.name for unit in planned])
     before = [0]
     for option in saving:
@@ -72,11 +72,11 @@ def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[in
 def _unit(name: str, menu: Menu | None, price: Mapping[str, float]) -> UnitOptions:
     if menu is None:
         return UnitOptions(name=name, options=(Option(choice=SAVE, seconds=0.0, kept=0, forward=0, backward=0),))
-    plain = _own_seconds(menu.items[0])
+    plain = menu.items[0].seconds
     options = [
         Option(
             choice=item.choice,
-            seconds=(_own_seconds(item) - plain) * price.get(item.choice.kind, 1.0),
+            seconds=(item.seconds - plain) * price.get(item.choice.kind, 1.0),
             kept=item.kept_bytes,
             forward=item.forward_peak_bytes,
             backward=item.backward_peak_bytes,
@@ -85,10 +85,6 @@ def _unit(name: str, menu: Menu | None, price: Mapping[str, float]) -> UnitOptio
         for item in menu.items
     ]
     return UnitOptions(name=name, options=tuple(options))
-
-
-def _own_seconds(item: MenuItem) -> float:
-    return item.forward_seconds + item.backward_seconds + item.recompute_seconds + item.copy_seconds
 
 
 def _point(part: Segment, peak: int, before: Sequence[int], saving: Sequence[Option]) -> Point:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autockpt.history.trials import measurements
 from autockpt.reporting.progress import STATES
 from autockpt.reporting.style import plain_table
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
@@ -127,48 +128,28 @@ def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> No
         console.print(Text(f"  {pattern}: {choice}", style="dim"), soft_wrap=True)
 
 
-def measurements(readings: Sequence[Trial]) -> list[Measurement]:
-    """The different measurements among a trial's lines: it is written again, too, when it is judged."""
-    found: list[Measurement] = []
-    for trial in readings:
-        if trial.measured is not None and (not found or found[-1] != trial.measured):
-            found.append(trial.measured)
-    return found
-
-
 def _beside(trial: Trial) -> Table:
     """Prediction beside measurement."""
     table = plain_table("", ">predicted", ">measured", ">measured over predicted")
     predicted, measured = trial.predicted, trial.measured
-    ratio = (
-        measured.step_seconds / predicted.step_seconds - 1
-        if measured and predicted and predicted.step_seconds
-        else None
-    )
-    table.add_row(
-        "peak",
-        format_binary(predicted.peak_bytes) if predicted else "—",
-        format_bytes(measured.peak_bytes) if measured else "—",
-        _more(measured.peak_bytes - predicted.peak_bytes) if measured and predicted else "—",
-    )
+    expected = predicted.step_seconds if predicted else None
+
+    def add_sizes(name: str, said: int | None, real: int | None) -> None:
+        more = "—" if said is None or real is None else f"{'+' if real > said else ''}{format_binary(real - said)}"
+        table.add_row(
+            name, "—" if said is None else format_binary(said), "—" if real is None else format_bytes(real), more
+        )
+
+    add_sizes("peak", predicted.peak_bytes if predicted else None, measured.peak_bytes if measured else None)
     table.add_row(
         "step",
-        words.seconds(predicted.step_seconds) if predicted and predicted.step_seconds else "—",
+        words.seconds(expected) if expected else "—",
         words.step_time(measured) if measured else "—",
-        words.share(ratio, signed=True) if ratio is not None else "—",
+        words.share(measured.step_seconds / expected - 1, signed=True) if measured and expected else "—",
     )
     if (predicted and predicted.host_bytes) or (measured and measured.host_bytes):
-        table.add_row(
-            "host",
-            format_binary(predicted.host_bytes) if predicted else "—",
-            format_binary(measured.host_bytes) if measured else "—",
-            _more(measured.host_bytes - predicted.host_bytes) if measured and predicted else "—",
-        )
+        add_sizes("host", predicted.host_bytes if predicted else None, measured.host_bytes if measured else None)
     return table
-
-
-def _more(size: int) -> str:
-    return f"{'+' if size > 0 else ''}{format_binary(size)}"
 
 
 def _readings(measured: Sequence[Measurement]) -> Table:

@@ -22,6 +22,11 @@ class MenuItem(Data):
     copy_seconds: float = Field(default=0.0, description="copies that do not fit behind compute")
     host_bytes: int = Field(default=0, description="what it moves to the host, at once")
 
+    @property
+    def seconds(self) -> float:
+        """All that the choice takes on its unit in one cycle."""
+        return self.forward_seconds + self.backward_seconds + self.recompute_seconds + self.copy_seconds
+
 
 class Menu(Data):
     """All choices of one kind of unit."""

@@ -33,7 +33,7 @@ def start(factory: str) -> Iterator[Callable[..., WorkerMeasurer]]:
     made: list[WorkerMeasurer] = []
 
     def make(function: str = "make", **settings: object) -> WorkerMeasurer:
-        made.append(WorkerMeasurer(spec(function), "cpu", threads=1, **settings))  # type: ignore[arg-type]
+        made.append(WorkerMeasurer(spec(function), "cpu", **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -210,7 +210,7 @@ def test_the_worker_ends_with_its_parent(factory, tmp_path):
 import threading, time
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import WorkloadSpec
-measurer = WorkerMeasurer(WorkloadSpec(model="my_factory:make"), "cpu", threads=1)
+measurer = WorkerMeasurer(WorkloadSpec(model="my_factory:make"), "cpu")
 print(measurer.call("autockpt.probe:pid", {})["pid"], flush=True)
 measurer.call("autockpt.probe:sleep", {"seconds": 600})
 """
