@@ -106,8 +106,3 @@ def open_rows(results: Iterable[BudgetResult], most_rounds: int) -> list[str]:
             if result.ours and undecided and not duel.settled and duel.ratio.rounds < most_rounds:
                 wanted |= {result.ours: None, duel.rival: None}
     return list(wanted)
-
-
-def unknown(names: Iterable[str]) -> list[str]:
-    """Names that no peer has."""
-    return [name for name in names if name not in PEERS]

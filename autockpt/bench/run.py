@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from autockpt.bench.judging import lines_of, open_rows, results_of, unknown
+from autockpt.bench.judging import lines_of, open_rows, results_of
 from autockpt.bench.peers import OUR_OWN, PEERS, PLAIN
 from autockpt.bench.searching import search_for
 from autockpt.bench.store import BenchDirectory
@@ -51,7 +51,7 @@ def _check(request: BenchRequest) -> None:
                 f"a bench has no budget {budget.text!r}",
                 remedy="Write shares of save-everything's measured peak (60%) or sizes (24GB).",
             )
-    for name in unknown(request.peers or ()):
+    for name in (name for name in request.peers or () if name not in PEERS):
         near = closest(name, PEERS)
         hint = f"Did you mean {near!r}? " if near else ""
         raise UsageError(f"there is no peer {name!r}", remedy=f"{hint}The table has: {', '.join(PEERS)}.")
@@ -195,7 +195,8 @@ class _Bench:
         """Every row in turns, until each has as many rounds as were asked for."""
         self.listener.stage("all in turns", self.request.rounds)
         while time.monotonic() < self.deadline:
-            have = {key: sum(key in seconds for seconds in self.rounds) for key in self._measured()}
+            measured = [row.key for row in self._asked_for() if row.state == "measured"]
+            have = {key: sum(key in seconds for seconds in self.rounds) for key in measured}
             if min(have.values(), default=self.request.rounds) >= self.request.rounds:
                 return
             self._round(list(have))
@@ -210,10 +211,6 @@ class _Bench:
                 return
             self._round(keys)
             self.listener.advance()
-
-    def _measured(self) -> list[str]:
-        """Rows to be timed."""
-        return [row.key for row in self._asked_for() if row.state == "measured"]
 
     def _round(self, keys: Sequence[str]) -> None:
         wired = {key: {"peer": self.rows[key].peer, "setting": self.rows[key].setting} for key in keys}

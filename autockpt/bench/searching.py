@@ -12,7 +12,7 @@ from autockpt.schema import (
     ResolvedBudget,
     SearchOutcome,
     SearchRequest,
-    dump_choice,
+    dump_choices,
     parse_budget,
 )
 from autockpt.schema.bench import BenchRequest, SearchCost
@@ -30,7 +30,7 @@ def search_for(
     """
     outcome = run_search(
         SearchRequest(
-            budget=parse_budget(_in_bytes(budget.bytes)),
+            budget=parse_budget(f"{budget.bytes // 1000}KB"),  # the finest unit that a budget can be written in
             workload=request.workload,
             space=request.space,
             device=request.device,
@@ -47,13 +47,7 @@ def search_for(
         raise KeyboardInterrupt
     if outcome.plan is None:
         raise InfeasibleError(f"the search found no plan within {budget.asked}")
-    choices = {name: dump_choice(choice) for name, choice in outcome.plan.expand_planned().items()}
-    return choices, _cost(outcome)
-
-
-def _in_bytes(size: int) -> str:
-    """A budget's text for so many bytes: the finest unit that a budget can be written in, rounded down."""
-    return f"{size // 1000}KB"
+    return dump_choices(outcome.plan.expand_planned()), _cost(outcome)
 
 
 def _cost(outcome: SearchOutcome) -> SearchCost:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,12 +117,8 @@ def _noting(key: str, attach: Callable[[nn.Module], Detach], running: dict[str, 
 
 
 def _attached(runner: StepRunner, payload: Mapping[str, Any]) -> Callable[[nn.Module], Detach]:
-    peer, setting = PEERS[payload["peer"]], payload["setting"]
-    return partial(_attach, peer, [unit.name for unit in _blocks(runner)], setting)
-
-
-def _attach(peer: Any, units: list[str], setting: Mapping[str, Any], model: nn.Module) -> Detach:
-    return peer.attach(model, units, setting)
+    peer, units = PEERS[payload["peer"]], [unit.name for unit in _blocks(runner)]
+    return lambda model: peer.attach(model, units, payload["setting"])
 
 
 def _blocks(runner: StepRunner) -> list[Unit]:

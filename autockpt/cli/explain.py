@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +11,6 @@ from autockpt.cli import screen
 from autockpt.cli.guard import guarded
 from autockpt.cli.options import DeviceName, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
-
-if TYPE_CHECKING:
-    from autockpt.explaining import Question
 
 
 @guarded
@@ -83,29 +80,18 @@ def explain(
         hardware=hardware_for(hardware, device, loaded),
         limits=limits,
     )
-    if rules:
-        _print_rules(question, measure, as_json)
-    else:
-        _print(question, as_json)
-
-
-def _print(question: Question, as_json: bool) -> None:
     from autockpt.explaining import explain as explained
     from autockpt.reporting import listener
     from autockpt.reporting.explain_view import print_explanation
+    from autockpt.reporting.rules_view import print_rules
 
     with listener(screen.progress()) as watcher:
+        if rules:
+            from autockpt.explaining import rules as tried
+
+            screen.show(tried(question, watcher, measure=measure), print_rules, as_json)
+            return
         said = explained(question, watcher)
     screen.show(said, print_explanation, as_json)
     if said.budget is not None and said.smallest_peak > said.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)
-
-
-def _print_rules(question: Question, measure: bool, as_json: bool) -> None:
-    from autockpt.explaining import rules
-    from autockpt.reporting import listener
-    from autockpt.reporting.rules_view import print_rules
-
-    with listener(screen.progress()) as watcher:
-        said = rules(question, watcher, measure=measure)
-    screen.show(said, print_rules, as_json)

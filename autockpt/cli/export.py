@@ -31,7 +31,9 @@ def export(
 
     exported = nearest(Plan.load(plan), to)
     if out is not None:
-        _write(out, exported.settings)
+        if out.exists():
+            raise UsageError(f"{out} exists already", remedy="Give another --out, or move that file away first.")
+        screen.write_file(out, exported.settings)
     if as_json:
         screen.print_json(exported.model_dump_json(indent=2))
     elif out is None:
@@ -41,9 +43,3 @@ def export(
         console.print(f"{out}: {'exact' if exported.exact else 'not all of the plan'}")
         for loss in exported.losses:
             console.print(f"- {loss}")
-
-
-def _write(out: Path, text: str) -> None:
-    if out.exists():
-        raise UsageError(f"{out} exists already", remedy="Give another --out, or move that file away first.")
-    screen.write_file(out, text)

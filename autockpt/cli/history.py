@@ -105,13 +105,10 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: boo
 def _csv(trials: Sequence[Trial]) -> str:
     """The trials as a table for other programs; choices as they are written in plans, one line of JSON."""
     from autockpt.history.openrun import row
-    from autockpt.schema import dump_choice
+    from autockpt.schema import dump_choices
     from autockpt.schema.names import fold
 
-    rows = [
-        row(t) | {"choices": json.dumps({name: dump_choice(choice) for name, choice in fold(t.choices).items()})}
-        for t in trials
-    ]
+    rows = [row(t) | {"choices": json.dumps(dump_choices(fold(t.choices)))} for t in trials]
     text = io.StringIO()
     table = csv.DictWriter(text, rows[0] if rows else ("number",), lineterminator="\n")
     table.writeheader()

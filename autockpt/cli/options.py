@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,6 +164,13 @@ def run_at(run: Path, out: Path) -> RunDirectory:
 
     known = not run.exists() and len(run.parts) == 1 and (out / run).exists()
     return RunDirectory.open(out / run if known else run)
+
+
+def one_of(option: str, given: str | None, known: Sequence[str]) -> Any:
+    """What was given, if it is known or nothing was given. Raises UsageError for another word."""
+    if given is None or given in known:
+        return given
+    raise UsageError(f"{option} {given} is not known", remedy=f"Write {option} {', '.join(known[:-1])} or {known[-1]}.")
 
 
 def listed(text: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from autockpt.cli.options import (
     duration,
     listed,
     named_hardware,
+    one_of,
     opt,
     takes_workload,
     workload_spec,
@@ -26,7 +27,7 @@ from autockpt.cli.options import (
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from autockpt.schema import CompileMode, Listener, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
+    from autockpt.schema import Listener, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
 
 # what is planned for where no model is named, by kind of device
 DEFAULT_MODELS = {"cuda": "llama-1b"}
@@ -178,7 +179,7 @@ def search(
         storage=storage,
         out=out,
         plan_out=plan_out,
-        compile=_compile_mode(compile),
+        compile=one_of("--compile", compile, ("layers", "model")),
         allow_inexact=allow_inexact,
         dry_run=dry_run,
         fresh=fresh,
@@ -203,12 +204,6 @@ def search(
     _write_page(outcome)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-def _compile_mode(given: str | None) -> CompileMode | None:
-    if given == "layers" or given == "model" or given is None:
-        return given
-    raise UsageError(f"--compile {given} is not known", remedy="Write --compile layers or --compile model.")
 
 
 def _space(name: str, choices: str | None) -> SearchSpace:
@@ -296,13 +291,14 @@ def _run_batches(request: SearchRequest, rows: int, log_to: Sequence[str], as_js
 def _run(request: SearchRequest, lengths: str | None, log_to: Sequence[str]) -> SearchOutcome:
     from autockpt.schema.lengths import parse_lengths
     from autockpt.tuning import run_search
-    from autockpt.tuning.lengths import search_lengths_of
 
     told = None if lengths is None else parse_lengths(lengths)
     with _watched(request, log_to) as watcher:
-        if told is not None:
-            return search_lengths_of(request, told, run_search, watcher)
-        return run_search(request, watcher)
+        if told is None:
+            return run_search(request, watcher)
+        from autockpt.tuning.lengths import search_lengths_of
+
+        return search_lengths_of(request, told, run_search, watcher)
 
 
 @contextmanager

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
-from autockpt.cli.options import DeviceName, opt, takes_workload, workload_spec
-from autockpt.errors import UsageError
-
-if TYPE_CHECKING:
-    from autockpt.schema.plan import Steps
+from autockpt.cli.options import DeviceName, one_of, opt, takes_workload, workload_spec
 
 
 @guarded
@@ -42,7 +38,7 @@ def verify(
     """
     from autockpt.schema import Plan
 
-    steps = _steps(compile)
+    steps = one_of("--compile", compile, ("layers", "model", "eager"))
     loaded = Plan.load(plan)
     spec = workload_spec(workload, base=loaded.workload, seed=seed)
     from autockpt.reporting import listener, print_report
@@ -53,9 +49,3 @@ def verify(
     screen.show(report, print_report, as_json)
     if not report.passed:
         raise typer.Exit(FAILED)
-
-
-def _steps(given: str | None) -> Steps | None:
-    if given is None or given == "eager" or given == "layers" or given == "model":
-        return given
-    raise UsageError(f"--compile {given} is not known", remedy="Write --compile layers, model or eager.")

@@ -27,7 +27,7 @@ def explain(question: Question, listener: Listener | None = None) -> Explanation
     listener = listener or Silence()
     with open_subject(question, listener) as subject:
         listener.stage("solving")
-        answers = Answers(subject.profiled, subject.kinds)
+        answers = Answers(subject.profiled, tuple(subject.uniform))
         budget = _resolved(question, answers)
         chosen = _chosen(subject, answers, budget)
         graph = subject.tracer.trace(chosen.choices)

@@ -101,32 +101,30 @@ def largest(
     AutockptError where the size cannot be built. Sizes are multiples of ``step``, and ``now`` itself. At most
     ``MOST_RUNS`` are tried per plan. ``floor``: about how many bytes are there at any size.
     """
-    return tuple(_one(peak, name, first[name], now, ceiling, step, dimension, floor) for name in first)
-
-
-def _one(
-    peak: Peak, name: str, first: int, now: int, ceiling: int, step: int, dimension: Dimension, floor: int
-) -> Largest:
-    search = _Search(ceiling, step, max(step, now * MOST_TIMES // step * step), floor)
-    search.note(now, first)
-    for _ in range(MOST_RUNS - 1):
-        if search.done or (size := search.guess()) in search.peaks:
-            break
-        try:
-            search.note(size, peak(name, size))
-        except AutockptError as error:
-            search.refuse(size, error.message.splitlines()[0])
-    open_ended = search.low >= search.most or bool(search.why and search.high) or not search.done
-    why = search.why or ("" if search.done and search.low < search.most else f"{search.low} was as far as was tried")
-    return Largest(
-        dimension=dimension,
-        plan=name,  # type: ignore[arg-type]
-        value=search.low or None,
-        peak_bytes=search.peaks.get(search.low),
-        now=now,
-        open_ended=open_ended and bool(search.low),
-        why=why,
-    )
+    found = []
+    for name in first:
+        search = _Search(ceiling, step, max(step, now * MOST_TIMES // step * step), floor)
+        search.note(now, first[name])
+        for _ in range(MOST_RUNS - 1):
+            if search.done or (size := search.guess()) in search.peaks:
+                break
+            try:
+                search.note(size, peak(name, size))
+            except AutockptError as error:
+                search.refuse(size, error.message.splitlines()[0])
+        all_tried = search.done and search.low < search.most
+        open_ended = not all_tried or bool(search.why and search.high)
+        limit = Largest(
+            dimension=dimension,
+            plan=name,  # type: ignore[arg-type]
+            value=search.low or None,
+            peak_bytes=search.peaks.get(search.low),
+            now=now,
+            open_ended=open_ended and bool(search.low),
+            why=search.why or ("" if all_tried else f"{search.low} was as far as was tried"),
+        )
+        found.append(limit)
+    return tuple(found)
 
 
 def workload_limits(
@@ -145,12 +143,9 @@ def workload_limits(
     first = {name: needs(graph) for name, (_, graph) in plans.items()}
     floor = min(first[name] - graph.peak_bytes + _at_any_size(graph) for name, (_, graph) in plans.items())
     out: list[Largest] = []
-    fields: tuple[tuple[Dimension, str, str], ...] = (
-        ("batch size", "batch_size", "batch_size"),
-        ("sequence length", "seq_len", "seq_len"),
-    )
-    for dimension, field_name, setting in fields:
-        now = settings.get(setting)
+    fields: dict[Dimension, str] = {"batch size": "batch_size", "sequence length": "seq_len"}
+    for dimension, field_name in fields.items():
+        now = settings.get(field_name)
         if not isinstance(now, int) or (field_name == "seq_len" and spec.pad_to is not None):
             continue
 

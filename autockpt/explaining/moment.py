@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -33,23 +32,19 @@ def curve(ledger: Ledger, points: int = POINTS) -> Curve:
     growing, moving = ledger.together(GROWING), ledger.together(COME_AND_GO)
     edges = np.linspace(0, n, min(points, n) + 1, dtype=np.int64)
     at = [int(a + np.argmax(total[a:b])) for a, b in pairwise(edges)]
+    at_peak = peak_op(graph)
+    op = graph.ops[at_peak] if graph.ops else None
     return Curve(
         total=tuple(int(total[i]) for i in at),
         fixed=tuple(int(total[i] - growing[i] - moving[i]) for i in at),
         growing=tuple(int(growing[i]) for i in at),
         ops=n,
         spans=graph.spans(),
-        peak_op=peak_op(graph),
-        **_place(graph),
+        peak_op=at_peak,
+        peak_target=op.target if op else "",
+        peak_phase=op.phase if op else "forward",
+        peak_module=op.module if op else "",
     )
-
-
-def _place(graph: Graph) -> dict[str, Any]:
-    """Where the peak is, as fields of a Curve."""
-    if not graph.ops:
-        return {}
-    op = graph.ops[peak_op(graph)]
-    return {"peak_target": op.target, "peak_phase": op.phase, "peak_module": op.module}
 
 
 def telling_op(ledger: Ledger) -> int:

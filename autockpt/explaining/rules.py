@@ -56,8 +56,11 @@ def rules(question: Question, listener: Listener | None = None, *, measure: bool
         if measure:
             listener.stage("taking real steps")
             runnable = {name: plans[name] for name in graphs}
-            measured, said = _measured(question, runnable, activations)
-            tables = [r.model_copy(update={"measured": measured.get(_plan_of(r))}) for r in tables]
+            with WorkerMeasurer(question.spec, question.device) as measurer:
+                measured, said = take_steps(measurer, runnable, activations)
+            # counts of FLOPs are held against no measurement
+            measured_of = [measured.get(r.name) if r.factor is None else None for r in tables]
+            tables = [r.model_copy(update={"measured": m}) for r, m in zip(tables, measured_of, strict=True)]
             notes += said
         return Rules(
             model=question.spec.model,
@@ -222,17 +225,6 @@ def _memory_rules(subject: Subject, predicted: Mapping[str, Reading]) -> list[Ru
         )
         for said in _said(len(subject.profiled.blocks), bound_by(subject))
     ]
-
-
-def _plan_of(rule: Rule) -> str:
-    """The plan whose measurement a rule is held against: none for counts of FLOPs."""
-    return rule.name if rule.factor is None and rule.amount is None else ""
-
-
-def _measured(question: Question, plans: Plans, activations: int) -> tuple[dict[str, Reading], list[str]]:
-    """Readings by plan name from real steps on the device, and what went wrong."""
-    with WorkerMeasurer(question.spec, question.device) as measurer:
-        return take_steps(measurer, plans, activations)
 
 
 def take_steps(measurer: Measurer, plans: Plans, activations: int) -> tuple[dict[str, Reading], list[str]]:

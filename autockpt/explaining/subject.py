@@ -87,11 +87,6 @@ class Subject:
     notes: tuple[str, ...] = ()
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """Choice kinds that this model takes."""
-        return tuple(self.uniform)
-
-    @property
     def head(self) -> str | None:
         """Name of the model's output head."""
         return self.tracer.head.name if self.tracer.head is not None else None
@@ -130,7 +125,8 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
         times, others = _times(question, uniform, list(head.graphs.values()) if head is not None else [])
         listener.stage("profiling choices")
         needs = simulated_memory(question.hardware, question.limit) if question.hardware is not None else None
-        own = _own_sets(choices or {})
+        # choices of the plan that no menu has by itself
+        own = dict.fromkeys(c for c in (choices or {}).values() if isinstance(c, Selective | Remake))
         profiled = found.cost_model(times.times, used_by_others=others, extra=own, needs=needs)
         yield Subject(
             question=question,
@@ -153,8 +149,3 @@ def _times(question: Question, uniform: UniformRuns, heads: Sequence[Graph]) -> 
         environment, uniform, heads, workload_key(question.spec, question.spec.model, {}), question.plan_path
     )
     return times, device.used_by_others()
-
-
-def _own_sets(choices: Mapping[str, Choice]) -> tuple[Choice, ...]:
-    """Choices of a plan that no menu has by itself."""
-    return tuple(dict.fromkeys(c for c in choices.values() if isinstance(c, Selective | Remake)))

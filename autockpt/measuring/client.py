@@ -15,7 +15,7 @@ from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
 from autockpt.measuring.base import Choices
 from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
-from autockpt.schema.choices import dump_choice
+from autockpt.schema.choices import dump_choices
 from autockpt.schema.device import Environment
 from autockpt.schema.files import ScratchFolder
 from autockpt.schema.plan import CompileMode
@@ -91,7 +91,7 @@ class WorkerMeasurer:
     ) -> Measurement:
         """See ``Measurer.measure``. A worker killed by the system counts as out of memory."""
         data = self._request(
-            "measure", choices=_wire(choices), steps=steps, warmup=warmup, budget_bytes=self._limit(budget_bytes)
+            "measure", choices=dump_choices(choices), steps=steps, warmup=warmup, budget_bytes=self._limit(budget_bytes)
         )
         return Measurement.model_validate(data)
 
@@ -99,7 +99,7 @@ class WorkerMeasurer:
         self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
     ) -> dict[str, list[float]]:
         """See ``Measurer.compare``."""
-        wired = {name: _wire(choices) for name, choices in plans.items()}
+        wired = {name: dump_choices(choices) for name, choices in plans.items()}
         limit = self._limit(budget_bytes)
         return self._request("compare", plans=wired, rounds=rounds, budget_bytes=limit, warmup=warmup)
 
@@ -254,7 +254,3 @@ def _how_it_ended(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
-
-
-def _wire(choices: Choices) -> dict[str, Any]:
-    return {name: dump_choice(choice) for name, choice in choices.items()}

@@ -22,7 +22,7 @@ from torch import nn
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
 from autockpt.measuring.failures import chain
 from autockpt.runtime import Session, attach, without_kv_cache
-from autockpt.schema.choices import SAVE, Choice, label
+from autockpt.schema.choices import SAVE, Choice, label, parse_choices
 from autockpt.schema.plan import CompileMode, plan_hash
 from autockpt.workload.names import unwrap
 from autockpt.workload.units import discover_units, module_of
@@ -228,11 +228,8 @@ def _within(error: BaseException) -> AutockptError | None:
 
 def measure_eagerly(runner: Any, payload: dict[str, Any]) -> dict[str, Any]:
     """A plan's Measurement in steps that are not compiled; run beside the model by ``Measurer.call``."""
-    from autockpt.schema.choices import parse_choice
-
     compiler, runner.compiler = runner.compiler, None
     try:
-        choices = {name: parse_choice(choice) for name, choice in payload["choices"].items()}
-        return runner.measure(choices, steps=payload["steps"]).model_dump(mode="json")
+        return runner.measure(parse_choices(payload["choices"]), steps=payload["steps"]).model_dump(mode="json")
     finally:
         runner.compiler = compiler

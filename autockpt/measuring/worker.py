@@ -19,7 +19,7 @@ from typing import Any
 
 from autockpt.errors import AutockptError, MeasurementError
 from autockpt.measuring.failures import device_lost, letting_go, to_wire
-from autockpt.schema.choices import parse_choice
+from autockpt.schema.choices import parse_choices
 from autockpt.schema.workload import WorkloadSpec
 
 _PARENT_SECONDS = 2.0
@@ -79,7 +79,7 @@ class Worker:
     def do_measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One plan's Measurement."""
         measured = self._runner.measure(
-            _choices(request["choices"]),
+            parse_choices(request["choices"]),
             steps=request["steps"],
             warmup=request["warmup"],
             budget_bytes=request["budget_bytes"],
@@ -88,7 +88,7 @@ class Worker:
 
     def do_compare(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Interleaved seconds of several plans."""
-        plans = {name: _choices(choices) for name, choices in request["plans"].items()}
+        plans = {name: parse_choices(choices) for name, choices in request["plans"].items()}
         return self._runner.compare(
             plans, rounds=request["rounds"], budget_bytes=request["budget_bytes"], warmup=request["warmup"]
         )
@@ -147,10 +147,6 @@ def _first_to_go() -> None:
             file.write("1000")
     except OSError:
         pass
-
-
-def _choices(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: parse_choice(choice) for name, choice in data.items()}
 
 
 def _explained(error: BaseException, request: Mapping[str, Any]) -> AutockptError:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.devices import transport_for
 from autockpt.devices.disk import DiskTransport
 from autockpt.profiling.probes import Clock, by_transport, watch_seconds
-from autockpt.schema.choices import parse_choice
+from autockpt.schema.choices import parse_choices
 from autockpt.tracing import signature
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
     Returns seconds per signature (median), the optimizer phase, the host's share per op, what an op costs besides where
     it is watched, and the copy bandwidths, with ``payload["disk"]`` those of the disk tier too.
     """
-    choices = {name: parse_choice(c) for name, c in payload["choices"].items()}
+    choices = parse_choices(payload["choices"])
     device = runner.device.torch_device
     seconds: dict[str, list[float]] = defaultdict(list)
     optimizer: list[float] = []

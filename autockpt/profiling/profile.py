@@ -31,7 +31,7 @@ from autockpt.schema import (
     Remake,
     Selective,
     Unit,
-    dump_choice,
+    dump_choices,
     format_bytes,
     parse_choice,
     plan_hash,
@@ -189,8 +189,7 @@ def measure_op_times(
         return known
 
     def timed(choices: Mapping[str, Choice], cycles: int, disk: bool = False) -> OpTimes:
-        dumped = {name: dump_choice(choice) for name, choice in choices.items()}
-        payload = {"choices": dumped, "cycles": cycles, "disk": disk}
+        payload = {"choices": dump_choices(choices), "cycles": cycles, "disk": disk}
         found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
         return OpTimes(environment=runs.environment, **found)
 

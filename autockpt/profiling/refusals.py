@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.policies.watched_backends import KNOWN, WATCHING
-from autockpt.schema.choices import SAVE, Choice, dump_choice, parse_choice
+from autockpt.schema.choices import SAVE, Choice, dump_choices, parse_choice, parse_choices
 
 if TYPE_CHECKING:
     from autockpt.measuring import Measurer, StepRunner
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def run_once(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """One cycle with ``payload["choices"]``: what refused it, or an empty text. Runs where the model lives."""
     try:
-        with runner.attached({name: parse_choice(choice) for name, choice in payload["choices"].items()}):
+        with runner.attached(parse_choices(payload["choices"])):
             runner.run_cycle()
     except ConflictError as error:
         return {"refused": error.message}
@@ -36,7 +36,7 @@ def refused_choices(measurer: Measurer, plain: Mapping[str, Choice], kinds: Iter
         if kind not in WATCHING:
             continue
         choices = {name: parse_choice(kind) if choice == SAVE else choice for name, choice in plain.items()}
-        payload = {"choices": {name: dump_choice(choice) for name, choice in choices.items()}}
+        payload = {"choices": dump_choices(choices)}
         try:
             said = measurer.call("autockpt.profiling.refusals:run_once", payload)["refused"]
         except DeviceOutOfMemory:

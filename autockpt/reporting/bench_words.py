@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from autockpt.schema import format_binary, words
-from autockpt.schema.bench import BenchLine, BenchReport, BudgetResult, Duel, Ratio
+from autockpt.schema.bench import BenchLine, BenchReport, BudgetResult, Ratio
 
 COLUMNS = ("method", "peak", "of plain", "step", "overhead", "95 % interval")
 GROUPS = {"eager": "Eager", "compiled": "Compiled (torch.compile), over compiled with budget 1"}
@@ -25,15 +25,12 @@ def cells(line: BenchLine, plain_peak: int | None) -> tuple[str, ...]:
     over = line.overhead
     if over is None:
         return (row.key, peak, share, words.seconds(line.step_seconds) + noise, "—", "—")
-    return (row.key, peak, share, words.seconds(line.step_seconds) + noise, _signed(over.value), _reach(over))
+    reach = "unknown" if over.high is None else f"{_signed(over.low)} … {_signed(over.high)}"
+    return (row.key, peak, share, words.seconds(line.step_seconds) + noise, _signed(over.value), reach)
 
 
 def _signed(ratio: float) -> str:
     return words.share(ratio - 1, signed=True)
-
-
-def _reach(over: Ratio) -> str:
-    return "unknown" if over.high is None else f"{_signed(over.low)} … {_signed(over.high)}"
 
 
 def ratio(value: Ratio) -> str:
@@ -64,15 +61,11 @@ def _ours(result: BudgetResult, lines: dict[str, BenchLine]) -> str:
     tally = ", ".join(f"{word} than {counts[word]}" for word in ("faster", "slower") if counts[word])
     undecided = f"{counts['undecided']} undecided" if counts["undecided"] else ""
     of_all = ", ".join(filter(None, (tally, undecided)))
+    stopped = "" if first.settled else f" (interval still wider than asked for after {first.ratio.rounds} rounds)"
     return (
         f"{own}; fastest other that fits: {first.rival}{theirs}. Step time over its: {ratio(first.ratio)}, "
-        f"{_word(first)}. Of {len(result.duels)} that fit: {of_all}."
+        f"{first.verdict}{stopped}. Of {len(result.duels)} that fit: {of_all}."
     )
-
-
-def _word(duel: Duel) -> str:
-    stopped = "" if duel.settled else f" (interval still wider than asked for after {duel.ratio.rounds} rounds)"
-    return f"{duel.verdict}{stopped}"
 
 
 def searches(report: BenchReport) -> list[str]:

@@ -60,7 +60,8 @@ def print_explanation(said: Explanation, console: Console) -> None:
             console.print(bullets(largest_words(said)))
     if said.notes or said.basis_note:
         console.print()
-        console.print(bullets((_rests_on(said), *said.notes)))
+        how = "a ghost run" if said.source == "ghost" else "a recorded real step"
+        console.print(bullets((f"Bytes are simulated by {how}, seconds too: {said.basis_note}.", *said.notes)))
 
 
 def _heading(said: Explanation) -> Text:
@@ -204,8 +205,3 @@ def _budgets(said: Explanation, marks: area.Marks) -> Table:
             style="bold" if step.ours else None,
         )
     return table
-
-
-def _rests_on(said: Explanation) -> str:
-    how = "a ghost run" if said.source == "ghost" else "a recorded real step"
-    return f"Bytes are simulated by {how}, seconds too: {said.basis_note}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.schema import Choice, Remake, Selective, format_binary, words
-from autockpt.schema.explanation import Alive, Basis, Explanation, Largest, Reach, Speed
+from autockpt.schema.explanation import Alive, Basis, Explanation, Reach, Speed
 from autockpt.schema.known import NONE
 
 _IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
@@ -128,23 +128,17 @@ def largest_words(said: Explanation) -> list[str]:
     out = []
     for dimension in dict.fromkeys(limit.dimension for limit in said.limits):
         group = [limit for limit in said.limits if limit.dimension == dimension]
-        parts = [f"{_value(limit)} {_how(limit)}" for limit in group]
+        parts = []
+        for limit in group:
+            size = "none fits" if limit.value is None else f"{limit.value:,}{' or more' if limit.open_ended else ''}"
+            how = "saving everything" if limit.plan == "save everything" else "with the leanest plan"
+            parts.append(f"{size} {how}")
         reasons = dict.fromkeys(limit.why for limit in group if limit.open_ended and limit.why)
         more = f" ({'; '.join(reasons)})" if reasons else ""
         out.append(
             f"largest {dimension} within this budget: {', '.join(parts)}; now {group[0].now:,}{more} (simulated)"
         )
     return out
-
-
-def _value(limit: Largest) -> str:
-    if limit.value is None:
-        return "none fits"
-    return f"{limit.value:,}{' or more' if limit.open_ended else ''}"
-
-
-def _how(limit: Largest) -> str:
-    return "saving everything" if limit.plan == "save everything" else "with the leanest plan"
 
 
 _FOLLOWS = {

@@ -17,9 +17,11 @@ from autockpt.schema.choices import (
     Selective,
     choice_kinds,
     dump_choice,
+    dump_choices,
     from_label,
     label,
     parse_choice,
+    parse_choices,
     searched_kinds,
 )
 from autockpt.schema.device import DeviceInfo, Environment

@@ -282,6 +282,16 @@ def dump_choice(choice: Choice) -> str | dict[str, Any]:
     return choice.kind if set(data) == {"kind"} else data
 
 
+def parse_choices(data: Mapping[str, Any]) -> dict[str, Choice]:
+    """Choices by unit name from their forms in a plan. Raises PlanError as ``parse_choice`` does."""
+    return {name: parse_choice(value) for name, value in data.items()}
+
+
+def dump_choices(choices: Mapping[str, Choice]) -> dict[str, Any]:
+    """Choices by unit name as they are written in a plan, and sent between processes."""
+    return {name: dump_choice(choice) for name, choice in choices.items()}
+
+
 def label(choice: Choice) -> str:
     """A choice as one word or one line of JSON, for places that hold text only; ``from_label`` reads it back."""
     dumped = dump_choice(choice)

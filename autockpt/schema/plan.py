@@ -19,13 +19,13 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from autockpt.errors import PlanError
 from autockpt.schema import planfile, planview
 from autockpt.schema.base import Data
-from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice
+from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices
 from autockpt.schema.device import Environment
 from autockpt.schema.files import set_aside
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.planfile import SCHEMA_VERSION
-from autockpt.schema.sets import OF_A_SET, ChoiceSet, When, parsed, written
+from autockpt.schema.sets import OF_A_SET, ChoiceSet, When, parsed
 from autockpt.schema.sizes import ResolvedBudget
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.workload import WorkloadSpec
@@ -211,7 +211,7 @@ class Plan(Data):
         """The text of a plan file: the choices first, then where they are from."""
         data: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
         data |= {"autockpt": self.autockpt, "source": self.source}
-        data["choices"] = written(self.choices)
+        data["choices"] = dump_choices(self.choices)
         if self.workload is not None:
             data["workload"] = self.workload.model_dump(mode="json", exclude_none=True)
         if self.smaller_batches:

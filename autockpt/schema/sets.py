@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from autockpt.schema.base import Data
-from autockpt.schema.choices import Choice, dump_choice, parse_choice
+from autockpt.schema.choices import Choice, dump_choices, parse_choices
 from autockpt.schema.trial import Measurement, Prediction
 
 OF_A_SET = ("when", "share", "predicted", "measured", "choices")
@@ -63,14 +63,9 @@ class ChoiceSet(Data):
 
     def written(self) -> dict[str, Any]:
         """As it stands in a plan's file."""
-        return self.model_dump(mode="json", exclude_defaults=True) | {"choices": written(self.choices)}
+        return self.model_dump(mode="json", exclude_defaults=True) | {"choices": dump_choices(self.choices)}
 
 
 def parsed(value: Any) -> Any:
     """Choices by pattern, as a file has them, read."""
-    return {k: parse_choice(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-
-def written(choices: Mapping[str, Choice]) -> dict[str, Any]:
-    """Choices by pattern, as a file has them."""
-    return {pattern: dump_choice(choice) for pattern, choice in choices.items()}
+    return parse_choices(value) if isinstance(value, Mapping) else value

@@ -94,16 +94,6 @@ class Budget(Data):
             return leanest_peak + int((save_all_peak - leanest_peak) * (self.share or 0.0))
         return capacity
 
-    def describe(self) -> str:
-        """In words, for the terminal."""
-        if self.kind == "bytes":
-            return format_bytes(self.size or 0)
-        if self.kind == "share":
-            return f"{self.text} of this job's own save-everything peak"
-        if self.kind == "activation_share":
-            return f"{self.text[:-3]} of the activation range (leanest plan to save-everything)"
-        return "all that the device has"
-
 
 class ResolvedBudget(Data):
     """A budget in bytes, with the words it was asked in and what it covers.

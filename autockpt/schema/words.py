@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import groupby
 
@@ -67,7 +68,7 @@ def facts(settings: Mapping[str, object]) -> str:
         if value is True:
             said.append(name)
         elif value is not None and value is not False and value != "":
-            said.append(f"{name} {_plain(value)}")
+            said.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}")
     return ", ".join(said)
 
 
@@ -85,10 +86,6 @@ def job(settings: Mapping[str, object]) -> str:
         "quantization",
     )
     return facts({name: settings.get(name) for name in shown})
-
-
-def _plain(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def strip(choices: Mapping[str, Choice], width: int = 48) -> str:
@@ -111,7 +108,5 @@ def strip(choices: Mapping[str, Choice], width: int = 48) -> str:
 
 def tally(choices: Mapping[str, Choice]) -> str:
     """``12 recompute, 20 save``: how many units do what, the most first."""
-    counts: dict[str, int] = {}
-    for choice in choices.values():
-        counts[choice.kind] = counts.get(choice.kind, 0) + 1
-    return ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items(), key=lambda item: -item[1]))
+    counts = Counter(choice.kind for choice in choices.values())
+    return ", ".join(f"{n} {kind}" for kind, n in counts.most_common())

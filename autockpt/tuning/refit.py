@@ -50,7 +50,8 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     # the output head's price nearly so: a small difference of large numbers, of which not even the sign is sure.
     head = np.array([kind in head_only for kind in kinds], dtype=bool)
     spread = np.maximum(np.abs(matrix[:, 1:]).max(axis=0, initial=0.0), 1e-9)
-    noisy = np.where(head, 0.0, _noise_seconds(scored) / PRIOR_ERROR)
+    noise_seconds = float(np.median([noise_of(t) * t.score_seconds for t in scored]))  # one standard deviation, about
+    noisy = np.where(head, 0.0, noise_seconds / PRIOR_ERROR)
     weight = np.maximum(np.where(head, HEAD_WEIGHT, PRIOR_WEIGHT) * spread, noisy)
     left = np.vstack([matrix, np.hstack([np.zeros((len(kinds), 1)), np.diag(weight)])])
     solution, *_ = np.linalg.lstsq(left, np.concatenate([seconds, weight]), rcond=None)
@@ -60,11 +61,6 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     partial = Fit(float(np.median(rest)), scale)
     errors = [abs(partial.predict(problem, t.choices) - t.score_seconds) for t in scored]
     return replace(partial, error_seconds=max(errors))
-
-
-def _noise_seconds(trials: Sequence[Trial]) -> float:
-    """One standard deviation of a measured step time, about."""
-    return float(np.median([noise_of(t) * t.score_seconds for t in trials]))
 
 
 def noise_of(trial: Trial) -> float:

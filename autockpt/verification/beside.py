@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from autockpt.runtime import (
     observe,
     sketch,
 )
-from autockpt.schema.choices import Choice, parse_choice
+from autockpt.schema.choices import parse_choices
 from autockpt.workload import Step, discover_head
 from autockpt.workload.units import plan_units
 
@@ -51,7 +51,7 @@ def compile_as_training(runner: StepRunner, payload: dict[str, Any]) -> dict[str
 def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     """An Observation of two steps: under ``payload["choices"]``, or plainly where that is None."""
     workload = runner.workload
-    choices = None if payload["choices"] is None else _choices(payload["choices"])
+    choices = None if payload["choices"] is None else parse_choices(payload["choices"])
     what = "plain training" if choices is None else "the plan"
     sketched = bool(payload.get("sketched"))
 
@@ -79,7 +79,7 @@ def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     And what sentinels over all of it have checked.
     """
     workload = runner.workload
-    choices = _choices(payload["choices"])
+    choices = parse_choices(payload["choices"])
     counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
     ways = counter.transports(Ways(runner.host_budget))
     with (
@@ -137,10 +137,6 @@ def _types(workload: Step) -> list[str]:
     autocast = workload.spec.autocast if workload.spec is not None else None
     types = {str(p.dtype).removeprefix("torch.") for p in workload.model.parameters() if p.is_floating_point()}
     return sorted(types) + ([_AUTOCAST.get(str(autocast), "bfloat16")] if autocast else [])
-
-
-def _choices(wired: Mapping[str, Any]) -> dict[str, Choice]:
-    return {name: parse_choice(choice) for name, choice in wired.items()}
 
 
 def _seed(workload: Step) -> int:

@@ -10,7 +10,7 @@ from autockpt.measuring import Measurer
 from autockpt.policies import POLICIES, kept_by
 from autockpt.runtime import Observation, Proof, UnitRuns, judge
 from autockpt.runtime.compiled import STEPS
-from autockpt.schema.choices import Choice, dump_choice
+from autockpt.schema.choices import Choice, dump_choices
 from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
@@ -46,7 +46,7 @@ def compare_on(
     sketched = compiled or not all(choice.exact for choice in choices.values())
 
     def run(which: Choices | None, deterministic: bool) -> Observation:
-        wired = None if which is None else {n: dump_choice(c) for n, c in which.items()}
+        wired = None if which is None else dump_choices(which)
         payload = {"choices": wired, "deterministic": deterministic, "sketched": sketched}
         return Observation.model_validate(measurer.call(f"{BESIDE}:observe_steps", payload))
 

@@ -12,7 +12,7 @@ from autockpt.history.promises import judge_peak, judge_ratio, judge_time, simul
 from autockpt.history.statistics import Interval, ratio_interval
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.runtime import Proof, UnitRuns
-from autockpt.schema.choices import RECOMPUTE, dump_choice
+from autockpt.schema.choices import RECOMPUTE, dump_choices
 from autockpt.schema.graph import Unit
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.plan import Plan, Steps, plan_hash
@@ -252,9 +252,8 @@ class _Verification:
             yield Check(name="recomputed ops", state="skipped", detail=detail)
             return
         self.listener.stage("count recomputed ops")
-        wired = {name: dump_choice(choice) for name, choice in self.choices.items()}
         try:
-            found = self._call("count_runs", {"choices": wired})
+            found = self._call("count_runs", {"choices": dump_choices(self.choices)})
         except DeviceOutOfMemory as error:
             yield Check(name="recomputed ops", state="failed", detail=f"out of memory: {error.message}")
             return

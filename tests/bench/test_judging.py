@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autockpt.bench.judging import fastest, lines_of, open_rows, paired, results_of, unknown
+from autockpt.bench.judging import fastest, lines_of, open_rows, paired, results_of
 from autockpt.schema import ResolvedBudget
 from autockpt.schema.bench import BenchRow, Group
 
@@ -107,7 +107,3 @@ def test_only_rounds_with_both_are_paired() -> None:
     ratio = paired("quick", "slow", apart)
     assert ratio is not None and ratio.rounds == 2 and ratio.value == pytest.approx(0.5)
     assert fastest(["quick", "slow"], apart) == "quick" and fastest([], apart) is None
-
-
-def test_names_of_peers_are_checked() -> None:
-    assert unknown(["first-k", "frist-k"]) == ["frist-k"]

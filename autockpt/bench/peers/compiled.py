@@ -60,13 +60,10 @@ class RecomputeAllCompiled(MemoryBudget):
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
         with ExitStack() as stack:
             for layer in (unwrap(module_of(model, name)) for name in units):
-                stack.callback(_put(layer, _recomputed.setdefault(layer, _recompute(layer))))
+                forward = MethodType(type(layer).forward, layer)
+                stack.callback(_put(layer, _recomputed.setdefault(layer, partial(recomputed, forward))))
             stack.callback(compiled(model, self.name, "model", None, setting["backend"]))
             return stack.pop_all().close
-
-
-def _recompute(layer: nn.Module) -> Callable[..., Any]:
-    return partial(recomputed, MethodType(type(layer).forward, layer))
 
 
 def _put(layer: nn.Module, forward: Callable[..., Any]) -> Detach:

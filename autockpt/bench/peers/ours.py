@@ -11,7 +11,7 @@ from autockpt.bench.peers.base import OURS, Always, Context, Detach, Setting
 from autockpt.bench.peers.compiled import compiled
 from autockpt.measuring.compiled import BACKEND, missing
 from autockpt.runtime import attach
-from autockpt.schema import Choice, CompileMode, parse_choice
+from autockpt.schema import CompileMode, parse_choices
 from autockpt.schema.bench import Group
 
 
@@ -26,7 +26,7 @@ class Ours(Always):
         return ()
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
-        session = attach(model, _choices(setting))
+        session = attach(model, parse_choices(setting["choices"]))
         session.sentinels.in_mid_training()
         return session.remove
 
@@ -48,7 +48,9 @@ class OursInCompiledLayers(Ours):
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
         assert self.compile is not None
-        return compiled(model, self.name, self.compile, _choices(setting), setting.get("backend", BACKEND))
+        return compiled(
+            model, self.name, self.compile, parse_choices(setting["choices"]), setting.get("backend", BACKEND)
+        )
 
 
 class OursInCompiledModel(OursInCompiledLayers):
@@ -56,7 +58,3 @@ class OursInCompiledModel(OursInCompiledLayers):
 
     name: ClassVar[str] = f"{OURS} compiled model"
     compile: ClassVar[CompileMode | None] = "model"
-
-
-def _choices(setting: Mapping[str, Any]) -> dict[str, Choice]:
-    return {name: parse_choice(choice) for name, choice in setting["choices"].items()}

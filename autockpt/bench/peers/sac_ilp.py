@@ -11,6 +11,7 @@ import contextlib
 import io
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from torch import nn
@@ -34,7 +35,7 @@ class SacIlp(Always):
     name: ClassVar[str] = "torch SAC ILP"
 
     def missing(self, device_kind: str) -> str:
-        absent = [name for name in ("pulp", "pwlf") if not _installed(name)]
+        absent = [name for name in ("pulp", "pwlf") if find_spec(name) is None]
         return f"needs {' and '.join(absent)} (pip install 'autockpt[bench]')" if absent else ""
 
     def settings(self, context: Context) -> Iterable[Setting]:
@@ -112,9 +113,3 @@ def policy(keep: Mapping[str, Sequence[int]]) -> Callable[..., CheckpointPolicy]
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
-
-
-def _installed(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None

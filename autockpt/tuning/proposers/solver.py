@@ -193,16 +193,13 @@ class SolverProposer(Proposer):
     def nothing_left(self) -> str:
         """Whether enough candidates were found, or the refitted optimum is beaten already."""
         wanted = self.target.most_candidates
-        if wanted is not None and self._enough_candidates(wanted):
+        tried = [t for t in self.trials.all if t.encoding == self.space.encoding]
+        fitting = sum(t.feasible for t in tried)  # those that did not fit count for less
+        if wanted is not None and (fitting >= wanted or len(tried) >= MOST_MISSES * wanted):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
         if self._beaten():
             return "no plan can be faster than the best by more than the noise, by the refitted bound"
         return ""
-
-    def _enough_candidates(self, wanted: int) -> bool:
-        """Whether so many plans were found besides the known ones; those that did not fit count for less."""
-        tried = [t for t in self.trials.all if t.encoding == self.space.encoding]
-        return sum(t.feasible for t in tried) >= wanted or len(tried) >= MOST_MISSES * wanted
 
     def _beaten(self) -> bool:
         """Whether the refitted solver's optimum, less the largest error seen of its predictions, is beaten already."""

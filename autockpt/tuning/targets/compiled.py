@@ -20,7 +20,7 @@ from autockpt.schema import (
     StageTime,
     format_bytes,
 )
-from autockpt.schema.choices import dump_choice
+from autockpt.schema.choices import dump_choices
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
@@ -157,11 +157,10 @@ def _in_eager_steps(measurer: WorkerMeasurer, found: SearchResult) -> tuple[Meas
     assert found.best is not None
     if found.interrupted:
         return None, []
-    wired = {name: dump_choice(choice) for name, choice in found.best.choices.items()}
+    payload = {"choices": dump_choices(found.best.choices), "steps": EAGER_STEPS}
     try:
-        measured = Measurement.model_validate(
-            measurer.call("autockpt.measuring.compiled:measure_eagerly", {"choices": wired, "steps": EAGER_STEPS})
-        )
+        answer = measurer.call("autockpt.measuring.compiled:measure_eagerly", payload)
+        measured = Measurement.model_validate(answer)
     except (DeviceOutOfMemory, MeasurementError) as error:
         return None, [f"the same choices in eager steps: {error.message}"]
     peak, seconds = format_bytes(measured.peak_bytes), measured.step_seconds
