@@ -1,4 +1,4 @@
-"""Side by side with every other way of saving memory: the same machine, batch and meter, in turns."""
+"""Side by side with every other way of saving memory: the same machine, batch and meter, interleaved steps."""
 
 from autockpt.bench.run import run_bench
 

@@ -1,4 +1,4 @@
-"""A bench from end to end: rows made ready one by one, timed in turns, judged, and kept on disk all the while."""
+"""A bench from end to end: rows made ready one by one, timed interleaved, judged, and kept on disk all the while."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ class _Bench:
     # --- rounds
 
     def _all_rounds(self) -> None:
-        """Every row in turns, until each has as many rounds as were asked for."""
-        self.listener.stage("all in turns", self.request.rounds)
+        """Every row, interleaved, until each has as many rounds as were asked for."""
+        self.listener.stage("interleaved rounds", self.request.rounds)
         while time.monotonic() < self.deadline:
             measured = [row.key for row in self._asked_for() if row.state == "measured"]
             have = {key: sum(key in seconds for seconds in self.rounds) for key in measured}

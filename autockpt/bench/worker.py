@@ -1,4 +1,4 @@
-"""What a bench does beside the model, called by reference: peers' settings, a row's first steps, rounds in turns."""
+"""What a bench does in the model's process, called by reference: peers' settings, first steps, interleaved rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Reference = tuple[Observation, Observation, bool]
 def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Why each peer of ``payload["peers"]`` cannot run here, empty where nothing is known.
 
-    Raises UsageError for a workload that runs its own loop: what its gradients are cannot be told from outside.
+    Raises UsageError for a workload that runs its own loop: what its gradients are cannot be seen from outside.
     """
     if runner.workload.full_step is not None:
         raise UsageError(
@@ -87,7 +87,7 @@ def prepare(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_turns(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """One round: seconds by key of ``payload["rows"]``, measured in turns.
+    """One round: seconds by key of ``payload["rows"]``, interleaved.
 
     A row that fails now is named in ``failed`` with the reason, and the others' round is lost with it.
     """

@@ -30,7 +30,7 @@ def bench(
         str | None,
         opt("--peers A,B", "Only these, as in 'first-k,autockpt'. Default: all there are."),
     ] = None,
-    rounds: Annotated[int, opt("--rounds N", "Time every method this often, in turns.", min=1)] = 9,
+    rounds: Annotated[int, opt("--rounds N", "Time every method this often, interleaved.", min=1)] = 9,
     most_rounds: Annotated[
         int,
         opt("--most-rounds N", "Time what decides who is ahead at most this often.", min=1),
@@ -47,9 +47,9 @@ def bench(
     fresh: Fresh = False,
     as_json: Annotated[bool, opt("--json", "Print the report as JSON.")] = False,
 ) -> None:
-    """Measure plans of ours beside every other way of saving memory.
+    """Measure plans of ours against every other way of saving memory.
 
-    Same machine, batch and meter, in turns: rules per layer, op-level sets, PyTorch's SAC ILP (pip install
+    Same machine, batch and meter, interleaved steps: rules per layer, op-level sets, PyTorch's SAC ILP (pip install
     'autockpt[bench]'), torch.compile's memory budget, a plan of ours per budget. Gradients are compared with plain
     training's first. A method that cannot run is a row that says so. Writes a table, a picture and JSON.
     """

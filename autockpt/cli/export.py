@@ -24,7 +24,7 @@ def export(
     """Write the nearest setting of a trainer's own.
 
     For trainers that cannot apply a plan: their activation checkpointing set as near to the plan as it goes, without
-    keeping more in memory where that can be avoided. What is lost stands beside it.
+    keeping more in memory where that can be avoided. What is lost is listed with it.
     """
     from autockpt.integrations.export import export as nearest
     from autockpt.schema import Plan

@@ -33,7 +33,7 @@ def history(
         opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0),
     ] = None,
     plan_out: Annotated[Path | None, opt("--plan-out FILE", "With --trial: write that trial's plan.")] = None,
-    compare: Annotated[Path | None, opt("--compare RUN", "A second run, to set beside the first.")] = None,
+    compare: Annotated[Path | None, opt("--compare RUN", "A second run, to compare with the first.")] = None,
     out: RunsFolder = Path("results"),
     as_csv: Annotated[bool, opt("--csv", "Print the trials as CSV; bytes and seconds.")] = False,
     as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
@@ -137,7 +137,7 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
 
 
 def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
-    """Two runs beside one another."""
+    """Two runs compared."""
     from autockpt.history.comparison import differences, in_both
 
     asked = list(differences(first.question, second.question))
@@ -197,6 +197,6 @@ def _list_runs(out: Path, as_json: bool) -> None:
 
 
 def _counted(row: dict[str, Any]) -> str:
-    """Trials as a search counts them: those that were measured, beside all that were looked at."""
+    """Trials as a search counts them: those that were measured, next to all that were looked at."""
     measured = f", {row['measured']} measured" if row["measured"] not in (0, row["trials"]) else ""
     return f"{row['trials']} trial{'' if row['trials'] == 1 else 's'}{measured}"

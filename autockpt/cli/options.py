@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def opt(usage: str, help: str, **settings: Any) -> Any:
-    """What typer is told of an option. ``--trials -n N``: its names, and what its value is called."""
+    """An option as typer declares it. ``--trials -n N``: its names, and what its value is called."""
     *names, last = usage.split()
     if last.startswith("-"):
         return typer.Option(*names, last, help=help, **settings)
@@ -62,7 +62,7 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
     ),
     "lora_dora": _option(bool, "--lora-dora/--no-lora-dora", "Weight-decomposed adapters (DoRA)."),
     "lora_modules_to_save": _option(
-        str, "--lora-modules-to-save NAMES", "Modules trained whole beside the adapters: lm_head,…"
+        str, "--lora-modules-to-save NAMES", "Modules trained whole alongside the adapters: lm_head,…"
     ),
     "load_in_4bit": _option(
         bool, "--load-in-4bit/--no-load-in-4bit", "Base weights in NF4, quantised twice (bitsandbytes)."

@@ -318,7 +318,7 @@ def _watched(request: SearchRequest, log_to: Sequence[str]) -> Iterator[Listener
 
 
 def _write_page(outcome: SearchOutcome) -> None:
-    """Write the run's page beside the answer, unless it is there; that it cannot be written is only said."""
+    """Write the run's page next to the answer, unless it is there; that it cannot be written is only said."""
     run, console = outcome.run_directory, screen.progress()
     if run is None or not (run / "question.json").exists():
         return

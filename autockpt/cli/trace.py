@@ -33,7 +33,7 @@ def trace(
 
     The whole step is recorded without running it: no weights, no arithmetic, no GPU. Prints per unit the bytes that its
     forward leaves for backward, the bytes of its inputs and its FLOPs; then bytes over time, with the peak's place and
-    owner. With --hardware the step takes that device's kernels, and what its allocator reserves is told as well.
+    owner. With --hardware the step takes that device's kernels, and what its allocator reserves is shown as well.
     """
     spec = workload_spec(workload, seed=seed)
     device = _hardware(hardware, spec)

@@ -34,7 +34,7 @@ def verify(
     In a fresh process: gradients equal to plain training's, ops recomputed as planned, peak and step time as promised.
     Options that are not given are those that the plan was made with. Exits with 4 where a promise is not kept.
 
-    With --compile: what the same choices take in steps that are compiled otherwise, beside the promise.
+    With --compile: what the same choices take in steps that are compiled otherwise, next to the promise.
     """
     from autockpt.schema import Plan
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a step go, why a plan does what it does, and what the rules of thumb are worth on a model."""
+"""Where the bytes of a step go, why a plan does what it does, and how well the rules of thumb hold on a model."""
 
 from autockpt.explaining.build import explain
 from autockpt.explaining.rules import rules

@@ -27,7 +27,7 @@ _ORDER = ("weights", "optimizer states", "buffers and batch", "at the start", CA
 class Ledger:
     """Every storage of a graph with its purpose, and who is alive when.
 
-    ``overhead``: bytes of the device's context; ``reserved``: those that its allocator needs beside what tensors hold.
+    ``overhead``: bytes of the device's context; ``reserved``: what its allocator needs on top of the tensors.
     """
 
     def __init__(self, graph: Graph, head: str | None = None, overhead: int = 0, reserved: int = 0) -> None:

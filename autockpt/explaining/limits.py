@@ -13,7 +13,7 @@ from autockpt.tracing import Tracer
 
 MOST_RUNS = 7  # sizes tried per plan and dimension
 MOST_TIMES = 64  # as large as now is as far as anybody looks
-GRAIN = 32  # sequences are told apart to a share of 1/32, in powers of two
+GRAIN = 32  # sequences are distinguished to a share of 1/32, in powers of two
 
 Peak = Callable[[str, int], int]
 
@@ -166,5 +166,5 @@ def _at_any_size(graph: Graph) -> int:
 
 
 def grain(size: int) -> int:
-    """The power of two that sequence lengths are told apart by."""
+    """The power of two that sequence lengths are distinguished by."""
     return max(1, 1 << max(0, (size // GRAIN).bit_length() - 1))

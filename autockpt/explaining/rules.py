@@ -228,7 +228,7 @@ def _memory_rules(subject: Subject, predicted: Mapping[str, Reading]) -> list[Ru
 
 
 def take_steps(measurer: Measurer, plans: Plans, activations: int) -> tuple[dict[str, Reading], list[str]]:
-    """Measure the peak of every plan, then their cycles in turns: the median ratio to plain training counts."""
+    """Measure the peak of every plan, then their cycles, interleaved: the median ratio to plain training counts."""
     peaks: dict[str, int] = {}
     notes = []
     for name, choices in plans.items():

@@ -74,7 +74,7 @@ def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
 
 
 def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
-    """The step time as so many times that of a well-known plan, measured in turns, against the same ratio as promised.
+    """The step time as a multiple of a well-known plan's, measured interleaved, against the same ratio as promised.
 
     ``reference`` is what was measured of that plan when ``plan`` was made. Fails only where the ratio is surely worse.
     """

@@ -142,7 +142,7 @@ class RunDirectory:
         return str((workload.get("model") if isinstance(workload, dict) else self.question.get("model")) or "")
 
     def add_trial(self, trial: Trial) -> None:
-        """Append a trial, and when. Of several lines with one number the last counts, so a trial can be told again."""
+        """Append a trial, and when. Of several lines with one number the last counts: a trial can be rewritten."""
         self.append("trials.jsonl", trial.model_dump_json())
         self.event("trial", number=trial.number)
 
@@ -208,7 +208,7 @@ class RunDirectory:
         return self._model(_GRAPHS[step], Graph)
 
     def write_plan(self, plan: Plan) -> Path:
-        """Write the run's answer over an earlier one of this run; one that was edited by hand is set aside."""
+        """Write the run's answer over an earlier one of this run; one that was edited is set aside."""
         edited = _own(self.plan_path).exists() and not self._wrote_plan()
         plan.save(self.plan_path, existing="set_aside" if edited else "replace")
         return self.plan_path

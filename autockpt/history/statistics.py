@@ -70,7 +70,7 @@ def noise(times: Sequence[float], confidence: float = CONFIDENCE) -> float:
 def ratio_interval(
     ours: Sequence[float], base: Sequence[float], *, robust: bool = False, confidence: float = CONFIDENCE
 ) -> Interval:
-    """How many times as long ``ours`` takes as ``base``, from paired times: ours[i] was measured right beside base[i].
+    """How many times as long ``ours`` takes as ``base``, from paired times: ours[i] was measured right next to base[i].
 
     Pairing removes whatever slows both. By default the geometric mean of the ratios with Student's t interval on their
     logarithms. ``robust`` takes the Hodges-Lehmann estimate with the interval of the signed-rank test (Hodges & Lehmann
@@ -92,7 +92,7 @@ def ratio_interval(
 
 
 def judge(ratio: Interval, limit: float = 1.0) -> Judgement:
-    """Whether a ratio is surely below ``limit`` ("faster"), surely above it ("slower") or cannot be told yet.
+    """Whether a ratio is surely below ``limit`` ("faster"), surely above it ("slower") or is not decided yet.
 
     Judged on the interval alone: with limit 1.01, "faster" means surely not more than 1 % slower.
     """

@@ -27,7 +27,7 @@ from autockpt.tuning import search
 from autockpt.workload import Step, nested_tensors
 
 TIMEOUT = 600.0
-"""Seconds that a search at the start of training may take, unless it is told otherwise."""
+"""Seconds that a search at the start of training may take, by default."""
 ROWS = 4096
 _SECONDS_FOR_ROWS = 20.0
 _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "again")

@@ -213,7 +213,7 @@ def _teller(trainer: Any) -> Callable[[str], None]:
 
 
 def refuse_own_checkpointing(args: Any) -> None:
-    """Raise ConflictError where training arguments ask for activation checkpointing or offloading beside the plan's.
+    """Raise ConflictError where training arguments ask for activation checkpointing or offloading on top of the plan's.
 
     Both spellings count (``activation_checkpointing``, ``gradient_checkpointing``), FSDP's option, TRL's offloading,
     and options of the Trainer's own even where that is off: whoever set them expects something of them.

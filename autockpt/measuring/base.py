@@ -34,14 +34,14 @@ class Measurer(Protocol):
     def compare(
         self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
     ) -> dict[str, list[float]]:
-        """Seconds of one cycle of every plan in each round; plans take turns: result[a][i] pairs with result[b][i].
+        """Seconds of one cycle of every plan in each round, interleaved: result[a][i] pairs with result[b][i].
 
         ``warmup`` untimed cycles follow each switch from plan to plan.
         """
         ...
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` beside the model; JSON-able both ways."""
+        """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` by the model; JSON-able both ways."""
         ...
 
     def close(self) -> None:

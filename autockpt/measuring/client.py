@@ -161,7 +161,7 @@ class WorkerMeasurer:
             child.kill()
 
     def _known(self) -> dict[str, Any]:
-        """What a worker told when it was ready; it holds for all that replace it."""
+        """What a worker reported when it was ready; it holds for all that replace it."""
         if self._facts is None:
             self._wake()
         assert self._facts is not None

@@ -139,7 +139,7 @@ class Compiler:
         return total
 
     def parts(self, model: nn.Module, choices: Mapping[str, Choice]) -> Iterator[tuple[Key, nn.Module]]:
-        """What is compiled by itself, each with what tells its code from that of others."""
+        """What is compiled by itself, each with what distinguishes its code from that of others."""
         if self.mode == "model":
             yield ("model", plan_hash(choices)), unwrap(model)
             return
@@ -227,7 +227,7 @@ def _within(error: BaseException) -> AutockptError | None:
 
 
 def measure_eagerly(runner: Any, payload: dict[str, Any]) -> dict[str, Any]:
-    """A plan's Measurement in steps that are not compiled; run beside the model by ``Measurer.call``."""
+    """A plan's Measurement in steps that are not compiled; run in the model's process by ``Measurer.call``."""
     compiler, runner.compiler = runner.compiler, None
     try:
         return runner.measure(parse_choices(payload["choices"]), steps=payload["steps"]).model_dump(mode="json")

@@ -43,7 +43,7 @@ class Freezer:
     """Puts aside objects that live on, so that collections look only at what came after them.
 
     With transformers and an optimizer loaded a full collection takes 0.2 s, and one precedes every timed cycle. Does
-    nothing where somebody froze objects before: those and ours could not be told apart when thawing.
+    nothing where somebody froze objects before: those and ours could not be distinguished when thawing.
     """
 
     def __init__(self) -> None:

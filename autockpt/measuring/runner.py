@@ -95,7 +95,7 @@ class StepRunner:
         budget_bytes: int | None = None,
         warmup: int = 1,
     ) -> dict[str, list[float]]:
-        """Seconds per cycle of every plan in each round. Plans take turns; orders rotate, every second one mirrored.
+        """Seconds per cycle of every plan in each round. Plans are interleaved; orders rotate, every second mirrored.
 
         Attaching and removing is not timed, and ``warmup`` cycles follow each switch. Raises DeviceOutOfMemory with the
         name of the plan that does not fit.
@@ -143,7 +143,7 @@ class StepRunner:
             yield session
 
     def session(self, choices: Choices | None) -> AbstractContextManager[Session]:
-        """Choices attached while the block runs; None: only what a plan does beside its choices."""
+        """Choices attached while the block runs; None: only what a plan does besides its choices."""
         model = self.workload.model
         if self.compiler is not None:
             return self.compiler.attached(model, choices)

@@ -56,7 +56,7 @@ class Worker:
 
         device = get_device(request["device"])
         self._beat("imported")
-        # First of all: what others hold on the device can only be told apart before this process opens its context.
+        # First of all: what others hold on the device can only be distinguished before this process opens its context.
         environment = environment_of(device)
         make_current(device)
         with letting_go(device, "building the model"):

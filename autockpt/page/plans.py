@@ -244,7 +244,7 @@ def _predicted(key: str, choices: Mapping[str, Choice], peak: int, seconds: floa
 def _thresholds(points: Mapping[str, Point], answer: str | None) -> tuple[Threshold, ...]:
     """Where the best known plan changes as the budget grows, leanest first.
 
-    The run's answer, which finals decided on, stands against plans that cannot be told apart from it.
+    The run's answer, which finals decided on, stands against plans that cannot be distinguished from it.
     """
     steps: list[Threshold] = []
     tried: Point | None = None

@@ -45,7 +45,7 @@ def _score(row: Comparison | None) -> Measurement | Prediction | None:
 
 
 def compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:
-    """Ours against another plan's step time, or that the two cannot be told apart."""
+    """Ours against another plan's step time, or that the two cannot be distinguished."""
     if not ours.step_seconds or not other.step_seconds:
         return f"its step time against {name} is not known"
     less = 1 - ours.step_seconds / other.step_seconds
@@ -82,7 +82,7 @@ def next_steps(
     if rivals := _undecided(plans, best):
         names = ", ".join(rivals[:4]) + (" and others" if len(rivals) > 4 else "")
         steps.append(
-            f"{best.name} cannot be told apart from {names} at the noise of this machine: measure again with less "
+            f"{best.name} cannot be distinguished from {names} at the noise of this machine: measure again with less "
             "else running (the same command with --again), or take the leaner one."
         )
     steps.append(_more_budget(plans, best, budget))
@@ -99,9 +99,7 @@ def why(plans: Plans) -> str:
     faster = [p.name for p in fitting if p.seconds and p.seconds < best.seconds]
     said = f"Why this plan: of {words.counted(len(tried), 'plan')} with numbers {len(fitting)} fit"
     if faster:
-        said += (
-            f"; the finals chose it over {', '.join(faster)}, whose times are too near to tell apart by one reading."
-        )
+        said += f"; the finals chose it over {', '.join(faster)}, whose times one reading cannot distinguish."
     else:
         said += ", and none of these is faster."
     leaner = [plans.points[t.predicted or t.tried or ""] for t in plans.thresholds if t.bytes < best.peak]

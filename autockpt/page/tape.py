@@ -16,7 +16,7 @@ from autockpt.schema import Graph, Op, OpTimes, Storage
 from autockpt.simulator import bytes_timeline
 
 SAMPLES = 360  # moments that can be looked at
-LISTED = 900  # storages that are told one by one; smaller ones are summed up
+LISTED = 900  # storages that are listed one by one; smaller ones are summed up
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The answer on screen: the plans everybody knows beside the one that was found, and how to load it."""
+"""The answer on screen: the well-known plans alongside the one that was found, and how to load it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autockpt.schema import Comparison, Plan, SearchOutcome, format_binary, form
 from autockpt.schema.planview import set_lines
 
 _PREDICTED = "predicted step"
-SHORT = 14  # a note of up to this many characters stands beside the plan's name, a longer one under the table
+SHORT = 14  # a note of up to this many characters stands next to the plan's name, a longer one under the table
 
 
 @dataclass(frozen=True)

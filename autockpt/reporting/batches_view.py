@@ -55,7 +55,7 @@ def _cells(setting: BatchSetting, best: BatchSetting) -> list[str]:
 
 
 def trainer_flags(batch_size: int, accumulate: int) -> dict[str, str]:
-    """What to tell trainers, on one device: micro-batch and accumulation by their own names."""
+    """What trainers are given, on one device: micro-batch and accumulation by their own names."""
     rows = batch_size * accumulate
     return {
         "transformers": f"--per_device_train_batch_size {batch_size} --gradient_accumulation_steps {accumulate}",

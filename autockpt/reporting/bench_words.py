@@ -53,7 +53,7 @@ def _ours(result: BudgetResult, lines: dict[str, BenchLine]) -> str:
     ours = lines[result.ours]
     own = f"{result.peer} {_signed(ours.overhead.value)}" if ours.overhead else result.peer
     if not result.duels:
-        return f"{own}. {result.note or 'Not timed beside the others yet'}."
+        return f"{own}. {result.note or 'Not timed alongside the others yet'}."
     first = result.duels[0]
     rival = lines.get(first.rival)
     theirs = f" at {_signed(rival.overhead.value)}" if rival and rival.overhead else ""

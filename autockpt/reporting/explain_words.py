@@ -75,7 +75,7 @@ def reason_words(said: Explanation) -> list[str]:
 
 
 def _measured_words(said: Explanation) -> list[str]:
-    """What the search measured: the plan, and those beside it."""
+    """What the search measured: the plan, and those interleaved with it."""
     if said.measured_seconds is None:
         return []
     plain = next((row.measured for row in said.beside if row.name == NONE and row.measured), None)
@@ -88,7 +88,7 @@ def _measured_words(said: Explanation) -> list[str]:
         if row.measured
     ]
     if rows:
-        lines.append(f"Measured beside it: {'; '.join(rows)}.")
+        lines.append(f"Measured alongside it: {'; '.join(rows)}.")
     lines.append("What is said of other plans (~) is modelled at nominal rates: it ranks none above what was measured.")
     return lines
 

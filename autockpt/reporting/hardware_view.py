@@ -1,4 +1,4 @@
-"""A hardware description on screen, beside that of the same card where there is one."""
+"""A hardware description on screen, next to that of the same card where there is one."""
 
 from __future__ import annotations
 

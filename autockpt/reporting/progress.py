@@ -88,7 +88,7 @@ class _Left(TimeRemainingColumn):
 
 
 class BarListener:
-    """A bar for the current stage, with the best plan so far beside it; notes scroll above."""
+    """A bar for the current stage, with the best plan so far next to it; notes scroll above."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -129,7 +129,7 @@ def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> No
 
 
 def _beside(trial: Trial) -> Table:
-    """Prediction beside measurement."""
+    """Prediction next to measurement."""
     table = plain_table("", ">predicted", ">measured", ">measured over predicted")
     predicted, measured = trial.predicted, trial.measured
     expected = predicted.step_seconds if predicted else None

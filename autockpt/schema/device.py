@@ -17,7 +17,7 @@ class DeviceInfo(Data):
     name: str
     capacity_bytes: int
     overhead_bytes: int = 0
-    copy_queues: bool = Field(default=False, description="copies run beside compute")
+    copy_queues: bool = Field(default=False, description="copies run concurrently with compute")
     enforces_limit: bool = Field(default=False, description="a budget can be a real limit of its allocator")
     threads: int | None = Field(default=None, description="intra-op threads, where the device is the CPU")
 

@@ -65,7 +65,7 @@ class DeviceFailure(Data):
 
     @property
     def overhead(self) -> int | None:
-        """What the process held beside the allocator: context, kernels, communication buffers."""
+        """What the process held outside the allocator: context, kernels, communication buffers."""
         if self.process is None or self.reserved is None or self.process < self.reserved:
             return None
         return self.process - self.reserved
@@ -140,7 +140,7 @@ class CommandReading(Data):
     recompute: bool = Field(default=False, description="gradient checkpointing was on")
     world: int = 1
     taken: tuple[Taken, ...] = ()
-    overruled: tuple[str, ...] = Field(default=(), description="flags beside an option that was given, which counts")
+    overruled: tuple[str, ...] = Field(default=(), description="flags for an option that was given, which counts")
     not_understood: tuple[str, ...] = Field(default=(), description="flags that may change memory")
     harmless: tuple[str, ...] = Field(default=(), description="flags known to leave memory as it is")
     missing: tuple[str, ...] = Field(default=(), description="files that are not here, and what that leaves unknown")
@@ -169,7 +169,7 @@ class Tensor(Data):
 
 
 class Agreement(Data):
-    """The simulated step beside what the run reported."""
+    """The simulated step against what the run reported."""
 
     simulated_peak: int = Field(description="allocated and context")
     simulated_reserved: int | None = Field(

@@ -19,7 +19,7 @@ _LOCK = ".autockpt-lock"
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
-    """Write a whole file or nothing: into a temporary file beside it, then moved over it. Raises OSError."""
+    """Write a whole file or nothing: into a temporary file next to it, then moved over it. Raises OSError."""
     path = Path(path)
     raw = data.encode() if isinstance(data, str) else data
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)

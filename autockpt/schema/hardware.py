@@ -237,7 +237,7 @@ class Hardware(Data):
 
     @property
     def has_copy_queues(self) -> bool:
-        """Whether copies run beside compute."""
+        """Whether copies run concurrently with compute."""
         return self.kind not in WITHOUT_STREAMS
 
 

@@ -1,4 +1,4 @@
-"""The most that a step holds on a device, told apart by who holds it."""
+"""The most that a step holds on a device, by who holds it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class DevicePeak(Data):
 
     allocated: int = Field(description="tensors, in whole blocks of the allocator")
     reserved: int = Field(description="what the allocator took of the device for them")
-    context: int = Field(default=0, description="what driver, context and kernels hold beside it")
+    context: int = Field(default=0, description="what driver, context and kernels hold outside it")
     workspace: int = Field(default=0, description="the part of `allocated` that matrix libraries keep")
     fits: bool = Field(default=True, description="whether a run within the limit gets through")
 

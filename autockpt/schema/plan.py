@@ -41,7 +41,7 @@ Verdict = Literal["fits", "over_budget", "out_of_memory", "not_measured"]
 
 
 class Comparison(Data):
-    """One row of the answer: a plan everybody knows, or the one that was found, beside what it was predicted to do."""
+    """One row of the answer: a well-known plan, or the one that was found, with what it was predicted to do."""
 
     name: str = Field(description="none, recompute all, every-2, offload all, inputs offloaded, ours")
     verdict: Verdict

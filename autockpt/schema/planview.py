@@ -48,7 +48,7 @@ def set_lines(plan: Plan) -> list[str]:
 
 
 def html(plan: Plan) -> str:
-    """A fragment of a page without scripts or links: the strip of units, and the plan beside those everybody knows."""
+    """A fragment of a page without scripts or links: the strip of units, and the plan next to the well-known ones."""
     tiles = "".join(
         f'<span style="{TILE};background:{COLOURS.get(choice.kind, OTHER)}" title="{escape(f"{name}: {choice}")}">'
         f"{escape(choice.letter)}</span>"

@@ -42,7 +42,7 @@ class OpTimes(Data):
     environment: Environment
     seconds: dict[str, float] = Field(description="by op signature; median")
     optimizer_seconds: float = Field(default=0.0, description="the optimizer phase of one cycle, whole")
-    host_seconds: float = Field(default=0.0, description="what each op costs beside its kernel: Python, autograd")
+    host_seconds: float = Field(default=0.0, description="what each op costs on top of its kernel: Python, autograd")
     watch_seconds: float = Field(default=0.0, description="what an op costs besides where Python watches it")
     rerun_scale: float = Field(default=1.0, description="times as long as at first an op takes when it runs again")
     copy_out_bandwidth: float = Field(default=0.0, description="bytes per second off the device")

@@ -32,11 +32,11 @@ class Measurement(Data):
     noise: float = 0.0
     steps: int = 1
     host_bytes: int = Field(default=0, description="what offloading claimed of host memory")
-    allocated_bytes: int | None = Field(default=None, description="CUDA: peak allocated, beside peak_bytes reserved")
+    allocated_bytes: int | None = Field(default=None, description="CUDA: peak allocated; peak_bytes is reserved")
     times: tuple[float, ...] = Field(default=(), description="seconds of each timed cycle, in order")
     beside: tuple[float, ...] = Field(
         default=(),
-        description="seconds of the search's first plan, in turns with ``times``: step_seconds is by their ratio then",
+        description="seconds of the first plan, interleaved with ``times``: step_seconds is by their ratio then",
     )
     compile_seconds: float = Field(default=0.0, description="spent on compiling before the first timed cycle")
     graphs: int = Field(default=0, description="graphs that a plan for compiled training is compiled to")

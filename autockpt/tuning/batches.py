@@ -112,7 +112,7 @@ class Climb:
 def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listener: Listener) -> BatchAnswer:
     """The micro-batch, accumulation and plan with the most tokens per second, for ``rows`` sequences an update.
 
-    ``request.workload.batch_size`` is the user's own setting, if any: it is set beside the answer. ``search`` is
+    ``request.workload.batch_size`` is the user's own setting, if any: it is compared with the answer. ``search`` is
     ``run_search``, or what stands for it. All sizes share ``request.trials`` and ``request.timeout``.
     Raises UsageError for a batch that does not divide, a budget that is a share of the job's own peak, or a model whose
     rows depend on each other; InfeasibleError where not even single rows fit; else what ``run_search`` does.

@@ -1,4 +1,4 @@
-"""Candidates are timed beside one plan that stays the same, so that a machine in use misleads nobody.
+"""Candidates are timed interleaved with one reference plan, so that a machine in use misleads nobody.
 
 Trials are minutes apart, and what else runs meanwhile can double a step. Ratios to a plan that is timed right before
 and right after do not see that, and all candidates' are to the same plan.
@@ -24,7 +24,7 @@ Choices = Mapping[str, Choice]
 
 @dataclass
 class Pairing:
-    """Times candidates beside the first plan that was measured, the ``standard``: its choices and seconds.
+    """Times candidates interleaved with the first plan that was measured, the ``standard``: its choices and seconds.
 
     For devices where the standard needs no warm-up after another plan, as the CPU and plans that move nothing.
     """
@@ -37,13 +37,13 @@ class Pairing:
     _freedom: float = PRIOR_CYCLES
 
     def begin(self, trials: Trials) -> None:
-        """Keep to the plan that earlier trials were timed beside."""
+        """Keep to the plan that earlier trials were timed against."""
         first = next((t for t in trials.all if t.measured is not None and not t.measured.beside), None)
         if first is not None and first.measured is not None:
             self.standard = first.choices, first.measured.step_seconds
 
     def is_standard(self, trial: Trial) -> bool:
-        """Whether others were timed beside this trial's plan."""
+        """Whether others were timed against this trial's plan."""
         return self.standard is not None and plan_hash(self.standard[0]) == trial.plan_hash
 
     @property

@@ -1,4 +1,4 @@
-"""What steps and prices say together of plans that steps alone cannot tell apart.
+"""What steps and prices together say of plans that steps alone cannot distinguish.
 
 The fastest of several noisy measurements is fast by luck as well (the winner's curse). What each plan should take, by
 its simulated step and by prices that were fitted to all trials, is wrong too, but not by the same luck: both are

@@ -69,7 +69,7 @@ def workload_key(spec: WorkloadSpec | None, name: str, settings: Mapping[str, An
 
 
 class Clock:
-    """Wall time by stage, told to the listener as it passes."""
+    """Wall time by stage, reported to the listener as it passes."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener

@@ -1,4 +1,4 @@
-"""What runs beside the model: functions for ``Measurer.call``, with JSON-able arguments and results."""
+"""What runs in the model's process: functions for ``Measurer.call``, with JSON-able arguments and results."""
 
 from __future__ import annotations
 

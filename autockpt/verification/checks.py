@@ -1,4 +1,4 @@
-"""What is concluded from steps under a plan and steps beside them."""
+"""What is concluded from steps under a plan and reference steps."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def compared_peak(plan: Plan, measured: Measurement, saving: Measurement | None)
 
 
 def compared_time(plan: Plan, measured: Measurement, ratio: Interval | None) -> Check:
-    """The step time in such steps; ``ratio``: to that of saving everything, in turns."""
+    """The step time in such steps; ``ratio``: to that of saving everything, interleaved."""
     parts = [f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"]
     if plan.status == "measured" and (promise := plan.measured) is not None:
         promised = f"{promise.step_seconds * 1e3:.1f} ms ± {promise.noise:.1%}"

@@ -42,7 +42,7 @@ def verify(
     steps: int = 10,
     compile: Steps | None = None,
 ) -> VerifyReport:
-    """Run a plan's training steps beside plain ones and hold the plan against what it promises.
+    """Run a plan's training steps and plain ones, and hold the plan against what it promises.
 
     ``workload`` defaults to what the plan was made for. A spec is run in a worker process; a live workload in this one,
     whose state is restored. ``measurer`` replaces either. ``steps`` cycles are timed.
@@ -50,11 +50,11 @@ def verify(
     Checks, in order: *gradients* of two steps bit-equal with plain training (where a choice is not exact: equal within
     a tolerance, and said so), with losses, buffers and random states (at
     full shape where plain training fits, else at the largest shape at which it does, and against recomputing every
-    layer at full shape); *recomputed ops* by unit as the plan says; *peak* and *step time* as promised (in turns with
+    layer at full shape); *recomputed ops* by unit as the plan says; *peak* and *step time* as promised (alternated with
     saving or recomputing everything, where that was measured for the plan and fits: a slow day slows both).
 
     With ``compile`` the steps are ``eager``, or compiled by ``layers`` or as one ``model``. Where the plan was made for
-    others, peak and step time are measured and not judged, beside saving everything in such steps, and noted in the
+    others, peak and step time are measured and not judged, alongside saving everything in such steps, and noted in the
     plan's file, where ``plan`` is one: ``apply`` then says by how much they differ. Of a Plan, ``noting`` gives one
     with the report's measurement.
 
@@ -318,8 +318,8 @@ class _Verification:
         return alone
 
     def _beside(self, name: str) -> Interval:
-        """The plan's step time as a multiple of a well-known one's, in turns. Passes DeviceOutOfMemory on."""
-        self.listener.stage(f"time the plan beside {name!r}")
+        """The plan's step time as a multiple of a well-known one's, interleaved. Passes DeviceOutOfMemory on."""
+        self.listener.stage(f"time the plan and {name!r}, interleaved")
         other = known_plans(self.blocks, (RECOMPUTE.kind,))[name]
         times = self.measurer.compare({"plan": self.choices, name: other}, rounds=self.rounds)
         return ratio_interval(times["plan"], times[name], robust=True)

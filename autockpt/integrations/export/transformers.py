@@ -32,7 +32,7 @@ def export_transformers(wanted: Wanted) -> Exported:
     if "offload" in options and wanted.all_are("offload", "recompute_offload"):
         chosen.append("  offload: true")
         losses = _OFFLOADED
-        notes.append("transformers copies on the compute stream, where a plan's copies run beside it (slower)")
+        notes.append("transformers copies on the compute stream; a plan's copies run concurrently with it (slower)")
     lines = [f"{name}: true", *([f"{name}_kwargs:", *chosen] if chosen else [])]
     return document("transformers", lines, wanted, wanted.lost(picked, losses), notes)
 

@@ -29,8 +29,8 @@ class Study:
 
     ``storage`` None keeps it in memory.
 
-    A trial that ran out of memory or over the budget is told as complete, with its predicted time and a positive
-    violation: told as failed it would teach the sampler nothing.
+    A trial that ran out of memory or over the budget is reported as complete, with its predicted time and a positive
+    violation: reported as failed it would teach the sampler nothing.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Study:
     def _reap(self) -> None:
         """Trials left running or waiting by a killed search would hold their place for ever."""
         for _ in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            self._study.ask()  # only what runs can be told to have failed
+            self._study.ask()  # only what runs can be marked as failed
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self._study.tell(trial.number, state=TrialState.FAIL)
 

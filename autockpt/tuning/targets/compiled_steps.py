@@ -18,7 +18,7 @@ from autockpt.tuning.trials import Candidate, Score, Trials
 FINALS_SHARE = 0.2
 """Of the time limit, at most, is kept for the finals."""
 SWITCHING = 1.25
-"""What a cycle of the finals takes beside its step: plans are attached, taken off and tidied up after in turns."""
+"""What a cycle of the finals takes on top of its step: interleaved plans are attached and removed each time."""
 LATELY = 3
 """So many plans before it say how long the next one takes to compile and measure."""
 ANSWERING = 5.0

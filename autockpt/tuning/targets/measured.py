@@ -20,7 +20,7 @@ from autockpt.tuning.targets.base import STEPS, Foresee, Target
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
-FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a plan that stays the same is timed beside
+FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a reference plan is interleaved
 FINALISTS = 3
 FINAL_SECONDS = 30.0
 CONFIRMING_STEPS = 20
@@ -65,7 +65,7 @@ class RealSteps(Target):
     _foresee: Foresee | None = None
 
     def begin(self, trials: Trials, foresee: Foresee | None = None) -> None:
-        """What earlier trials were timed beside stays what later ones are timed beside."""
+        """What earlier trials were timed against stays what later ones are timed against."""
         self._foresee = foresee
         if self.pairing is not None:
             self.pairing.begin(trials)
@@ -102,7 +102,7 @@ class RealSteps(Target):
     def _fastest(self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], seconds: float) -> Trial:
         """The plan that wins side by side; the times of the finals go into all trials that took part.
 
-        Well-known plans that fit may win as well. Where trials were timed beside a standard, those that are surely
+        Well-known plans that fit may win as well. Where trials were timed against a standard, those that are surely
         slower, and those that do not fit, need not run again: their times are put to the finals' conditions.
         """
         playing = {t.number for t in finalists}
@@ -118,7 +118,7 @@ class RealSteps(Target):
         return trials.all[self._named(trials, final)]
 
     def _named(self, trials: Trials, final: Final) -> int:
-        """The number of the fastest; of those that cannot be told apart, the one that should be by prices as well."""
+        """The number of the fastest; of indistinguishable ones, the one that should be by prices as well."""
         if not final.undecided:
             return final.winner
         times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
@@ -128,7 +128,7 @@ class RealSteps(Target):
             named = min(weighed, key=lambda number: weighed[number])
         close = ", ".join(f"#{number}" for number in times if number != named)
         why = "" if named == final.winner else "; by what their choices cost in all trials, the first is faster"
-        self.notes.append(f"trial #{named} and {close} cannot be told apart at the noise of this machine{why}")
+        self.notes.append(f"trial #{named} and {close} cannot be distinguished at the noise of this machine{why}")
         return named
 
     @staticmethod
