@@ -8,7 +8,7 @@ from autockpt.profiling import CostModel
 from autockpt.schema import Assignment, Budget, Choice, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans
-from autockpt.solvers import Ruling, refine
+from autockpt.solvers import Checked, refine
 from autockpt.solvers.refine import Offsets, solved
 
 CALLS = 4  # ghost runs that one question may take
@@ -25,7 +25,7 @@ class Answers:
     def __init__(self, profiled: CostModel, kinds: tuple[str, ...]) -> None:
         self.profiled = profiled
         self.overhead = profiled.predictor.device.overhead_bytes
-        self._remembered: dict[tuple[Choice, ...], Ruling] = {}
+        self._remembered: dict[tuple[Choice, ...], Checked] = {}
         self._offsets: Offsets = {}
         known = known_plans([u.name for u in profiled.blocks], kinds)
         self.save_all = self.reach(known[NONE])

@@ -37,7 +37,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.solvers import Ruling, refine
+from autockpt.solvers import Checked, refine
 
 TIMED_CYCLES = 2
 ANCHOR_SECONDS = 12.0  # for the uniform plans in turns, at least one round of them and at most five
@@ -83,7 +83,7 @@ class CostModel:
     predictor: Predictor
     used_by_others: int = 0
     head: Unit | None = None
-    _rulings: dict[str, Ruling] = field(default_factory=dict, repr=False, compare=False)
+    _rulings: dict[str, Checked] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def host_budget(self) -> int | None:
@@ -126,14 +126,14 @@ class CostModel:
             head=self.head,
         )
 
-    def rule(self, choices: Mapping[str, Choice]) -> Ruling:
+    def rule(self, choices: Mapping[str, Choice]) -> Checked:
         """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""
         key = plan_hash(choices)
         if key not in self._rulings:
             graph = self.predictor.graph(choices)
             said = self.predictor.known(choices) or self.predictor.learn(choices, graph)
             peak = self.predictor.least_bytes(graph, said.peak_bytes)
-            self._rulings[key] = Ruling(peak, point_bytes(self.base, graph, self.head), said.host_bytes)
+            self._rulings[key] = Checked(peak, point_bytes(self.base, graph, self.head), said.host_bytes)
         return self._rulings[key]
 
     def keep_within(self, budget: int) -> None:

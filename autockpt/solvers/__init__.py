@@ -4,6 +4,6 @@ from autockpt.solvers.exact import exact
 from autockpt.solvers.greedy import greedy
 from autockpt.solvers.labels import labels
 from autockpt.solvers.milp import milp
-from autockpt.solvers.refine import Refined, Ruling, refine
+from autockpt.solvers.refine import Checked, Refined, refine
 
-__all__ = ["Refined", "Ruling", "exact", "greedy", "labels", "milp", "refine"]
+__all__ = ["Checked", "Refined", "exact", "greedy", "labels", "milp", "refine"]

@@ -148,7 +148,7 @@ def _peak(own: list[np.ndarray], between: list[int], kept: list[np.ndarray], pic
     return max(peak, total + between[-1])
 
 
-class Ledger:
+class PointBytes:
     """An assignment (option indices ``picks``) with the ``bytes`` of the points that may bind, int64."""
 
     def __init__(self, problem: Problem, picks: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from autockpt.schema.problem import Assignment, Problem
 from autockpt.solvers.answer import as_choices, judge, relative_gap
-from autockpt.solvers.chain import Ledger, is_chain, smallest_peak
+from autockpt.solvers.chain import PointBytes, is_chain, smallest_peak
 
 PASSES = 20
 
@@ -31,7 +31,7 @@ def greedy(problem: Problem) -> Assignment:
 
 def polish(problem: Problem, picks: Sequence[int]) -> list[int]:
     """Option indices after every single change that saves seconds and still fits has been taken, best first."""
-    ledger = Ledger(problem, picks)
+    ledger = PointBytes(problem, picks)
     for _ in range(PASSES):
         changed = False
         for i, j in _ranked_gains(problem, ledger.picks):
@@ -58,7 +58,7 @@ def _ranked_gains(problem: Problem, picks: Sequence[int]) -> list[tuple[int, int
 def _descend(problem: Problem) -> list[int]:
     """Local descent on the peak, from the assignment that keeps least."""
     start = [min(range(len(u.options)), key=lambda j, u=u: (u.options[j].kept, j)) for u in problem.units]
-    ledger = Ledger(problem, start)
+    ledger = PointBytes(problem, start)
     for _ in range(PASSES):
         changed = False
         for i, unit in enumerate(problem.units):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from autockpt.schema.choices import Choice
 from autockpt.schema.problem import Assignment, Point, Problem, UnitOptions, host_of, option_of, peak_of, seconds_of
-from autockpt.solvers.chain import Ledger
+from autockpt.solvers.chain import PointBytes
 from autockpt.solvers.exact import exact
 
 Solver = Callable[[Problem], Assignment]
@@ -25,7 +25,7 @@ FASTER = 1e-6  # share of the step time; smaller gains are not worth a call
 ROUNDS_PER_CALL = 4  # solver runs per allowed call, most of them answered from memory
 
 
-class Ruling(NamedTuple):
+class Checked(NamedTuple):
     """What the referee says of a plan.
 
     ``point_bytes``, where it can say, holds the bytes at each of the problem's points, in their order (None: unseen).
@@ -38,7 +38,7 @@ class Ruling(NamedTuple):
     host_bytes: int = 0
 
 
-Referee = Callable[[Plan], Ruling]
+Checker = Callable[[Plan], Checked]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Refined:
     """
 
     assignment: Assignment
-    ruling: Ruling
+    ruling: Checked
     offsets: Offsets
     calls: int
     settled: bool
@@ -69,12 +69,12 @@ class Refined:
 
 def refine(
     problem: Problem,
-    referee: Referee,
+    referee: Checker,
     *,
     solve: Solver = exact,
     max_calls: int = 12,
     offsets: Offsets | None = None,
-    remembered: MutableMapping[tuple[Choice, ...], Ruling] | None = None,
+    remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
     faster: float = FASTER,
 ) -> Refined:
     """The fastest plan that fits by the referee's count, with at most ``max_calls`` of its calls.
@@ -95,11 +95,11 @@ def refine(
 @dataclass
 class _Refinement:
     problem: Problem
-    referee: Referee
+    referee: Checker
     solve: Solver
     limit: int
     offsets: dict[Choice | None, Sequence[int]]
-    remembered: MutableMapping[tuple[Choice, ...], Ruling]
+    remembered: MutableMapping[tuple[Choice, ...], Checked]
     faster: float
     calls: int = 0
     best: dict[str, Choice] | None = None
@@ -160,17 +160,17 @@ class _Refinement:
             return problem
         return problem.model_copy(update={"host_budget": max(0, problem.host_budget - self.host_offset)})
 
-    def _fits_host(self, ruling: Ruling) -> bool:
+    def _fits_host(self, ruling: Checked) -> bool:
         return self.problem.host_budget is None or ruling.host_bytes <= self.problem.host_budget
 
-    def _host_excess(self, plan: Plan, ruling: Ruling) -> int:
+    def _host_excess(self, plan: Plan, ruling: Checked) -> int:
         """Bytes that the host's pools round up by, which the problem's own numbers do not know."""
         return ruling.host_bytes - host_of(self.problem, plan)
 
     def _key(self, plan: Plan) -> tuple[Choice, ...]:
         return tuple(plan[unit.name] for unit in self.problem.units)
 
-    def _ask(self, plan: Plan) -> Ruling | None:
+    def _ask(self, plan: Plan) -> Checked | None:
         """The ruling on a plan; None where it is unknown and no call is left."""
         key = self._key(plan)
         if key not in self.remembered:
@@ -187,7 +187,7 @@ class _Refinement:
         assert self.best is not None
         return seconds < seconds_of(self.problem, self.best) - self._worthwhile()
 
-    def _note(self, plan: Plan, ruling: Ruling) -> bool:
+    def _note(self, plan: Plan, ruling: Checked) -> bool:
         """Remember a refereed plan; True where it fits."""
         if self.leanest is None or self._is_leaner(ruling, self._ruling(self.leanest)):
             self.leanest = dict(plan)
@@ -197,7 +197,7 @@ class _Refinement:
             self.best = dict(plan)
         return True
 
-    def _is_leaner(self, ruling: Ruling, other: Ruling) -> bool:
+    def _is_leaner(self, ruling: Checked, other: Checked) -> bool:
         """Whether it needs less, among plans within the host budget first of all."""
         return (not self._fits_host(ruling), ruling.peak_bytes) < (not self._fits_host(other), other.peak_bytes)
 
@@ -225,7 +225,7 @@ class _Refinement:
         """
         assert self.best is not None
         picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
-        ledger = Ledger(shifted(self.problem, self._offsets(self.best)), picks)
+        ledger = PointBytes(shifted(self.problem, self._offsets(self.best)), picks)
         ceiling = self.problem.budget + min(self.error, int(SLACK_SHARE * abs(self.problem.budget)))
         host = self._ruling(self.best).host_bytes
         host_room = None if self.problem.host_budget is None else self.problem.host_budget - host
@@ -245,7 +245,7 @@ class _Refinement:
         units = self.problem.units
         return [{**self.best, units[i].name: units[i].options[j].choice} for _, _, i, j in tried]
 
-    def _observed(self, plan: Plan, ruling: Ruling) -> tuple[int, ...]:
+    def _observed(self, plan: Plan, ruling: Checked) -> tuple[int, ...]:
         """Offsets per point that make the linear model agree with a ruling."""
         if ruling.point_bytes is None:
             error = ruling.peak_bytes - peak_of(self.problem, plan)
@@ -269,7 +269,7 @@ class _Refinement:
         at = [v for v, point in zip(seen, self.problem.points, strict=True) if v is not None and _depends(point)]
         return peak - max(at, default=peak)
 
-    def _ruling(self, plan: Plan) -> Ruling:
+    def _ruling(self, plan: Plan) -> Checked:
         return self.remembered[self._key(plan)]
 
     def _worthwhile(self) -> float:

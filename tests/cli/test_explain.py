@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import autockpt.explaining.subject  # noqa: F401  the stand-in takes the place of the package alone
 from autockpt.schema import (
     SAVE,
     DeviceInfo,

@@ -13,7 +13,7 @@ from autockpt.schema.graph import Graph
 from autockpt.schema.problem import Problem, peak_of, seconds_of
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.simulator import Simulation, simulate
-from autockpt.solvers import Ruling, exact, refine
+from autockpt.solvers import Checked, exact, refine
 from autockpt.tracing import Tracer
 from tests.profiling.steps import HEAD, HIDDEN, INSIDE, RESIDENT, SECONDS, step
 
@@ -148,9 +148,9 @@ def test_refined_plans_fit_by_the_ghost_run():
         budget = rng.randint(lean, base.peak_bytes)
         asked = problem.model_copy(update={"budget": budget})
 
-        def referee(choices) -> Ruling:
+        def referee(choices) -> Checked:
             graph = step(NAMES, choices, lag=True)
-            return Ruling(graph.peak_bytes, point_bytes(base, graph))
+            return Checked(graph.peak_bytes, point_bytes(base, graph))
 
         refined = refine(asked, referee)
         assert refined.feasible
@@ -190,6 +190,6 @@ def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, acc
             extra = constant(graph).step_seconds - constant(base).step_seconds
             assert seconds_of(problem, choices) == pytest.approx(extra, rel=0.02)
         tight = problem.model_copy(update={"budget": (leanest + base.peak_bytes) // 2})
-        refined = refine(tight, lambda choices: Ruling(tracer.trace(choices).peak_bytes))
+        refined = refine(tight, lambda choices: Checked(tracer.trace(choices).peak_bytes))
         assert refined.feasible and refined.settled
         assert tracer.trace(refined.choices).peak_bytes <= tight.budget

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
 from autockpt.schema.problem import Problem, host_of, peak_of, seconds_of
-from autockpt.solvers import Ruling, exact, milp, refine
+from autockpt.solvers import Checked, exact, milp, refine
 from tests.solvers.problems import small_problems, transformer, uniform_problem
 
 
@@ -84,7 +84,7 @@ def test_refine_learns_what_the_pools_round_up_by(rounding: int):
 
     def referee(plan):
         host = host_of(problem, plan)
-        return Ruling(peak_of(problem, plan), None, host + rounding if host else 0)
+        return Checked(peak_of(problem, plan), None, host + rounding if host else 0)
 
     refined = refine(problem, referee)
     assert refined.feasible and refined.ruling.host_bytes <= 30

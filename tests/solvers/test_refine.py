@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt.schema.problem import Problem, option_of, peak_of
-from autockpt.solvers import Ruling, greedy, milp, refine
+from autockpt.solvers import Checked, greedy, milp, refine
 from autockpt.solvers.refine import point_values, shifted
 from tests.solvers.problems import small_problems, transformer, uniform_problem
 
 
-class Referee:
+class Checker:
     """Knows the true bytes: the linear ones plus an error per point, and one per unit that does not save."""
 
     def __init__(self, problem: Problem, offsets, per_change: int = 0, by_point: bool = True) -> None:
@@ -20,14 +20,14 @@ class Referee:
         changes = sum(option_of(u, choices[u.name]) != u.options[0] for u in self.truth.units)
         return peak_of(self.truth, choices) + self.per_change * changes
 
-    def __call__(self, choices) -> Ruling:
+    def __call__(self, choices) -> Checked:
         self.seen.append(dict(choices))
         extra = self.peak(choices) - peak_of(self.truth, choices)
         values = [v + extra for v in point_values(self.truth, choices)] if self.by_point else None
-        return Ruling(self.peak(choices), values)
+        return Checked(self.peak(choices), values)
 
 
-def check_locally_best(problem: Problem, referee: Referee, choices) -> None:
+def check_locally_best(problem: Problem, referee: Checker, choices) -> None:
     """No single unit can take a cheaper option and still pass the referee."""
     for unit in problem.units:
         now = option_of(unit, choices[unit.name])
@@ -40,7 +40,7 @@ def check_locally_best(problem: Problem, referee: Referee, choices) -> None:
 @given(small_problems(), st.data())
 def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
     offsets = data.draw(st.lists(st.integers(-30, 30), min_size=len(problem.points), max_size=len(problem.points)))
-    referee = Referee(problem, offsets)
+    referee = Checker(problem, offsets)
     refined = refine(problem, referee, max_calls=30)
     best = milp(referee.truth, gap=0.0)
     assert refined.feasible == best.feasible
@@ -53,7 +53,7 @@ def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
 @settings(max_examples=100)
 @given(small_problems(), st.integers(-8, 8), st.integers(-20, 20), st.booleans())
 def test_whatever_the_model_gets_wrong_the_plan_passes_the_referee(problem, per_change, error, by_point):
-    referee = Referee(problem, [error] * len(problem.points), per_change, by_point)
+    referee = Checker(problem, [error] * len(problem.points), per_change, by_point)
     refined = refine(problem, referee, max_calls=40)
     assert len(referee.seen) == refined.calls <= 40
     assert refined.assignment.peak == referee.peak(refined.choices)
@@ -68,7 +68,7 @@ def test_whatever_the_model_gets_wrong_the_plan_passes_the_referee(problem, per_
 def test_a_transformer_settles_within_few_calls(share: float, error: float, by_point: bool):
     problem = transformer(32, 6, seed=7, share=share)
     offsets = [int(p.base * error * (1 + (i % 3) / 10)) for i, p in enumerate(problem.points)]
-    referee = Referee(problem, offsets, by_point=by_point)
+    referee = Checker(problem, offsets, by_point=by_point)
     refined = refine(problem, referee)
     assert refined.feasible
     assert refined.calls <= 12
@@ -79,13 +79,13 @@ def test_a_transformer_settles_within_few_calls(share: float, error: float, by_p
 
 def test_an_exact_model_needs_one_call():
     problem = transformer(16, 4, seed=8, share=0.5)
-    referee = Referee(problem, [0] * len(problem.points))
+    referee = Checker(problem, [0] * len(problem.points))
     assert refine(problem, referee).calls == 1
 
 
 def test_what_is_known_is_not_asked_again():
     problem = transformer(16, 4, seed=9, share=0.5)
-    referee = Referee(problem, [5_000_000] * len(problem.points))
+    referee = Checker(problem, [5_000_000] * len(problem.points))
     remembered: dict = {}
     first = refine(problem, referee, remembered=remembered)
     asked = len(referee.seen)
@@ -96,7 +96,7 @@ def test_what_is_known_is_not_asked_again():
 
 def test_offsets_carry_over_to_other_prices():
     problem = transformer(16, 4, seed=10, share=0.5)
-    referee = Referee(problem, [3_000_000 * (i % 2) for i in range(len(problem.points))])
+    referee = Checker(problem, [3_000_000 * (i % 2) for i in range(len(problem.points))])
     offsets = refine(problem, referee).offsets
     assert (
         refine(problem.model_copy(update={"budget": problem.budget + 50_000_000}), referee, offsets=offsets).calls == 1
@@ -105,12 +105,12 @@ def test_offsets_carry_over_to_other_prices():
 
 def test_a_peak_alone_is_a_ruling():
     problem = uniform_problem(4, budget=137)
-    assert refine(problem, lambda choices: Ruling(peak_of(problem, choices))).assignment.seconds == 1.0
+    assert refine(problem, lambda choices: Checked(peak_of(problem, choices))).assignment.seconds == 1.0
 
 
 def test_nothing_fits():
     problem = uniform_problem(4, budget=60)
-    refined = refine(problem, Referee(problem, [0] * len(problem.points)))
+    refined = refine(problem, Checker(problem, [0] * len(problem.points)))
     assert not refined.feasible
     assert refined.assignment.smallest_peak == refined.ruling.peak_bytes == milp(problem).smallest_peak
 
@@ -118,14 +118,14 @@ def test_nothing_fits():
 def test_a_pessimistic_model_does_not_give_up():
     """The model thinks nothing fits; the referee sees 60 bytes less."""
     problem = uniform_problem(4, budget=80)
-    refined = refine(problem, Referee(problem, [-60] * len(problem.points)))
+    refined = refine(problem, Checker(problem, [-60] * len(problem.points)))
     assert refined.feasible
     assert refined.assignment.seconds == milp(problem.model_copy(update={"budget": 140})).seconds
 
 
 def test_another_solver_and_too_few_calls():
     problem = transformer(12, 4, seed=11, share=0.4, identical=False)
-    referee = Referee(problem, [40_000_000] * len(problem.points))
+    referee = Checker(problem, [40_000_000] * len(problem.points))
     hasty = refine(problem, referee, solve=greedy, max_calls=1)
     assert hasty.calls == 1 and not hasty.settled
     with pytest.raises(ValueError, match="max_calls"):

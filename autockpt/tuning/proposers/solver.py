@@ -27,7 +27,7 @@ from autockpt.schema import (
     peak_of,
 )
 from autockpt.schema.known import NONE, known_plans
-from autockpt.solvers import Ruling, exact, refine
+from autockpt.solvers import Checked, exact, refine
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.pooling import foreseen
@@ -38,7 +38,7 @@ from autockpt.tuning.refit import Fit, fit, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Parameters, Score, Trials, peak_of_trial
 
-Referee = Callable[[Mapping[str, Choice]], Ruling]
+Checker = Callable[[Mapping[str, Choice]], Checked]
 Size = Callable[[Problem, Mapping[str, Choice]], int]  # bytes of a plan, by the problem's own numbers
 MakeProblem = Callable[[Mapping[str, float], int], Problem]  # prices by kind, bytes left free -> problem
 
@@ -73,7 +73,7 @@ class SolverProposer(Proposer):
         self.question, self.profiled, self.target, self.trials = question, profiled, target, trials
         self.space, self.storage, self.calls, self.study_name = question.space, storage, calls, study
         self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
-        self.rulings: dict[tuple[Choice, ...], Ruling] = {}
+        self.rulings: dict[tuple[Choice, ...], Checked] = {}
         self.device = profiled.predictor.device
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
@@ -315,9 +315,9 @@ def from_knobs(
     budget: int,
     scale: Mapping[str, float],
     make_problem: MakeProblem,
-    referee: Referee,
+    referee: Checker,
     *,
-    remembered: MutableMapping[tuple[Choice, ...], Ruling] | None = None,
+    remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
     calls: int = REFEREE_CALLS,
     faster: float = FASTER,
 ) -> Candidate:
@@ -337,7 +337,7 @@ def from_knobs(
 
 
 def from_layers(
-    parameters: Mapping[str, float | int | str], budget: int, problem: Problem, referee: Referee
+    parameters: Mapping[str, float | int | str], budget: int, problem: Problem, referee: Checker
 ) -> Candidate:
     """One choice per unit as sampled, repaired to the budgets: cheapest bytes first, until the ghost run fits."""
     choices = {name: from_label(str(text)) for name, text in parameters.items()}

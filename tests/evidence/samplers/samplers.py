@@ -13,7 +13,7 @@ import numpy as np
 
 from autockpt.schema import Choice, Problem, SearchSpace, Trial, from_label, label, parse_choice
 from autockpt.schema.known import known_plans
-from autockpt.solvers import Ruling, exact
+from autockpt.solvers import Checked, exact
 from autockpt.tuning.proposers.sampler import Study
 from autockpt.tuning.proposers.solver import from_knobs, from_layers, neutral
 from autockpt.tuning.refit import fit
@@ -66,7 +66,7 @@ class Run:
         self.device = MadeUpDevice(q.truth, noise=NOISE, seed=seed)
         self.tried = Trials(None)
         self.tried.judge(q.budget)
-        self.rulings: dict[tuple[Choice, ...], Ruling] = {}
+        self.rulings: dict[tuple[Choice, ...], Checked] = {}
         self.unpriced = self.profiled.problem(0)
         menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
         space = self.space
