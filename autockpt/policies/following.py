@@ -25,9 +25,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.saved import Kept
+from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.score import METADATA, PLAIN, Met, Score, Step, autocast_is_on, is_plain, leaves_of
 from autockpt.policies.sentinels import Watch
-from autockpt.policies.tape import Geometry, Maker, Slot, Source, geometry_of
+from autockpt.policies.tape import Maker, Slot, Source
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
 _WAYS = 16  # of one unit, by the forms of what it is given

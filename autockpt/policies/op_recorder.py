@@ -17,8 +17,9 @@ from autockpt.errors import ConflictError
 from autockpt.policies.compute_ops import draws_random_numbers, is_attention
 from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
+from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.sentinels import Watch
-from autockpt.policies.tape import Geometry, Maker, Op, Read, Slot, Source, geometry_of
+from autockpt.policies.tape import Maker, Op, Read, Slot, Source
 from autockpt.policies.watching import passes_by, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 

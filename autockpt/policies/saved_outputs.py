@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy
+from autockpt.policies.opkinds import kind_of
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.saved import address_of
 from autockpt.policies.user_checkpoint import hooks_in_force
@@ -31,12 +32,6 @@ from autockpt.policies.watching import CHANGED_BY_WATCHING, passes_by, refuse_wa
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 Place = tuple[int, int, int]
 _current = threading.local()
-_aten = torch.ops.aten
-# Their results share memory with their argument, but no version counter: torch.matmul's last step is one of them. Seen
-# inside of scopes only, which is where matmul is; torch.unsafe_split outside of one leaves watching to its caller.
-_UNDECLARED_VIEWS = frozenset(
-    (_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default)
-)
 
 
 _LEAF = tree_structure(0)
@@ -97,7 +92,7 @@ class _Whole(_Output):
             return None
         for origin, geometry in self._saved:
             source = given[origin] if origin >= 0 else self._leaves[-origin]
-            same = _geometry(source) == geometry
+            same = geometry_of(source) == geometry
             hooks[0](source if same else source.detach().as_strided(*geometry))
         out = self._leaves[0]
         return out.requires_grad_().view_as(out) if self._trains else out
@@ -114,8 +109,8 @@ def alias(leaf: Any) -> Any:
         return leaf.detach()
 
 
-def _geometry(tensor: torch.Tensor) -> Geometry:
-    return tensor.size(), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 _observers: list[dict[str, int]] = []
@@ -229,7 +224,8 @@ class _Scope(TorchDispatchMode):
             if func in CHANGED_BY_WATCHING:
                 refuse_watching(func, args, self._frame.unit)
             out = func(*args, **kwargs)
-            if func in _UNDECLARED_VIEWS and self._frame.recording:
+            # torch.matmul's last step is one; torch.unsafe_split outside of a scope leaves watching to its caller
+            if kind_of(func) == "hidden view" and self._frame.recording:
                 self._frame.watch(args[0], out)
             return out
         self._ops += 1
@@ -320,7 +316,7 @@ class _Calls(TorchFunctionMode):
         with saved_tensors_hooks(note, hooks[1]), scope if known is _NEW else nullcontext():
             out = func(*args, **kwargs)
         origins, made = _origins(saved, (*args, *kwargs.values()))
-        layouts = [*map(_geometry, saved)]
+        layouts = [*map(geometry_of, saved)]
         saved.clear()  # autograd holds on to the hook
         if known is _NEW:
             _learn(key, scope.seen, out, origins, made)
@@ -366,7 +362,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             and value.layout is torch.strided
             and not (value.is_complex() or value.is_neg())
         ):
-            forms += (*_geometry(value), value.dtype, value.device, value.requires_grad)
+            forms += (*geometry_of(value), value.dtype, value.device, value.requires_grad)
         else:
             return None
     return tuple(forms)

@@ -16,7 +16,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.op_recorder import HANDS_OUT, Tape
-from autockpt.policies.tape import Geometry, Op, Read, Source, geometry_of
+from autockpt.policies.saved_outputs import Geometry, geometry_of
+from autockpt.policies.tape import Op, Read, Source
 
 PLAIN = (torch.Tensor, nn.Parameter)
 _EXACT = frozenset(

@@ -27,13 +27,11 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state import under, user_modes
 from autockpt.policies.saved import Kept
-from autockpt.policies.saved_outputs import alias
+from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
 from autockpt.policies.slots import differs
 
 if TYPE_CHECKING:
     from autockpt.policies.sentinels import Entry
-
-Geometry = tuple[torch.Size, tuple[int, ...], int]
 
 
 class Source:
@@ -165,10 +163,6 @@ def _filled(arg: Any, value: Callable[[Source], torch.Tensor]) -> Any:
 def _laid_out(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """The tensor of this layout on the storage of ``base``."""
     return base if geometry_of(base) == geometry else base.as_strided(*geometry)
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 class Slot:
