@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from autockpt.errors import ConflictError
 from autockpt.policies.rerun_state.kinds import place_of
 
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _assign: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -56,7 +57,8 @@ class Assignments(TorchFunctionMode):
                 "plain training would read the new values there, which are not those that forward computed with",
                 remedy=f"Make a new tensor of the new values instead, or use `save` on {self._unit}.",
             )
-        before, self._given = self._given, [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and not _is_wrapped(v)]
+        before, self._given = self._given, given
         try:
             return func(*args, **kwargs)
         finally:

@@ -18,6 +18,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import fingerprint, form_of
 from autockpt.policies.replay import running_again
+from autockpt.policies.rerun_state import under, user_modes
 
 if TYPE_CHECKING:
     from autockpt.policies.sentinels import Entry, Watch
@@ -160,16 +161,20 @@ def refuse_many(call: Rows, gradient: Tensor) -> None:
 
 
 class Autocast:
-    """The autocast state of one kind of device when this was made."""
+    """The autocast state of one kind of device when this was made, and the user's modes."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self.enabled = torch.is_autocast_enabled(kind)
         self._dtype = torch.get_autocast_dtype(kind)
         self._cache = torch.is_autocast_cache_enabled()
+        self._modes = user_modes()
 
-    def as_before(self) -> torch.autocast:
-        return torch.autocast(self._kind, dtype=self._dtype, enabled=self.enabled, cache_enabled=self._cache)
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        autocast = torch.autocast(self._kind, dtype=self._dtype, enabled=self.enabled, cache_enabled=self._cache)
+        with autocast, under(self._modes):
+            yield
 
 
 class MemoryWatch:

@@ -28,6 +28,7 @@ SMALL = 16
 _DEPTH = 64  # of ops between a saved tensor and what it could be made from; no search goes further back
 _NOWHERE = float("inf")
 _PLAIN = (torch.Tensor, nn.Parameter)
+is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _NAMES = """
     numpy data_ptr untyped_storage storage _typed_storage set_ share_memory_ resize_ __array__ __dlpack__
@@ -313,7 +314,9 @@ class HandingOut(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in HANDS_OUT or (self._data and func == _DATA):
             for tensor in args[:1]:
-                if isinstance(tensor, torch.Tensor) and not is_traceable_wrapper_subclass(tensor):
+                if isinstance(tensor, torch.Tensor) and not (
+                    is_traceable_wrapper_subclass(tensor) or is_wrapped(tensor)
+                ):
                     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                         if tensor.layout is torch.strided:
                             self._tape.changes(tensor, unseen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autockpt.policies.op_recorder import HANDS_OUT, Tape
+from autockpt.policies.op_recorder import HANDS_OUT, Tape, is_wrapped
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.tape import Op, Read, Source
 
@@ -35,7 +35,6 @@ METADATA = frozenset(
         *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.__len__),
     )
 )
-_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 
 
@@ -145,7 +144,7 @@ def leaves_of(out: Any) -> Sequence[torch.Tensor]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or _is_wrapped(tensor):
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or is_wrapped(tensor):
         return False
     return not (tensor.is_complex() or tensor.is_inference() or tensor.is_neg())
 

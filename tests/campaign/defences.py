@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autockpt.policies import following, replay
+from autockpt.policies import replay, score
 from autockpt.policies.rerun_state import Memory, UnitState, code_of
 
 DEFENCES = ("state", "sentinels", "following")
@@ -30,6 +30,7 @@ class _Unwatched(UnitState):
             memory.code = code_of(memory.unit, module)
         memory.calls[module.training] += 1
         self.doubts, self.moved = [], {}
+        self._still, self._quiet = [], None
 
     def after(self) -> None:
         pass
@@ -46,4 +47,4 @@ def leave_out(names: Collection[str]) -> None:
     if "sentinels" in names:
         os.environ["AUTOCKPT_SENTINELS"] = "off"
     if "following" in names:
-        following.Following._agrees = lambda *_: True  # type: ignore[method-assign]
+        score.Step.agrees = lambda *_: True  # type: ignore[method-assign]

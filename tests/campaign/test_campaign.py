@@ -123,3 +123,17 @@ def test_memory_that_is_gone_is_not_mistaken_for_what_numpy_is_handed(monkeypatc
     program = Program(pieces=(Placed("teacher handed to NumPy"),), steps=8)
     verdict = Trials().run(0, program, dict.fromkeys(("layers.0", "layers.1"), parse_choice("remake")))
     assert verdict.word == "equal", verdict.detail
+
+
+def test_modes_around_a_forward_are_around_the_heads_chunks_too() -> None:
+    program = Program(loop="function mode around the forward", loss="ignored", steps=3)
+    verdict = Trials().run(0, program, {"lm_head": parse_choice("chunked_loss")})
+    assert verdict.word == "equal", verdict.detail
+
+
+@pytest.mark.parametrize("choice", ["recompute", "remake"])
+def test_forward_mode_products_where_code_writes_unseen(choice: str) -> None:
+    pieces = Placed("running maximum by .data"), Placed("forward-mode product inside")
+    chosen = dict.fromkeys(("layers.0", "layers.1"), parse_choice(choice))
+    verdict = Trials().run(0, Program(pieces=pieces), chosen)
+    assert verdict.word == "equal", verdict.detail
