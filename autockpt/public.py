@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,10 @@ def search(
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto" (all there is), ``headroom`` ("2%", "500MB") is left
     free of it, ``host_budget`` ("8GB", or bytes) bounds what offloading may claim of host memory. With
     ``allow_inexact`` output head and loss may run over chunks of tokens: gradients are then equal up to rounding.
-    ``timeout`` is in seconds, ``out`` the folder that keeps the run (None: nothing is kept). A search that came to its
-    end there answers from its record, unless ``again``. ``progress`` is a bar on a terminal's standard error, lines
-    elsewhere; ``log_to`` ("tensorboard", "wandb" or both) also logs every trial by these packages' own clients, under
-    ``out`` or in the working directory.
+    ``timeout`` is in seconds, ``out`` the folder that keeps the run and its page (None: nothing is kept). A search that
+    came to its end there answers from its record, unless ``again``. ``progress`` is a bar on a terminal's standard
+    error, lines elsewhere; ``log_to`` ("tensorboard", "wandb" or both) also logs every trial by these packages' own
+    clients, under ``out`` or in the working directory.
 
     A live model's weights, optimizer, gradients and random state are the caller's again afterwards, bit for bit.
     Raises UsageError for what does not go together, WorkloadError for a step that does not run, InfeasibleError where
@@ -104,6 +104,8 @@ def search(
         raise UsageError("global_batch= and lengths= are two questions", remedy="Ask for the batch first, alone.")
     with ExitStack() as stack:
         watcher: Listener = stack.enter_context(listener(console(stderr=True))) if progress else Silence()
+        if out is not None:
+            stack.enter_context(_pages_written(Path(out), watcher))
         if log_to:
             text = budget if isinstance(budget, str) else budget.text
             model = step if isinstance(step, str) else type(getattr(step, "model", step)).__name__
@@ -228,6 +230,19 @@ def _by_length(step: Step, lengths: Lengths, options: dict[str, Any], listener: 
         return search_live(shortened(step, length), **{**options, "trials": trials, "timeout": left})
 
     return search_lengths(lengths, at, options["trials"], listener).plan
+
+
+@contextmanager
+def _pages_written(out: Path, listener: Listener) -> Iterator[None]:
+    """Write the page of every run in this folder that ends meanwhile; that one cannot be written is only said."""
+    began = time.time()
+    yield
+    for answer in sorted(out.glob("*/outcome.json")):
+        try:
+            if answer.stat().st_mtime >= began - 1:
+                write_page(RunDirectory.open(answer.parent))
+        except Exception as error:  # the search has its answer, whatever is wrong with a page about it
+            listener.note(f"The page about {answer.parent} could not be written: {error}")
 
 
 def _refuse_both(hardware: str | None, device: str | None) -> None:

@@ -29,7 +29,7 @@ def test_a_model_by_its_name_is_planned_for_a_card_explained_and_reported(
     assert plan.workload is not None and plan.workload.batch_size == 4
     assert capsys.readouterr().err == ""
     (directory,) = tmp_path.iterdir()
-    assert autockpt.open_run(directory).plan == plan
+    assert autockpt.open_run(directory).plan == plan and (directory / "report.html").is_file()
     said = autockpt.explain(directory, limits=False)
     assert said.choices == plan.expand_planned()
     assert said.device.startswith("NVIDIA GeForce RTX 4090")
@@ -38,11 +38,13 @@ def test_a_model_by_its_name_is_planned_for_a_card_explained_and_reported(
     assert "<!doctype html>" in page.read_text(encoding="utf-8")
 
 
-def test_a_live_step_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_step_shows_its_progress_and_gets_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)))
     step = autockpt.Step(model, torch.ones(8, 32), loss=lambda model, batch: model(batch).sum())
-    assert autockpt.search(step, budget="100%", trials=1, space=SPACE).choices
+    assert autockpt.search(step, budget="100%", trials=1, space=SPACE, out=tmp_path).choices
     assert "trace" in capsys.readouterr().err
+    (page,) = tmp_path.glob("*/report.html")
+    assert "faster than" in page.read_text() or "slower than" in page.read_text() or "as fast as" in page.read_text()
 
 
 @pytest.mark.parametrize(
