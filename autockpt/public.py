@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from autockpt.errors import UsageError, python_door
 from autockpt.explaining import Question
 from autockpt.explaining import explain as explained
+from autockpt.explaining.longest import with_longest
 from autockpt.explaining.subject import hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
@@ -77,7 +78,8 @@ def search(
     """The fastest plan that fits a budget, for a live training step or for a model by its name.
 
     ``step`` is an ``autockpt.Step``, searched in this process on its own device, or the name of a model, which another
-    process builds and measures with ``workload`` (``batch_size=8, seq_len=2048, lora=16``). ``hardware`` ("rtx4090",
+    process builds and measures with ``workload`` (``batch_size=8, seq_len=2048, lora=16``; ``seq_len="auto"``: the
+    longest sequences that fit). ``hardware`` ("rtx4090",
     or a file) simulates a device that need not be here, ``device``, ``compile``, ``dry_run`` and ``global_batch`` (rows
     per optimizer update: batch size and accumulation are then found, too, and are in the plan's ``workload``) are those
     of the command line; all of these need a model's name.
@@ -128,13 +130,21 @@ def search(
                 f"a {type(step).__name__} is no training step",
                 remedy="Give autockpt.Step(model, batch, optimizer=optimizer), or a model's name.",
             )
+        asked = parse_budget(budget).with_headroom(headroom)
+        described = None if hardware is None else load_hardware(hardware)
+        if workload.get("seq_len") == "auto":
+            spec = _workload(step, {name: value for name, value in workload.items() if name != "seq_len"}, seed)
+            spec, note = with_longest(spec, asked, device=device, hardware=described, listener=watcher)
+            watcher.note(note)
+        else:
+            spec = _workload(step, workload, seed)
         request = SearchRequest(
-            budget=parse_budget(budget).with_headroom(headroom),
-            workload=_workload(step, workload, seed),
+            budget=asked,
+            workload=spec,
             space=load_space(space) if isinstance(space, str) else space,
             compile=compile,
             device=device,
-            hardware=None if hardware is None else load_hardware(hardware),
+            hardware=described,
             host_budget=parse_size(host_budget) if isinstance(host_budget, str) else host_budget,
             out=Path(out if out is not None else stack.enter_context(tempfile.TemporaryDirectory())),
             dry_run=dry_run,
@@ -226,7 +236,7 @@ def _by_length(step: Step, lengths: Lengths, options: dict[str, Any], listener: 
     refuse_lengths(parse_budget(budget) if isinstance(budget, str) else budget)
 
     def at(length: int, trials: int) -> Plan:
-        left = None if timeout is None else max(1.0, timeout - (time.monotonic() - began))
+        left = None if timeout is None else max(1.0, (timeout - (time.monotonic() - began)) / 2)
         return search_live(shortened(step, length), **{**options, "trials": trials, "timeout": left})
 
     return search_lengths(lengths, at, options["trials"], listener).plan

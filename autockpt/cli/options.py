@@ -43,7 +43,11 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
         str, "--model -m MODEL", "Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory."
     ),
     "batch_size": _option(int, "--batch-size -b N", "Sequences per micro-batch. Default: the shape's.", min=1),
-    "seq_len": _option(int, "--seq-len -s N", "Tokens of the longest sequence. Default: the shape's.", min=1),
+    "seq_len": _option(
+        str,
+        "--seq-len -s N|auto",
+        "Tokens of the longest sequence. Default: the shape's. In search also auto: the longest that fit the budget.",
+    ),
     "units": _option(
         str, "--units NAMES", "Modules to choose for: encoder.layers.*,mid. Default: repeated blocks, or the best cuts."
     ),

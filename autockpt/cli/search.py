@@ -27,8 +27,9 @@ from autockpt.cli.options import (
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from autockpt.schema import Listener, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
+    from autockpt.schema import Budget, Listener, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
 
+AUTO = "auto"
 # what is planned for where no model is named, by kind of device
 DEFAULT_MODELS = {"cuda": "llama-1b"}
 SMALL_MODEL = "llama-small"
@@ -162,9 +163,14 @@ def search(
     _refuse_contradictions(workload, hardware, device)
     base = start.workload if start is not None else None
     simulate = hardware or (None if "model" in workload or base or device else _stand_in())
-    spec, notes = _workload(workload, device, seed, simulate, base)
+    open_length = workload.get("seq_len") == AUTO
+    asked_for = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
+    spec, notes = _workload(asked_for, device, seed, simulate, base)
     if simulate is not None and hardware is None:
         notes = (_INSTEAD,)
+    if open_length:
+        spec, found = _with_longest(spec, asked, device, simulate)
+        notes = (*notes, found)
     request = SearchRequest(
         budget=asked,
         workload=spec,
@@ -204,6 +210,17 @@ def search(
     _write_page(outcome)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _with_longest(
+    spec: WorkloadSpec, budget: Budget, device: str | None, simulate: str | None
+) -> tuple[WorkloadSpec, str]:
+    from autockpt.explaining.longest import with_longest
+    from autockpt.reporting import listener
+
+    with listener(screen.progress()) as watcher:
+        watcher.note("looking for the longest sequences that fit")
+        return with_longest(spec, budget, device=device, hardware=named_hardware(simulate), listener=watcher)
 
 
 def _space(name: str, choices: str | None) -> SearchSpace:

@@ -189,7 +189,7 @@ def search_lengths_of(
 
     ``search`` is ``run_search``. Sequences longer than ``request.workload.seq_len`` count as cut off there. The outcome
     is that of the longest, with the plan that holds all sets; it is written beside that run's own plan. All lengths
-    share ``request.trials`` and ``request.timeout``.
+    share ``request.trials`` and ``request.timeout``, of which each length gets half of what is left.
     """
     spec, began = request.workload, time.monotonic()
     refuse_lengths(request.budget, packed=spec.packed, pad_to=spec.pad_to, compile_model=request.compile == "model")
@@ -197,7 +197,7 @@ def search_lengths_of(
     outcomes: dict[int, SearchOutcome] = {}
 
     def at(length: int, trials: int) -> Plan:
-        left = None if request.timeout is None else max(1.0, request.timeout - (time.monotonic() - began))
+        left = None if request.timeout is None else max(1.0, (request.timeout - (time.monotonic() - began)) / 2)
         workload = spec.model_copy(update={"seq_len": length})
         asked = {"workload": workload, "trials": trials, "timeout": left, "plan_out": None}
         outcomes[length] = outcome = search(request.model_copy(update=asked), listener)

@@ -117,6 +117,22 @@ def test_the_same_weights_come_out(tmp_path, more):
         assert_equal(weights(loaded), weights(wanted))
 
 
+def test_a_plan_with_sets_goes_by_each_batch(tmp_path):
+    sets = [{"when": {"tokens": 32}, "choices": {"model.layers.2": "recompute"}}]
+    found = Plan.model_validate({"choices": CHOICES, "smaller_batches": sets})
+    found.save(tmp_path / "plan.yaml")
+    rows = [{name: value[: 64 if n % 4 else 16] for name, value in row.items()} for n, row in enumerate(ROWS * 4)]
+    model, twin, callback = LLAMA.make(), LLAMA.make(), AutockptCallback(tmp_path / "plan.yaml")
+    for which, callbacks in ((model, []), (twin, [callback])):
+        made = trainer(tmp_path / "out", which, callbacks, per_device_train_batch_size=1, max_steps=12)
+        made.train_dataset = rows
+        made.train()
+    assert_equal(weights(twin), weights(model))
+    assert callback.handle is not None
+    used = callback.handle._session.used
+    assert used[0] > 0 and used[1] > 0 and used[0] + used[1] == 12
+
+
 def test_a_run_is_resumed(tmp_path):
     whole = LLAMA.make()
     trainer(tmp_path / "whole", whole, [], save_strategy="steps", save_steps=2).train()

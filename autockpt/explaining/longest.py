@@ -1,0 +1,44 @@
+"""The longest sequences that fit a budget, for whoever leaves their length open."""
+
+from __future__ import annotations
+
+from autockpt.errors import InfeasibleError, UsageError
+from autockpt.explaining.build import explain
+from autockpt.explaining.subject import Question
+from autockpt.schema import Budget, Listener, WorkloadSpec, format_bytes
+from autockpt.schema.hardware import Hardware
+
+
+def with_longest(
+    spec: WorkloadSpec,
+    budget: Budget,
+    *,
+    device: str | None = None,
+    hardware: Hardware | None = None,
+    listener: Listener | None = None,
+) -> tuple[WorkloadSpec, str]:
+    """The workload with the longest sequences that its leanest plan holds ``budget`` with, and a word on that.
+
+    By ghost runs of a few lengths; nothing is measured. Lengths are told apart to about a share of 1/32. Raises
+    UsageError for a budget that is a share of the job's own peak and for models without sequences, InfeasibleError
+    where not even the shortest fits.
+    """
+    if budget.kind not in ("bytes", "auto"):
+        raise UsageError(
+            f"a budget of {budget.text} is a share of this job's own peak, which grows with its sequences",
+            remedy="Give the budget in bytes (24GB), or auto.",
+        )
+    said = explain(Question(spec=spec, budget=budget, device=device, hardware=hardware), listener)
+    found = next((row for row in said.limits if row.dimension == "sequence length" and row.plan == "leanest"), None)
+    if found is None:
+        raise UsageError(
+            "this workload has no sequence length that could be found", remedy="Leave --seq-len auto and --pad-to out."
+        )
+    if found.value is None or said.budget is None:
+        raise InfeasibleError(
+            f"not even the shortest sequences fit {budget.text}", remedy="Give a larger budget or a smaller batch."
+        )
+    peak = f", simulated peak {format_bytes(found.peak_bytes)}" if found.peak_bytes is not None else ""
+    why = f" ({found.why})" if found.open_ended and found.why else ""
+    note = f"the longest sequences that fit with the leanest plan: {found.value:,} tokens{peak}{why}"
+    return spec.model_copy(update={"seq_len": found.value}), note
