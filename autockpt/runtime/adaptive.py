@@ -25,6 +25,7 @@ PRESSED, ROOM = 0.95, 0.90
 """Shares of the limit: from the first on a leaner set is taken; a richer one has to stay below the second."""
 PATIENCE, MOST_PATIENCE = 20, 640
 """Optimizer steps with room before a richer set is tried again; twice as many each time that it had to be given up."""
+COOL = 5  # optimizer steps at least between two times that the cache is given back
 _RICHER = ("save", "remake", "selective", "keep_attention")
 
 
@@ -114,7 +115,7 @@ class Adaptive:
         self._model = weakref.ref(model)
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, bool]()  # whether they are the model's
         self._ended = self._began = False
-        self._base, self._retries = 0, 0
+        self._base, self._retries, self._given = 0, 0, 0
         self._tokens: dict[int, int] = {}
         self._per_token: dict[int, tuple[float, int]] = {}  # bytes a token by set, and the tokens that showed it
         self._calm, self._patience, self._returned = 0, PATIENCE, False
@@ -174,10 +175,14 @@ class Adaptive:
                 self._patience = min(MOST_PATIENCE, self._patience * 2)
             self._move(self.leaner + 1, _why(reading, limit, retried), logging.WARNING)
             self.meter.reset(give_back=True)
+            self._given = self.steps
         else:
             if self.leaner and not pressed:
                 self._try_back(reading, limit)
-            self.meter.reset(give_back=False)
+            # what lies in the cache since others let go of it, or since a richer set, is no need of this one
+            idle = reading.reserved > limit and self.steps - self._given >= COOL
+            self._given = self.steps if idle else self._given
+            self.meter.reset(give_back=idle)
         self._retries, self._base, self._tokens = reading.retries, self.meter.allocated(), {}
 
     def _learn(self, reading: Reading) -> None:
