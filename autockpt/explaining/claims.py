@@ -26,7 +26,6 @@ from autockpt.tracing import Tracer
 from autockpt.workload.configs import find_config
 
 COMMON = "common advice"
-IO_NET = ("io.net's FAQ", "https://io.net")
 SCORES_SOURCE = ("Korthikanti et al. 2022", "https://arxiv.org/abs/2205.05198")
 _SEVEN = (32, 4096, 4 * 2048)  # layers, width and tokens of a 7B model at 4 × 2048
 _SEVEN_PARAMS, _CARD = 7e9, 24e9
@@ -90,10 +89,10 @@ class Claims:
         scale = shape.layers * shape.hidden * shape.tokens / math.prod(_SEVEN)
         held = Reading(amount=self.activations)
         course = 800e6 * self._wide_bytes / _COURSE_WIDE
-        for (source, address), low, high in (((COMMON, ""), 10e9, 20e9), (IO_NET, 15e9, 25e9)):
+        for low, high in ((10e9, 20e9), (15e9, 25e9)):
             says = f"7B at 4 × 2048: {low / 1e9:g}–{high / 1e9:g} GB"
             yield Rule(
-                name="activations", source=source, address=address, says=says, amount=(low * scale, high * scale),
+                name="activations", source=COMMON, says=says, amount=(low * scale, high * scale),
                 unit="bytes", predicted=held, note=f"scaled by layers × width × tokens: × {scale:.3g}",
             )  # fmt: skip
         yield Rule(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
-from autockpt.explaining.claims import COMMON, IO_NET, SCORES_SOURCE, bound_by, claims
+from autockpt.explaining.claims import COMMON, SCORES_SOURCE, bound_by, claims
 from autockpt.explaining.holdings import Ledger
 from autockpt.explaining.moment import peak_op
 from autockpt.explaining.subject import Question, Subject, open_subject
@@ -28,7 +28,7 @@ _DEEPSPEED = ("DeepSpeed-Chat's throughput formula", "https://github.com/deepspe
 _DEEPSPEED_DOCS = ("DeepSpeed", "https://www.deepspeed.ai")
 _GUIDE = ("transformers' guide", "https://huggingface.co/docs/transformers/perf_train_gpu_one")
 _CHEN = ("Chen et al. 2016", "https://arxiv.org/abs/1604.06174")
-_WES = ("wes.today", "https://wes.today")
+_GLOSSARY = ("compute-market's glossary", "https://www.compute-market.com/glossary/gradient-checkpointing")
 _SELECTIVE = SCORES_SOURCE
 Plans = dict[str, dict[str, Choice]]
 
@@ -195,12 +195,12 @@ def _said(layers: int, bound: str | None) -> list[Said]:
     return [
         Said(FULL, _DEEPSPEED_DOCS, "30–50 % less memory, +33 % time", (0.30, 0.50), "peak", (0.28, 0.38)),
         Said(FULL, _GUIDE, "50 % less memory, 20 % slower", (0.45, 0.55), "peak", (0.15, 0.25)),
-        Said(FULL, IO_NET, "60–80 % of activations, 20–30 % slower", (0.60, 0.80), time=(0.20, 0.30)),
+        Said(FULL, _GLOSSARY, "60–80 % less memory, 20–30 % slower", (0.60, 0.80), "peak", (0.20, 0.30)),
         Said(FULL, common, "80 % of activations, 20–40 % slower", (0.75, 0.85), time=(0.20, 0.40)),
         Said(FULL, common, "13B from 35 to 15 GB: 57 % less memory", (0.57, 0.57), "peak"),
         Said(FULL, common, f"bound by arithmetic 25–30 % slower, by bandwidth 40–50 %{kind}", None, time=slower),
         Said(ROOT, _CHEN, f"√{layers} of {layers} layers' memory, +33 % time", roots, time=(0.28, 0.38)),
-        Said(FOURTH, _WES, "a quarter of activations, 19 % slower", (0.75, 0.75), time=(0.15, 0.19)),
+        Said(FOURTH, common, "a quarter of activations, 19 % slower", (0.75, 0.75), time=(0.15, 0.19)),
         Said(SECOND, common, "every n-th layer: 75 % of the speed", None, time=(0.0, 1 / 0.75 - 1)),
         Said(ATTENTION, common, "selective: 40–60 % of activations, 10 % slower", (0.40, 0.60), time=(0.05, 0.10)),
         Said(ATTENTION, common, "60–75 % of activations, 10–15 % slower", (0.60, 0.75), time=(0.10, 0.15)),
