@@ -24,11 +24,11 @@ from autockpt.profiling import (
     uniform_graphs,
 )
 from autockpt.schema import Budget, Choice, Environment, Graph, OpTimes, Prediction, plan_hash
-from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.remedy import WayOut
 from autockpt.tracing import Tracer
 from autockpt.tuning.jobs import Described, Job
-from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.opening import CHUNKS, blocks_of
 
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
 MOST = 3
@@ -286,9 +286,9 @@ class _Variant:
 
     @property
     def _besides(self) -> dict[str, Choice]:
-        """What the output head does."""
+        """What the output head does: of its choices the leanest."""
         head = self._tracer.head
-        return {head.name: CHUNKED_LOSS} if self._change.chunked and head is not None else {}
+        return {head.name: ChunkedLoss(tokens=CHUNKS[0])} if self._change.chunked and head is not None else {}
 
     def _run(self, kind: str) -> bool:
         """Ghost-run a choice on every layer, once; whether it can be attached."""
