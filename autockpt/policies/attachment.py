@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,6 +35,7 @@ class Attachment:
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
     could not be taken off because somebody wrapped it is made inert by ``active = False``. Where something else is
     handed to backward than forward saved, a session may set a ``sentinel`` over it (``has_sentinel``).
+    Of several sets of choices, ``_cache_turn`` has the attachment's own act while it runs again.
     """
 
     has_sentinel: ClassVar[bool] = False
@@ -44,6 +46,15 @@ class Attachment:
         self.unbound: Callable[..., Any] | None = None
         self.active = True
         self.sentinel: UnitSentinel | None = None
+        self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around running again: the modules inside are attached to as they were in forward."""
+        return nullcontext() if self._cache_turn is None else self._cache_turn()
+
+    def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let ``turn`` be around running again. A copy has to be told anew."""
+        self._cache_turn = turn
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}

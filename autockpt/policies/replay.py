@@ -209,7 +209,13 @@ class Replay:
         args, kwargs = put_together(self.template, iter(tensors))
         if self._caches:
             args, kwargs = with_caches(args, kwargs)
-        with running_again(unit), self.surroundings.restored(), self.reached.restored(), self._earlier_gradients():
+        with (
+            running_again(unit),
+            self.state.turn(),
+            self.surroundings.restored(),
+            self.reached.restored(),
+            self._earlier_gradients(),
+        ):
             return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
 
     def takes_gradients(self) -> None:

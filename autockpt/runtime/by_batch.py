@@ -1,21 +1,20 @@
 """Several sets of choices on one model: at each forward the batch that comes in says which one acts.
 
-Every set is a session of its own, attached once and then set aside and put back as a whole: what a forward saved is
-made again, or fetched, by the set that it ran under, whichever acts by then.
+Every set is a session of its own, attached once and then set aside and put back as a whole. What runs again in backward
+first puts back the set that it ran under, whichever acts by then; nothing else of a backward asks which one does.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.utils._pytree import tree_leaves
 
 from autockpt.devices.transport import Ways
 from autockpt.policies import ForwardListener
@@ -30,6 +29,7 @@ from autockpt.schema.sets import When
 from autockpt.schema.sizes import format_binary
 
 SHOWN = 5  # moves
+_OF_THIS_PROCESS = ("_group", "_sharded", "_told", "_running")  # what copies and pickles find out by themselves
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")
@@ -97,9 +97,10 @@ class BatchSets:
     def _reset(self) -> None:
         self._group: Any = None
         self._sharded: bool | None = None
+        self._told = self._running = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_group", "_sharded")}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -108,6 +109,10 @@ class BatchSets:
     @_outside_graphs
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
         """A forward of the whole model begins: choose its set, and return who is to be told about it."""
+        if not self._told:
+            self._told = True
+            for number, session in enumerate(self.sessions):
+                session.take_turns(partial(self._turn, number))
         size = batch_size(module, args, kwargs)
         chosen = self._for(size)
         if self.adaptive is not None:
@@ -115,15 +120,27 @@ class BatchSets:
         chosen = self._agreed(module, chosen)
         self.used[chosen] += 1
         self._act(chosen)
+        self._running = True
         return self.sessions[chosen].listeners
 
     @_outside_graphs
-    def end(self, output: Any) -> None:
-        """A forward has ended: its backward finds the modules as it did, also where others ran in between."""
-        with torch._C.DisableTorchFunctionSubclass():  # logits may be of a class that looks at what is asked of them
-            nodes = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
-        for node in filter(None, nodes):
-            node.register_prehook(partial(_back_to, weakref.ref(self), self.acting))
+    def end(self) -> None:
+        """A forward has ended."""
+        self._running = False
+
+    @contextmanager
+    def _turn(self, number: int) -> Iterator[None]:
+        """Have a set act while something of it runs again, and until something else begins: neighbours follow.
+
+        Where that is in the middle of a forward, the rest of it goes on by the set that it began with.
+        """
+        before, running = self.acting, self._running
+        self._act(number)
+        try:
+            yield
+        finally:
+            if running:
+                self._act(before)
 
     def _for(self, size: BatchSize | None) -> int:
         """The first set that is for batches of this size; the last, which needs the least memory, where none is."""
@@ -143,7 +160,8 @@ class BatchSets:
         return len(self.bounds) - 1
 
     def _act(self, number: int) -> None:
-        if number != self.acting:
+        guard = self.root.guard()
+        if number != self.acting and guard is not None and guard.active:  # or the plan was taken off in between
             self.sessions[self.acting].set_aside()
             self.acting = number
             self.sessions[number].put_back()
@@ -218,11 +236,6 @@ class BatchSets:
             session.remove()
         if self.adaptive is not None:
             self.adaptive.remove()
-
-
-def _back_to(sets: weakref.ref[BatchSets], number: int, gradients: Any) -> None:
-    if (alive := sets()) is not None:
-        alive._act(number)
 
 
 def is_sharded(module: nn.Module) -> bool:

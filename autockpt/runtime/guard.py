@@ -23,7 +23,7 @@ class Sets(Protocol):
         """Choose by the arguments of a forward that begins; who is to be told about it."""
         ...
 
-    def end(self, output: Any) -> None:
+    def end(self) -> None:
         """That forward has ended."""
         ...
 
@@ -77,7 +77,7 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
     for listener in listeners:
         listener.end()
     if state.sets is not None:
-        state.sets.end(output)
+        state.sets.end()
     return output
 
 

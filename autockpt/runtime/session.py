@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -100,6 +101,11 @@ class Session:
         """
         while self._placed:
             take_off(*self._placed.pop())
+
+    def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let ``turn`` be around whatever of this session runs again in backward."""
+        for _, forward in self._placed:
+            forward.state.take_turns(turn)
 
     def set_aside(self) -> None:
         """As ``remove``, but to be put back."""

@@ -171,15 +171,28 @@ def test_a_set_may_choose_inside_of_what_another_chooses_for() -> None:
         assert_equal(gradients(model, (64, 16, 64), at_once=True), wanted)
 
 
-@pytest.mark.parametrize("first", KINDS, ids=lambda c: c.kind)
-def test_backwards_from_inside_the_model_are_right_or_refused(first: Choice) -> None:
-    """They do not pass the model's outputs, which say which set was at work."""
+def inside_or_whole() -> Plan:
+    """What runs again under one set holds modules that another set chooses for."""
+    inside = {"model.layers.0.mlp": "recompute", "model.layers.1.self_attn": "selective", "model.layers.2": "remake"}
+    return Plan.model_validate(
+        {
+            "choices": {LAYERS: "recompute"},
+            "smaller_batches": [
+                {"when": {"tokens": 32}, "choices": inside},
+                {"when": {"tokens": 64}, "choices": {LAYERS: {"kind": "segment", "size": 3}}},
+            ],
+        }
+    )
+
+
+def test_backwards_from_inside_the_model() -> None:
+    """They do not pass the model's outputs, as where it returns none, or an object with tensors in it."""
 
     def inner(model: Any) -> dict[str, Any]:
         torch.manual_seed(1)
         held: list[Tensor] = []
-        hook = model.model.layers[1].register_forward_hook(lambda m, a, out: held.append(out))
-        for length in (64, 16):
+        hook = model.model.layers[2].register_forward_hook(lambda m, a, out: held.append(out))
+        for length in (64, 32, 16):
             model(**batch(length), use_cache=False)
         hook.remove()
         for out in held:
@@ -187,14 +200,40 @@ def test_backwards_from_inside_the_model_are_right_or_refused(first: Choice) -> 
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     wanted = inner(LLAMA.make())
-    for second in KINDS:
-        model = LLAMA.make()
-        with apply(model, sets(32, 128, of=(first, second))):
-            try:
-                found = inner(model)
-            except ConflictError:
-                continue
-            assert_equal(found, wanted)
+    model = LLAMA.make()
+    with apply(model, inside_or_whole(), sentinels="all"):
+        assert_equal(inner(model), wanted)
+
+
+def test_a_backward_within_another_forward_leaves_that_to_its_own_set() -> None:
+    def nested(model: Any) -> dict[str, Any]:
+        torch.manual_seed(1)
+        within = model(**batch(16), use_cache=False).loss
+        hook = model.model.layers[1].register_forward_hook(lambda *given: within.backward())
+        first = model(**batch(64), use_cache=False).loss
+        hook.remove()
+        second = model(**batch(32), use_cache=False).loss
+        first.backward()
+        second.backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    wanted = nested(LLAMA.make())
+    model = LLAMA.make()
+    with apply(model, inside_or_whole(), sentinels="all"):
+        assert_equal(nested(model), wanted)
+
+
+def test_a_backward_puts_nothing_back_on_a_model_whose_plan_was_taken_off() -> None:
+    wanted = gradients(LLAMA.make(), (64, 16), at_once=True)
+    model = LLAMA.make()
+    apply(model, sets(32, 128))
+    torch.manual_seed(1)
+    losses = [model(**batch(length), use_cache=False).loss for length in (64, 16)]
+    remove(model)
+    for loss in reversed(losses):
+        loss.backward()
+    assert_equal({n: p.grad for n, p in model.named_parameters()}, wanted)
+    assert not any("forward" in m.__dict__ for m in model.modules())
 
 
 def test_what_cannot_be_attached_leaves_the_model_as_it_was() -> None:
