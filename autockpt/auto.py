@@ -155,6 +155,9 @@ def start() -> Watch | None:
 
 def _search_in_trainers(budget: str) -> None:
     """Every Trainer that is made from now on gets a callback which searches; at exit it is said where none was made."""
+    from autockpt.schema.sizes import parse_budget
+
+    parse_budget(budget)  # a malformed one is said now, not after seconds of imports
     from transformers import trainer
 
     from autockpt.integrations.transformers import AutockptCallback, calling_trainer
@@ -189,7 +192,6 @@ def _search_in_trainers(budget: str) -> None:
             except AutockptError as error:
                 _fail(error)
 
-    Searching()  # a malformed budget is said now
     trainer.DEFAULT_CALLBACKS.append(Searching)  # type: ignore[arg-type]
     atexit.register(_say_unused, used)
 

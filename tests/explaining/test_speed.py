@@ -31,7 +31,3 @@ def test_parts_add_up_and_what_runs_again_is_work_but_not_the_models() -> None:
     assert {part.bound for part in plain.speed.parts if part.name != OPTIMIZER} == {"launches"}, "so small a model"
     assert "torch.compile" in " ".join(bound_words(plain.speed))
     assert "tokens/s" in speed_words(plain)
-
-
-def test_rates_that_only_rank_choices_say_nothing_about_speed() -> None:
-    assert explain(Question(SPEC, limits=False)).speed is None
