@@ -145,7 +145,7 @@ def test_every_second_matmul_counts_each_run_anew() -> None:
 # modules that run twice, modules made for one forward, grouped products, one sequence
 @pytest.mark.parametrize(
     ("model", "shape"),
-    [("bert-tiny", {}), ("mixtral-tiny", {"batch_size": 1, "packed": True})],
+    [("bert-tiny", {}), ("mixtral-tiny", {}), ("llama-tiny", {"batch_size": 1, "packed": True})],
 )
 def test_the_ilp_takes_what_its_estimators_stumble_over(model: str, shape: dict[str, Any]) -> None:
     if reason := PEERS["torch SAC ILP"].missing("cpu"):
