@@ -120,7 +120,7 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
                 question = replace(question, spec=spec)
         choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
         of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
-        found = traced(tracer, load_space(SPACE), of_head=of_head)
+        found = traced(tracer, load_space(SPACE), of_head=of_head, listener=listener)
         uniform, head = found.uniform, found.heads
         times, others = _times(question, uniform, list(head.graphs.values()) if head is not None else [])
         listener.stage("profiling choices")

@@ -37,6 +37,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, refine
 
 TIMED_CYCLES = 2
@@ -172,12 +173,14 @@ def measure_op_times(
     room: int,
     host_budget: int | None = None,
     head: Heads | None = None,
+    listener: Listener | None = None,
 ) -> OpTimes:
     """Op times of this workload on the device: from the cache, or measured in real steps.
 
     Ops are timed with the leanest of the ``uniform`` plans attached, those of other output heads (``head``, as
     ``head_graphs`` gives them) with these besides; then the uniform plans that fit into ``room`` bytes are timed whole,
     in turns, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
+    ``listener`` is told of each that was timed.
     Raises DeviceOutOfMemory where even the leanest does not run.
     """
     device = runs.environment.device
@@ -188,9 +191,12 @@ def measure_op_times(
     if (known := cached_op_times(runs.environment, runnable, workload, disk=disk)) is not None:
         return known
 
+    listener = listener or Silence()
+
     def timed(choices: Mapping[str, Choice], cycles: int, disk: bool = False) -> OpTimes:
         payload = {"choices": dump_choices(choices), "cycles": cycles, "disk": disk}
         found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
+        listener.advance()
         return OpTimes(environment=runs.environment, **found)
 
     # kept by themselves, for a search that is stopped before whole plans are timed
@@ -199,6 +205,7 @@ def measure_op_times(
     if times is None:
         # a plain head may be what does not fit
         first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
+        listener.stage("time single ops", 1 + len(others))
         times = timed({**lean, **first}, TIMED_CYCLES, disk)
         for choices in others:
             with suppress(DeviceOutOfMemory):
@@ -211,6 +218,7 @@ def measure_op_times(
     if "save" in anchors and len(anchors) > 1:
         cycle = simulation_of(graph, times).step_seconds
         rounds = round(ANCHOR_SECONDS / (2 * len(anchors) * cycle)) if cycle > 0 else 1
+        listener.stage("time whole plans in turns")
         with suppress(DeviceOutOfMemory):
             seconds = runs.compare(anchors, rounds=max(1, min(5, rounds)))
             times = calibrated(times, graphs, seconds)

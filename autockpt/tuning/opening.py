@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from autockpt.measuring import environment_of
 from autockpt.profiling import CostModel, Heads, Traces, UniformRuns, build_profile, head_graphs, uniform_graphs
 from autockpt.schema import SAVE, Choice, Environment, Graph, OpTimes, SearchSpace, Unit, parse_choice
 from autockpt.schema.choices import ChunkedLoss
+from autockpt.schema.request import Listener, Silence
 from autockpt.tracing import Tracer
 
 CHUNKS = (256, 1024, 4096)
@@ -46,16 +47,20 @@ def traced(
     inexact: bool = False,
     notes: Sequence[str] = (),
     of_head: Choice = SAVE,
+    listener: Listener | None = None,
 ) -> Traced:
     """Ghost-run what a search, or an explanation, begins with: the one opening of them all.
 
     ``inexact`` lets the output head run in chunks; ``of_head`` is a choice of a plan's for it besides those of the
-    space. Raises UsageError for a model without blocks to choose for.
+    space. ``listener`` is told of each ghost run. Raises UsageError for a model without blocks to choose for.
     """
-    uniform = uniform_graphs(tracer, blocks_of(tracer), space.choices)
+    blocks = blocks_of(tracer)
     chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
-    choices = [*map(parse_choice, space.head), *(chunked if inexact else ()), of_head]
-    heads = head_graphs(tracer, tracer.head, dict.fromkeys(choice for choice in choices if choice != SAVE))
+    choices = dict.fromkeys([*map(parse_choice, space.head), *(chunked if inexact else ()), of_head])
+    of_heads = [choice for choice in choices if choice != SAVE and tracer.head is not None]
+    counted = _Counted(tracer, listener or Silence(), len(space.choices) + len(of_heads))
+    uniform = uniform_graphs(counted, blocks, space.choices)
+    heads = head_graphs(counted, tracer.head, of_heads)
     notes = list(notes)
     if refused := [kind for kind in space.choices if kind not in uniform]:
         notes.append(f"not for this model: {', '.join(refused)} (apply such a plan to see why)")
@@ -63,6 +68,20 @@ def traced(
     if inexact and tracer.head is None:
         notes.append("--allow-inexact changes nothing: the model has no output head")
     return Traced(tracer, uniform, heads, space, tuple(notes))
+
+
+class _Counted:
+    """Ghost runs that a listener sees pass, ``total`` of them."""
+
+    def __init__(self, tracer: Tracer, listener: Listener, total: int) -> None:
+        self._tracer, self._listener = tracer, listener
+        listener.stage("ghost-run each choice", total)
+
+    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
+        try:
+            return self._tracer.trace(choices)
+        finally:
+            self._listener.advance()
 
 
 def environment_here(device: str | None) -> Environment | None:

@@ -87,7 +87,7 @@ def _answer(request: SearchRequest, clock: Clock) -> SearchOutcome:
             stack.enter_context(worker)
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
-            found = traced(tracer, request.space, request.allow_inexact)
+            found = traced(tracer, request.space, request.allow_inexact, listener=clock.listener)
         # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
         variables = {**process_environment(request.device), **os.environ}
         here = environment_of(device, variables) if worker is None else worker.environment
@@ -158,7 +158,7 @@ def search(
         measurer = stack.enter_context(LocalMeasurer(step, host_budget=host, others_wait=others_wait))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_step(step))
-            found = traced(tracer, chosen, allow_inexact)
+            found = traced(tracer, chosen, allow_inexact, listener=clock.listener)
         stack.enter_context(_saying_what_fits(step, terms, found, measurer, limits, parsed, clock))
         said = (*tracer.notes, *found.uniform["save"][1].notes, *found.notes)
         question = Question(
@@ -249,6 +249,7 @@ def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Cloc
                 room=room,
                 host_budget=question.host_budget,
                 head=found.heads,
+                listener=clock.listener,
             )
     except DeviceOutOfMemory as error:
         smallest = needed_on(device)(leanest(found.uniform)[1])

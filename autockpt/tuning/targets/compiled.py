@@ -64,7 +64,7 @@ def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> 
             inside = tuple(kind for kind in request.space.choices if kind in IN_GRAPHS)
             if "recompute" not in inside:
                 raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
-            found = traced(tracer, request.space.restricted(inside))
+            found = traced(tracer, request.space.restricted(inside), listener=clock.listener)
         outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
         left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
         question = question_of(request, found, request.budget, (*left_out, _NOT_PREDICTED))

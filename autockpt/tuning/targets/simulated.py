@@ -30,6 +30,7 @@ from autockpt.schema import (
     format_bytes,
 )
 from autockpt.schema.hardware import Hardware
+from autockpt.schema.request import Listener
 from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.alternatives import WhatIf
@@ -73,7 +74,7 @@ def simulate_search(
         stack.enter_context(uncollected())
         with clock.stage("trace"):
             tracer = stack.enter_context(tracer_for(hardware, request.workload))
-            found = _traced(stack, request, tracer, hardware)
+            found = _traced(stack, request, tracer, hardware, clock.listener)
         budget, capped = within(request.budget, hardware)
         what_if = partial(on_hardware, request, hardware, found.space.choices)
         job, needs = Described(request.workload, hardware), simulated_memory(hardware)
@@ -94,7 +95,7 @@ def simulate_search(
         return find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls)
 
 
-def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware) -> Traced:
+def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware, listener: Listener) -> Traced:
     """Ghost runs of the whole model or, of a deep one, of its shallow twin."""
     blocks = blocks_of(tracer)
     space, notes = without_offload(request.space, hardware)
@@ -103,11 +104,11 @@ def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: 
         twin = open_twin(stack, request.workload, tracer, base, hardware)
         if twin is not None:
             try:
-                found = traced(twin, space, request.allow_inexact, notes)
+                found = traced(twin, space, request.allow_inexact, notes, listener=listener)
             except AutockptError:
-                return traced(tracer, space, request.allow_inexact, notes)
+                return traced(tracer, space, request.allow_inexact, notes, listener=listener)
             return replace(found, tracer=tracer, twin=twin, base=base)
-    return traced(tracer, space, request.allow_inexact, notes)
+    return traced(tracer, space, request.allow_inexact, notes, listener=listener)
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:
