@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autockpt.schema.graph import PHASES, Copy, Graph, Op, Storage, StorageKind, TensorMeta, Unit
 from autockpt.schema.names import strip_prefixes
@@ -182,7 +183,7 @@ class _Kinds:
         weights = set()
         for path, module in workload.model.named_modules():
             own = [p for p in module._parameters.values() if p is not None]
-            for sid in self._found(own):
+            for sid in self._found(nested_tensors(*own) if any(map(is_traceable_wrapper_subclass, own)) else own):
                 weights.add(sid)
                 self._owner.setdefault(sid, units.get(strip_prefixes(path)))
         return weights

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autockpt.errors import GhostError
 from autockpt.tracing.ghost import GhostMode
@@ -47,9 +48,14 @@ def ghost_copy(workload: Step, mode: GhostMode) -> Step:
         )
     twins = _Twins(mode)
     memo: dict[int, Any] = {}
+    wrapped = {
+        id(t) for p in workload.model.parameters() if is_traceable_wrapper_subclass(p) for t in nested_tensors(p)
+    }
     for tensor in _tensors(workload):
         if isinstance(tensor, nn.Parameter):
             memo[id(tensor)] = _parameter(tensor, twins.ghost(tensor))
+        elif id(tensor) in wrapped:  # weights, though they are integers
+            memo[id(tensor)] = twins.ghost(tensor)
         else:
             memo[id(tensor)] = twins.twin(tensor)
     parts = workload.model, workload.optimizer, workload.scaler, workload.batch, workload.snapshot

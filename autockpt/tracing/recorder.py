@@ -55,6 +55,12 @@ def keyword_key(kwargs: dict[str, Any], tensors: list[Tensor], mutates: bool) ->
     return (tuple(kwargs), call_key(kwargs.values(), tensors, mutates)) if kwargs else ()
 
 
+@functools.cache
+def _takes_apart(kind: type) -> bool:
+    """Whether a type of tensors is torchao's: several tensors that stand for one, without memory of its own."""
+    return kind.__module__.partition(".")[0] == "torchao" and hasattr(kind, "__tensor_flatten__")
+
+
 _current_node = torch._C._current_autograd_node
 
 
@@ -256,6 +262,8 @@ class Recorder(TorchDispatchMode):
     # The mode itself.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if types and any(map(_takes_apart, types)):
+            return NotImplemented  # its type does it by ops on the tensors inside, which come here in turn
         kwargs = kwargs or {}
         operator = self.operators[func]
         tensors: list[Tensor] = []

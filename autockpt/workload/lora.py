@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.failures import summary
-from autockpt.workload.quantised import prepare_for_training
+from autockpt.workload.quantised import PACKED, prepare_for_training
 from autockpt.workload.units import discover_units, module_of
 
 ALL_LINEAR = "all-linear"
@@ -44,8 +44,8 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
         dora=spec.lora_dora,
         whole=_names(spec.lora_modules_to_save),
     )
-    quantised = spec.load_in_4bit or spec.load_in_8bit or spec.quantization
-    return adapted, [*prepared, *notes, *([_NOT_PREPARED] if quantised and not prepared else [])]
+    packed = any(type(p).__name__ in PACKED for p in adapted.parameters())
+    return adapted, [*prepared, *notes, *([_NOT_PREPARED] if packed and not prepared else [])]
 
 
 def add_lora(
@@ -84,7 +84,7 @@ def add_lora(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # between PEFT and transformers, nothing a user can act on
             adapted = get_peft_model(model, config)  # type: ignore[arg-type]
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # TypeError: torchao's weights in 4 bits, which PEFT does not know
         raise WorkloadError(
             f"peft cannot adapt this model: {summary(error)}",
             remedy="Correct --lora-targets or --lora-modules-to-save, or attach adapters yourself in a factory.",

@@ -1,9 +1,9 @@
-"""Quantised base weights: transformers' own bitsandbytes configuration on models that no weights are loaded for.
+"""Quantised base weights: transformers' own bitsandbytes and torchao configurations without any weights loaded.
 
 What is built is what ``from_pretrained(…, quantization_config=…)`` builds: bitsandbytes' ``Linear4bit`` (NF4 or FP4) or
-``Linear8bitLt`` in place of linear layers, frozen, with packed weights and tables of block maxima; the output head,
-embeddings and norms keep their type. Weights are random: one layer of each shape is really quantised, others of that
-shape get copies of its bytes.
+``Linear8bitLt`` in place of linear layers, frozen, with packed weights and tables of block maxima, or torchao's tensors
+as the weights of linear layers; the output head, embeddings and norms keep their type. Weights are random: one layer of
+each shape is really quantised, others of that shape get copies of its bytes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from autockpt.errors import UsageError
+from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.configs import Source
 from autockpt.workload.failures import summary
 from autockpt.workload.fastinit import fast_init
 
-_INSTALL = "Install it: pip install bitsandbytes accelerate"
 BITSANDBYTES = ("bitsandbytes", "bits_and_bytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
+TORCHAO = "torchao"
+_KNOWN = "only bitsandbytes' 4 and 8 bits and torchao can"
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' types of weights
 
 
 def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
-    """transformers' ``BitsAndBytesConfig`` for a spec, None where its weights are plain.
+    """transformers' ``BitsAndBytesConfig`` or ``TorchAoConfig`` for a spec, None where its weights are plain.
 
     ``load_in_4bit`` is QLoRA's: NF4, double quantisation, products in ``compute``. Raises UsageError for two wishes at
-    once, a method other than bitsandbytes, a configuration that transformers refuses, and missing packages.
+    once, other methods than these, a configuration that transformers refuses, and missing packages.
     """
     given = [name for name in ("load_in_4bit", "load_in_8bit", "quantization") if getattr(spec, name)]
     if not given:
@@ -47,8 +48,17 @@ def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
     elif spec.load_in_8bit:
         wanted = {"load_in_8bit": True}
     else:
-        wanted = _of_bitsandbytes(spec.quantization or {})
-    _check_packages()
+        settings = spec.quantization or {}
+        if (method := _method(settings)) == TORCHAO:
+            return _of_torchao(settings)
+        if method not in BITSANDBYTES:
+            raise UsageError(
+                f"--quantization {method} cannot be planned for: {_KNOWN}",
+                remedy="Use a configuration of one of these, or search the live model: "
+                "autockpt.search(autockpt.Step(…)).",
+            )
+        wanted = {k: v for k, v in settings.items() if k != "quant_method" and not k.startswith("_")}
+    _check_packages("accelerate", "bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     try:
@@ -81,10 +91,9 @@ def with_own_quantization(spec: WorkloadSpec, source: Source) -> WorkloadSpec:
         return spec
     settings = own if isinstance(own, dict) else own.to_dict()
     method = _method(settings)
-    if method not in BITSANDBYTES:
+    if method not in (*BITSANDBYTES, TORCHAO):
         raise UsageError(
-            f"{source.where} comes quantised by {method}, which cannot be planned for: only bitsandbytes' 4 and 8 bits "
-            "can",
+            f"{source.where} comes quantised by {method}, which cannot be planned for: {_KNOWN}",
             remedy="Name the model that it was made of, with --load-in-4bit or without; or search the live model: "
             "autockpt.search(autockpt.Step(…)).",
         )
@@ -108,6 +117,8 @@ def prepare_for_training(model: nn.Module) -> str:
             from peft import prepare_model_for_kbit_training
     except ImportError:
         raise UsageError("--prepare-kbit needs the package peft", remedy="Install it: pip install peft") from None
+    if any(map(_is_torchao, model.parameters())):
+        return "PEFT's prepare_model_for_kbit_training leaves all types as they are where weights are torchao's"
     half = (torch.float16, torch.bfloat16)
     cast = [p for p in model.parameters() if p.dtype in half and type(p).__name__ not in PACKED]
     nbytes = sum(p.numel() * p.element_size() for p in cast)
@@ -133,31 +144,46 @@ def _method(settings: Mapping[str, Any]) -> str:
     return str(settings.get("quant_method", "bitsandbytes")).rsplit(".", 1)[-1].lower()
 
 
-def _of_bitsandbytes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments in a model's ``quantization_config``. Raises UsageError for other methods than bitsandbytes."""
-    method = _method(given)
-    if method not in BITSANDBYTES:
+def _of_torchao(settings: Mapping[str, Any]) -> Any:
+    """transformers' ``TorchAoConfig``. Raises UsageError where torchao is missing or the settings are none of its."""
+    _check_packages(TORCHAO)
+    from transformers import TorchAoConfig
+
+    try:
+        config = TorchAoConfig.from_dict({k: v for k, v in settings.items() if k != "quant_method"})
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
-            f"--quantization {method} cannot be planned for: only bitsandbytes' 4 and 8 bits can",
-            remedy="Use a bitsandbytes configuration, or search the live model: autockpt.search(autockpt.Step(…)).",
+            f"--quantization holds no configuration that torchao takes: {summary(error)}",
+            remedy="Write what transformers does: TorchAoConfig(Int8WeightOnlyConfig()).to_dict(), as JSON.",
+        ) from None
+    if type(config.quant_type).__name__ == "FqnToConfig":
+        raise UsageError(
+            "torchao's FqnToConfig, a configuration for each module, cannot be planned for by --quantization",
+            remedy="Search the live model: autockpt.search(autockpt.Step(…)).",
         )
-    return {k: v for k, v in given.items() if k != "quant_method" and not k.startswith("_")}
+    return config
 
 
-def _check_packages() -> None:
+def _check_packages(*names: str) -> None:
     """Raise UsageError where a package is missing."""
-    for name in ("accelerate", "bitsandbytes"):
+    for name in names:
         try:
             importlib.import_module(name)
         except ImportError:
-            raise UsageError(f"quantised weights need the package {name}", remedy=_INSTALL) from None
+            raise UsageError(
+                f"quantised weights need the package {name}", remedy=f"Install it: pip install {' '.join(names)}"
+            ) from None
 
 
 def quantization_facts(model: nn.Module) -> str | None:
-    """``nf4 twice`` (its block maxima quantised, too), ``fp4``, ``int8``; None for a model without such weights."""
+    """``nf4 twice`` (its block maxima quantised, too), ``fp4``, ``int8``, ``torchao Int8Tensor``; None for a model
+    without such weights."""
     kinds: dict[str, None] = {}
-    for weight in (p for p in model.parameters() if type(p).__name__ in PACKED):
+    for weight in filter(is_quantised, model.parameters()):
         settings: Any = weight
+        if _is_torchao(weight):
+            kinds[f"{TORCHAO} {type(weight).__name__}"] = None
+            continue
         eight = type(weight).__name__ == "Int8Params"
         kinds["int8" if eight else f"{settings.quant_type}{' twice' if settings.compress_statistics else ''}"] = None
     return ", ".join(kinds) or None
@@ -175,22 +201,22 @@ def build_quantised(
             model = cls._from_config(config, **options)
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
         quantizer.preprocess_model(model, device_map={"": str(device)})
+    packed = (_TorchAo if _method(quantization.to_dict()) == TORCHAO else _Packed)(quantizer, options["dtype"], device)
     with fast_init():
-        _materialise(model, options["dtype"], device)
+        _materialise(model, packed, device)
         model.init_weights()
-    for module in filter(_is_quantised, model.modules()):
+    for module in filter(_has_quantised, model.modules()):
         vars(module.weight).pop("_is_hf_initialized", None)
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     return model
 
 
-def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def _materialise(model: nn.Module, packed: _Packed | _TorchAo, device: torch.device) -> None:
     """Give what is on the meta device memory; quantised layers get packed weights, the rest is initialised later."""
-    packed = _Packed(dtype, device)
     made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        if _is_quantised(module):
+    for path, module in model.named_modules():
+        if packs := packed.wants(model, path, module):
             module.weight = packed.weight_of(module)
             # the weight, too: GPT-2 draws some of its weights by name
             vars(module)["_is_hf_initialized"] = vars(module.weight)["_is_hf_initialized"] = True
@@ -198,7 +224,7 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in made:
-                tensor = torch.zeros_like if _is_quantised(module) else torch.empty_like
+                tensor = torch.zeros_like if packs else torch.empty_like
                 made[id(parameter)] = nn.Parameter(tensor(parameter, device=device), parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
@@ -206,16 +232,29 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def _is_quantised(module: nn.Module) -> bool:
-    return type(getattr(module, "weight", None)).__name__ in PACKED
+def is_quantised(weight: Any) -> bool:
+    """Whether a weight is of bitsandbytes' or torchao's types."""
+    return type(weight).__name__ in PACKED or _is_torchao(weight)
+
+
+def _is_torchao(weight: Any) -> bool:
+    return type(weight).__module__.partition(".")[0] == TORCHAO and is_traceable_wrapper_subclass(weight)
+
+
+def _has_quantised(module: nn.Module) -> bool:
+    return is_quantised(getattr(module, "weight", None))
 
 
 class _Packed:
-    """Quantised random weights: really quantised once per shape and settings, then copied."""
+    """bitsandbytes' random weights: really quantised once per shape and settings, then copied."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, quantizer: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self._made: dict[Any, Any] = {}
+
+    def wants(self, model: nn.Module, path: str, module: nn.Module) -> bool:
+        """Whether transformers has put a quantised layer there."""
+        return _has_quantised(module)
 
     def weight_of(self, layer: Any) -> Any:
         """A weight on the device for a layer whose weight is on the meta device."""
@@ -254,3 +293,50 @@ def _copied_state(state: Any) -> Any:
         twin.offset, twin.state2 = state.offset.clone(), copy.copy(state.state2)
         twin.state2.absmax, twin.state2.code = state.state2.absmax.clone(), state.state2.code.clone()
     return twin
+
+
+class _TorchAo:
+    """torchao's random weights: really quantised once per kind of layer and shape, then copied."""
+
+    def __init__(self, quantizer: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._quantizer, self._dtype, self._device = quantizer, dtype, device
+        self._made: dict[Any, Any] = {}
+
+    def wants(self, model: nn.Module, path: str, module: nn.Module) -> bool:
+        """Whether transformers would quantise this layer's weight."""
+        weight = module._parameters.get("weight")
+        return weight is not None and bool(self._quantizer.param_needs_quantization(model, f"{path}.weight"))
+
+    def weight_of(self, layer: Any) -> nn.Parameter:
+        """A weight on the device for a layer whose weight is on the meta device; whole where torchao skips the layer.
+
+        Raises WorkloadError where it cannot quantise there.
+        """
+        key = type(layer), tuple(layer.weight.shape)
+        if key not in self._made:
+            self._made[key] = self._quantised(layer)
+        weight = self._made[key]
+        if not _is_torchao(weight):
+            return nn.Parameter(weight.detach().clone())
+        names, context = weight.__tensor_flatten__()
+        parts = {name: getattr(weight, name).clone() for name in names}
+        copied = type(weight).__tensor_unflatten__(parts, context, weight.size(), weight.stride())
+        return nn.Parameter(copied, requires_grad=False)
+
+    def _quantised(self, layer: Any) -> Any:
+        from torchao.quantization import quantize_  # type: ignore[import-not-found]
+
+        twin = copy.copy(layer)
+        drawn = torch.empty(layer.weight.shape, dtype=self._dtype, device=self._device).normal_(0.0, 0.02)
+        twin._parameters = {"weight": nn.Parameter(drawn, requires_grad=False)}
+        config = self._quantizer.quantization_config.get_apply_tensor_subclass()
+        try:
+            quantize_(twin, config, filter_fn=lambda module, name: True)
+        except Exception as error:
+            raise WorkloadError(
+                f"torchao's {type(config).__name__} cannot quantise {type(layer).__name__} "
+                f"{tuple(layer.weight.shape)} on {self._device}: {summary(error)}",
+                remedy="Take settings that fit such layers and this device, name these in modules_to_not_convert, or "
+                "use --load-in-4bit.",
+            ) from None
+        return twin.weight

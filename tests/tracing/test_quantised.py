@@ -15,6 +15,7 @@ from autockpt.tracing.tracer import trace
 from autockpt.workload import build
 from tests.tracing.reference import Real, ops_of, same_names
 from tests.tracing.test_accuracy import assert_same_bytes, uniform
+from tests.workload.test_quantised import torchao_settings
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +24,14 @@ BASES: dict[str, dict[str, Any]] = {
     "nf4 twice, autocast, DoRA": {"load_in_4bit": True, "autocast": "bf16", "lora_dora": True},
     "fp4": {"quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "lora_targets": "all-linear"},
     "int8": {"load_in_8bit": True, "dtype": "bf16", "lora_modules_to_save": "lm_head"},
+    "torchao int8": {"quantization": torchao_settings("Int8WeightOnlyConfig"), "dtype": "bf16"},
+    "torchao fp8": {"quantization": torchao_settings("Float8WeightOnlyConfig"), "lora_targets": "all-linear"},
 }
 
 
 def spec(**options: Any) -> WorkloadSpec:
-    pytest.importorskip("bitsandbytes")
+    package = "torchao" if "quant_method" in options.get("quantization", ()) else "bitsandbytes"
+    pytest.importorskip(package, reason=f"{package} is not installed")
     return WorkloadSpec(**({"model": "llama-tiny", "lora": 4, "batch_size": 2, "seq_len": 128} | options))
 
 
@@ -47,7 +51,10 @@ def test_ops_and_bytes_are_those_of_real_steps(options: dict[str, Any]) -> None:
             assert ops_of(graph) == same_names(real.ops)
 
 
-@pytest.mark.parametrize("options", [{"load_in_4bit": True}, {"load_in_8bit": True}], ids=str)
+LIVE = [{"load_in_4bit": True}, {"load_in_8bit": True}, BASES["torchao int8"]]
+
+
+@pytest.mark.parametrize("options", LIVE, ids=["nf4", "int8", "torchao"])
 def test_a_live_model_is_traced_as_it_is(options: dict[str, Any]) -> None:
     workload = build(spec(**options))
     for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autockpt.cli.options import workload_spec
-from autockpt.errors import UsageError
+from autockpt.errors import UsageError, WorkloadError
 from autockpt.profiling import tracer_for
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
@@ -77,7 +77,7 @@ def test_training_moves_adapters_alone(options: dict[str, Any], bits: str) -> No
     ("options", "says"),
     [
         ({"load_in_4bit": True, "load_in_8bit": True}, "exclude one another"),
-        ({"quantization": {"quant_method": "torchao"}}, "torchao cannot be planned for"),
+        ({"quantization": {"quant_method": "hqq"}}, "hqq cannot be planned for"),
         ({"quantization": {"bnb_4bit_quant_type": "nf4"}}, "neither 4 nor 8 bits"),
         ({"quantization": {"load_in_4bit": "perhaps"}}, "no configuration"),
         ({"quantization": {"load_in_8bit": True, "llm_int8_has_fp16_weight": True}}, "keeps the weights whole"),
@@ -114,9 +114,33 @@ def test_a_models_own_quantization_is_taken_as_it_is_or_refused_by_name(tmp_path
         build(spec(model=model, load_in_8bit=True))
     with pytest.raises(UsageError, match="quantised weights cannot be trained"):
         build(spec(model=model, lora=None))
-    for method in ("gptq", "torchao"):
-        with pytest.raises(UsageError, match=f"comes quantised by {method}, which cannot be planned for"):
-            build(spec(model=packed(tmp_path / method, quant_method=method, bits=4)))
+    with pytest.raises(UsageError, match="comes quantised by gptq, which cannot be planned for"):
+        build(spec(model=packed(tmp_path / "gptq", quant_method="gptq", bits=4)))
+
+
+def test_torchaos_weights_are_those_that_quantising_gives(tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = packed(tmp_path, **torchao_settings("Int8WeightOnlyConfig"))
+    for workload in (build(spec(quantization=torchao_settings("Int8WeightOnlyConfig"))), build(spec(model=model))):
+        layers = [
+            module
+            for module in workload.model.modules()
+            if type(module) is torch.nn.Linear and isinstance(module.weight, torchao.Int8Tensor)
+        ]
+        insides = {layer.weight.qdata.untyped_storage().data_ptr() for layer in layers}
+        assert len(insides) == len(layers) == 28 and workload.settings["quantization"] == "torchao Int8Tensor"
+        assert 0.015 < float(layers[0].weight.dequantize().std()) < 0.025
+        assert not any("--prepare-kbit" in note for note in workload.notes)
+    for broken in ({"_type": "Int8Weights"}, {"_data": {"granularity": 3}}):
+        with pytest.raises(UsageError, match=r"Int8WeightOnlyConfig\(\)\)\.to_dict\(\)"):
+            quantization_of(spec(quantization=torchao_settings("Int8WeightOnlyConfig", **broken)), torch.bfloat16)
+    with pytest.raises(WorkloadError, match=r"cannot quantise Linear \(64, 64\) on cpu"):
+        build(spec(quantization=torchao_settings("Int4WeightOnlyConfig", _data={"group_size": 32})))  # CUDA's kernels
+
+
+def torchao_settings(kind: str, **more: Any) -> dict[str, Any]:
+    how = {"_type": kind, "_version": 2, "_data": {}} | more
+    return {"quant_method": "torchao", "quant_type": {"default": how}}
 
 
 @pytest.mark.parametrize("saved", ["whole", "packed"])
@@ -159,10 +183,12 @@ def test_dora_on_eight_bits_is_for_cards() -> None:
         Tracer.from_spec(asked)
 
 
-def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UsageError, match="need the package bitsandbytes"):
-        quantization_of(spec(load_in_4bit=True), torch.bfloat16)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    for package, options in {"bitsandbytes": NF4, "torchao": {"quantization": torchao_settings("X")}}.items():
+        with pytest.raises(UsageError, match=f"need the package {package}"):
+            quantization_of(spec(**options), torch.bfloat16)
 
 
 def test_a_file_that_holds_no_settings(tmp_path: Path) -> None:
