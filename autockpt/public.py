@@ -24,6 +24,7 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
 from autockpt.page import compare_page, write_page, write_text
 from autockpt.reporting import listener
+from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.explain_view import print_explanation
 from autockpt.reporting.loggers import logging_to, run_name
 from autockpt.reporting.terminal import console
@@ -31,6 +32,7 @@ from autockpt.schema import (
     Budget,
     Listener,
     Plan,
+    SearchOutcome,
     SearchRequest,
     SearchSpace,
     Silence,
@@ -39,14 +41,13 @@ from autockpt.schema import (
     parse_size,
 )
 from autockpt.schema.explanation import Explanation
-from autockpt.schema.lengths import Lengths, parse_lengths
+from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import CompileMode
 from autockpt.tuning import run_search
-from autockpt.tuning import search as search_live
-from autockpt.tuning.batches import search_batch_sizes
-from autockpt.tuning.lengths import refuse_lengths, search_lengths, search_lengths_of
+from autockpt.tuning.batches import search_batch_sizes, search_step_batches
+from autockpt.tuning.lengths import search_lengths_of, search_step_lengths
+from autockpt.tuning.search import search_step
 from autockpt.workload import Step
-from autockpt.workload.lengths import shortened
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
 
@@ -79,10 +80,12 @@ def search(
 
     ``step`` is an ``autockpt.Step``, searched in this process on its own device, or the name of a model, which another
     process builds and measures with ``workload`` (``batch_size=8, seq_len=2048, lora=16``; ``seq_len="auto"``: the
-    longest sequences that fit). ``hardware`` ("rtx4090",
-    or a file) simulates a device that need not be here, ``device``, ``compile``, ``dry_run`` and ``global_batch`` (rows
-    per optimizer update: batch size and accumulation are then found, too, and are in the plan's ``workload``) are those
-    of the command line; all of these need a model's name.
+    longest sequences that fit). ``hardware`` ("rtx4090", or a file) simulates a device that need not be here,
+    ``device``, ``compile`` and ``dry_run`` are those of the command line; all of these need a model's name.
+
+    ``global_batch`` are the rows of an optimizer update: batch size and accumulation are then found, too, and are in
+    the plan's ``settings`` (``batch_size``, ``accumulate``). A live step's batch is cut to fewer rows, or its rows are
+    repeated.
 
     ``lengths`` are those of the sequences that training will see: ``autockpt.lengths_of(dataset)``, counts by length,
     a length per row, or text as for ``--lengths``. The plan then has sets of choices by the size of the batch. A live
@@ -115,7 +118,7 @@ def search(
             watcher = stack.enter_context(logging_to(kinds, watcher, folder, run_name(model, text), dict(workload)))
         common: dict[str, Any] = {"allow_inexact": allow_inexact, "trials": trials, "timeout": timeout, "seed": seed}
         if isinstance(step, Step):
-            named = {"hardware": hardware, "device": device, "compile": compile, "global_batch": global_batch}
+            named = {"hardware": hardware, "device": device, "compile": compile}
             given = [name for name, value in named.items() if value is not None] + ["dry_run"] * dry_run + [*workload]
             if given:
                 raise UsageError(
@@ -124,7 +127,13 @@ def search(
                 )
             options = {"budget": budget, "headroom": headroom, "host_budget": host_budget, "space": space}
             options |= {"out": out, "again": again, "listener": watcher, **common}
-            return search_live(step, **options) if told is None else _by_length(step, told, options, watcher)
+            if global_batch is not None:
+                answer = search_step_batches(step, global_batch, **options)
+                for line in (*batch_lines(answer), *answer.notes):
+                    watcher.note(line)
+                return _plan_of(answer.outcome)
+            found = search_step(step, **options) if told is None else search_step_lengths(step, told, **options)
+            return _plan_of(found)
         if not isinstance(step, str):
             raise UsageError(
                 f"a {type(step).__name__} is no training step",
@@ -157,6 +166,10 @@ def search(
             outcome = search_lengths_of(request, told, run_search, watcher)
         else:
             outcome = run_search(request, watcher)
+    return _plan_of(outcome)
+
+
+def _plan_of(outcome: SearchOutcome) -> Plan:
     if outcome.plan is None:
         raise KeyboardInterrupt
     return outcome.plan
@@ -213,33 +226,6 @@ def report(run: str | Path, other: str | Path | None = None, *, report_out: str 
         return write_page(first, target)
     second = RunDirectory.open(other)
     return write_text(compare_page(first, second), target or second.path / f"compare-{first.path.resolve().name}.html")
-
-
-def as_lengths(given: Lengths | Mapping[int, int] | Iterable[int] | str) -> Lengths:
-    """Lengths, however they were given. Raises UsageError for what is none."""
-    if isinstance(given, Lengths):
-        return given
-    if isinstance(given, str):
-        return parse_lengths(given)
-    try:
-        return Lengths(counts=dict(given)) if isinstance(given, Mapping) else Lengths.of_all(given)
-    except (ValidationError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"lengths={str(given)[:60]}: whole numbers above 0 are asked for ({type(error).__name__})",
-            remedy="Give autockpt.lengths_of(dataset), counts by length, or a length per row.",
-        ) from None
-
-
-def _by_length(step: Step, lengths: Lengths, options: dict[str, Any], listener: Listener) -> Plan:
-    """A live step's plan for sequences of all lengths; trials and time are shared by them."""
-    budget, timeout, began = options["budget"], options["timeout"], time.monotonic()
-    refuse_lengths(parse_budget(budget) if isinstance(budget, str) else budget)
-
-    def at(length: int, trials: int) -> Plan:
-        left = None if timeout is None else max(1.0, (timeout - (time.monotonic() - began)) / 2)
-        return search_live(shortened(step, length), **{**options, "trials": trials, "timeout": left})
-
-    return search_lengths(lengths, at, options["trials"], listener).plan
 
 
 @contextmanager

@@ -7,6 +7,7 @@ results/<model>_<device>_<budget>_<hash of the question>/
     plan.yaml          the answer              profile.json      what each choice costs
     study.db           the Optuna study        outcome.json      what was answered, once the search had ended
     report.html        all of it on one page   graph-*.json.gz   the steps of the plan, and of recomputing everything
+    plan_by_length.yaml  plan.yaml with further sets of choices for smaller batches, where lengths were searched for
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from autockpt.schema.trial import Trial
 M = TypeVar("M", bound=BaseModel)
 Step = Literal["plain", "recompute", "plan"]
 _QUESTION = "question.json"
+BY_LENGTH = "plan_by_length.yaml"
 _GRAPHS: dict[Step, str] = {
     "plain": "graph.json.gz",
     "recompute": "graph-recompute.json.gz",
@@ -221,8 +223,21 @@ class RunDirectory:
         return self._model("outcome.json", FinishedSearch)
 
     def plan(self) -> Plan | None:
-        """The run's answer, None where there is none yet. Raises PlanError where its file was damaged."""
-        return Plan.load(self.plan_path) if _own(self.plan_path).exists() else None
+        """The run's answer, None where there is none yet. Raises PlanError where its file was damaged.
+
+        With its sets of choices for smaller batches, where a search of several lengths has found some for it.
+        """
+        path = self.answer_path
+        return None if path is None else Plan.load(path)
+
+    @property
+    def answer_path(self) -> Path | None:
+        """The file of ``plan()``. Raises PlanError where one was damaged."""
+        if not _own(self.plan_path).exists():
+            return None
+        by_length = self.path / BY_LENGTH
+        same = _own(by_length).exists() and Plan.load(by_length).choices == Plan.load(self.plan_path).choices
+        return by_length if same else self.plan_path
 
     def _wrote_plan(self) -> bool:
         try:

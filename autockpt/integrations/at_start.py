@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import distributed, nn
@@ -16,18 +16,26 @@ from torch import distributed, nn
 from autockpt import errors
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import AutockptError, UsageError
+from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.progress import describe_trial
 from autockpt.runtime import Handle, apply
 from autockpt.schema import words
+from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import Terms
+from autockpt.schema.request import SearchOutcome
 from autockpt.schema.sizes import format_binary, parse_budget
 from autockpt.schema.trial import Trial
-from autockpt.tuning import search
+from autockpt.tuning.batches import search_step_batches
+from autockpt.tuning.lengths import search_step_lengths
+from autockpt.tuning.search import search_step
 from autockpt.workload import Step, nested_tensors
+from autockpt.workload.lengths import lengths_of
 
 TIMEOUT = 600.0
 """Seconds that a search at the start of training may take, by default."""
+TRIALS = 30
+OWN = "auto"  # lengths: those of the trainer's data set
 ROWS = 4096
 _SECONDS_FOR_ROWS = 20.0
 _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "again")
@@ -37,36 +45,105 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A plan that is still to be found: the budget, and how long that may take. ``options`` are those of ``search``."""
+    """A plan that is still to be found: the budget, and how long that may take. ``options`` are those of ``search``.
+
+    ``global_batch``: rows of an update, whose micro-batch is to be found, too. ``lengths`` of the sequences to come,
+    or ``OWN``: those of the trainer's data set.
+    """
 
     budget: str
     timeout: float = TIMEOUT
     out: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    global_batch: int | None = None
+    lengths: Lengths | Literal["auto"] | None = None
 
-    def find(self, step: Step, folder: Path, say: Say, terms: Terms, *, others_wait: bool = False) -> Plan:
+    def rows(self, processes: int, has: int) -> int:
+        """Rows of an update in each process. Raises UsageError for a batch that does not divide among them.
+
+        ``has`` are the rows of an update by the trainer's settings, which its number of steps is counted by.
+        """
+        assert self.global_batch is not None
+        if self.global_batch % processes:
+            raise UsageError(
+                f"global_batch={self.global_batch} does not divide among {processes} processes",
+                remedy=f"Give a multiple of {processes}.",
+            )
+        if self.global_batch != has:
+            raise UsageError(
+                f"the trainer's settings make updates of {has} rows, global_batch={self.global_batch} says another "
+                "number, and its steps and learning rates are counted by its settings",
+                remedy=f"Give settings that multiply to {self.global_batch}: micro-batch × accumulation × processes. "
+                "Any that do: which ones is what the search finds.",
+            )
+        return self.global_batch // processes
+
+    def find(
+        self,
+        step: Step,
+        folder: Path,
+        say: Say,
+        terms: Terms,
+        *,
+        lengths: Lengths | None = None,
+        others_wait: bool = False,
+    ) -> Plan:
         """Search for the live ``step``, or find what an earlier run has answered; ``others_wait`` as for ``search``.
 
-        Runs are kept under ``folder``, or under ``out`` where that was given. ``say`` gets a line at a time: progress,
-        and in the end what it cost. ``terms`` are the trainer's words for what would fit where nothing does. Raises
-        what ``autockpt.search`` raises, without its inner frames.
+        With ``lengths`` the plan has sets of choices for them. Runs are kept under ``folder``, or under ``out`` where
+        that was given. ``say`` gets a line at a time: progress, and in the end what it cost. ``terms`` are the
+        trainer's words for what would fit where nothing does. Raises what ``autockpt.search`` raises, without its inner
+        frames.
         """
+
+        def ask(options: dict[str, Any]) -> SearchOutcome:
+            if lengths is None:
+                return search_step(step, **options)
+            outcome = search_step_lengths(step, lengths, **options)
+            say(outcome.notes[-1])
+            return outcome
+
+        return self._found(ask, folder, say, terms, others_wait)
+
+    def find_batches(
+        self,
+        step: Callable[[int], Step],
+        rows: int,
+        given: int | None,
+        folder: Path,
+        say: Say,
+        terms: Terms,
+        *,
+        others_wait: bool = False,
+    ) -> Plan:
+        """The same with the micro-batch as a question, for ``rows`` of an update in this process.
+
+        ``step`` makes the step of a micro-batch, ``given`` is the trainer's own. The answer is in the plan's
+        ``settings``: ``batch_size`` and ``accumulate``.
+        """
+
+        def ask(options: dict[str, Any]) -> SearchOutcome:
+            answer = search_step_batches(step, rows, given=given, **options)
+            for line in (*batch_lines(answer), *answer.notes):
+                say(line)
+            return answer.outcome
+
+        return self._found(ask, folder, say, terms, others_wait)
+
+    def _found(
+        self, ask: Callable[[dict[str, Any]], SearchOutcome], folder: Path, say: Say, terms: Terms, others_wait: bool
+    ) -> Plan:
         folder = self.out or folder
         began, heard = time.monotonic(), _Lines(say)
         say(f"searching for a plan within {self.budget}, for at most {words.seconds(self.timeout)}")
+        asked: dict[str, Any] = {"budget": self.budget, "timeout": self.timeout, "out": folder, "listener": heard}
+        asked |= {"others_wait": others_wait, "terms": terms, "trials": TRIALS, "space": "knobs", **self.options}
         try:
-            plan = search(
-                step,
-                budget=self.budget,
-                timeout=self.timeout,
-                out=folder,
-                others_wait=others_wait,
-                listener=heard,
-                terms=terms,
-                **self.options,
-            )
+            outcome = ask(asked)
         except AutockptError as error:
             raise error.with_traceback(None) from None
+        if (plan := outcome.plan) is None:
+            raise KeyboardInterrupt
         took = words.seconds(time.monotonic() - began)
         what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
         measured = plan.measured
@@ -76,7 +153,13 @@ class Wanted:
 
 
 def wanted(
-    plan: Plan | str | Path | None, budget: str | None, timeout: float, out: str | Path | None, options: dict[str, Any]
+    plan: Plan | str | Path | None,
+    budget: str | None,
+    timeout: float,
+    out: str | Path | None,
+    options: dict[str, Any],
+    global_batch: int | None = None,
+    lengths: Any = None,
 ) -> Plan | Wanted:
     """What a trainer's callback was given: a plan, or the wish for one.
 
@@ -89,19 +172,36 @@ def wanted(
             f"the callback got {given}",
             remedy='Pass one of both: a plan ("plan.yaml") to apply it, budget="24GB" to search as training starts.',
         )
-    if (unknown := set(options) - set(_OPTIONS)) or (plan is not None and options):
+    questions = {"global_batch": global_batch, "lengths": lengths}
+    if plan is not None:
+        options = {**options, **{name: value for name, value in questions.items() if value is not None}}
+    if (unknown := set(options) - {*_OPTIONS, *questions}) or (plan is not None and options):
         why = "it does not know" if unknown else "only a search has"
         raise UsageError(
             f"the callback got {', '.join(sorted(unknown or options))}, which {why}",
-            remedy=f"Next to budget= it takes timeout=, out= and {', '.join(f'{name}=' for name in _OPTIONS)}.",
+            remedy="Next to budget= it takes timeout=, out=, global_batch=, lengths= and "
+            f"{', '.join(f'{name}=' for name in _OPTIONS)}.",
         )
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     assert budget is not None
-    parse_budget(budget)
+    parsed = parse_budget(budget)
+    if global_batch is not None and lengths is not None:
+        raise UsageError(
+            "global_batch= and lengths= are two questions",
+            remedy="Ask for the batch first, and then for its settings with lengths=.",
+        )
+    if global_batch is not None and (isinstance(global_batch, bool) or not global_batch > 0):
+        raise UsageError(f"global_batch={global_batch!r} are no rows", remedy="Give the rows of an optimizer update.")
+    if parsed.kind not in ("bytes", "auto") and (global_batch is not None or lengths is not None):
+        raise UsageError(
+            f"a budget of {budget} is a share of this job's own peak, which differs by batch and length",
+            remedy='Give it in bytes (budget="24GB"), or "auto".',
+        )
     if not timeout > 0:
         raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
-    return Wanted(budget, timeout, None if out is None else Path(out), options)
+    told = lengths if lengths is None or lengths == OWN else as_lengths(lengths)
+    return Wanted(budget, timeout, None if out is None else Path(out), options, global_batch, told)
 
 
 class PlanCallback:
@@ -114,10 +214,12 @@ class PlanCallback:
         budget: str | None = None,
         timeout: float = TIMEOUT,
         out: str | Path | None = None,
+        global_batch: int | None = None,
+        lengths: Any = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.plan = wanted(plan, budget, timeout, out, options)
+        self.plan = wanted(plan, budget, timeout, out, options, global_batch, lengths)
         self.handle: Handle | None = None
 
     def remove(self) -> None:
@@ -203,6 +305,53 @@ def largest_batch(first: Any, dataset: Any, collate: Any, rows: int | None) -> t
     total = len(dataset)
     among = "" if looked_at == total else f" among {looked_at} of {total}"
     return made, f"the {len(longest)} longest rows{among}"
+
+
+def batch_of_longest(dataset: Any, collate: Any) -> Callable[[int], Any]:
+    """What makes a batch of so many of the longest rows, repeated where there are fewer. Random states stay.
+
+    Raises UsageError for a data set whose rows cannot be had by number.
+    """
+    countable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and callable(collate)
+    if not countable or isinstance(dataset, torch.utils.data.IterableDataset):
+        raise UsageError(
+            "rows of this data set cannot be had by number, so no batches of other sizes can be made of them",
+            remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass the plan with its settings.",
+        )
+    with all_random_states_kept():
+        order, _ = _longest(dataset, ROWS)
+
+    def made(rows: int) -> Any:
+        with all_random_states_kept():
+            return collate([dataset[n] for n in (order * (1 + rows // len(order)))[:rows]])
+
+    return made
+
+
+def lengths_here(
+    asked: Lengths | Literal["auto"], step: Step, dataset: Any, collate: Any
+) -> tuple[Lengths | None, str]:
+    """The lengths to search for, none longer than the step's batch; None, and why, where all batches are as long."""
+    have, rows = step.settings.get("seq_len"), step.settings.get("batch_size")
+    if not isinstance(have, int) or not isinstance(rows, int):
+        raise UsageError("these batches have no rows of tokens", remedy="Leave lengths= out.")
+    if asked == OWN:
+        size = getattr(dataset, "__len__", None)
+        if size is None or not hasattr(dataset, "__getitem__"):
+            raise UsageError(
+                "rows of this data set cannot be had by number, so their lengths are unknown",
+                remedy="Give lengths=autockpt.lengths_of(…), or a length per row.",
+            )
+        asked = lengths_of(dataset, seconds=_SECONDS_FOR_ROWS)
+        with all_random_states_kept():
+            shortest = min(range(min(len(dataset), ROWS)), key=lambda number: _elements(dataset[number]))
+            padded = lengths_of([collate([dataset[shortest]] * rows)]).longest
+        if padded >= have:
+            return None, f"every batch is padded to {have} tokens, so lengths do not matter"
+    cut = asked.cut(have)
+    counts = dict(cut.counts)
+    counts[have] = counts.pop(cut.longest)  # of a collator that rounds lengths up
+    return Lengths(counts=counts, of=cut.of), f"{asked}"
 
 
 def _longest(dataset: Any, rows: int) -> tuple[list[int], int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,14 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.integrations.at_start import PlanCallback, Wanted, found_once, largest_batch
+from autockpt.integrations.at_start import (
+    PlanCallback,
+    Wanted,
+    batch_of_longest,
+    found_once,
+    largest_batch,
+    lengths_here,
+)
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import LIGHTNING
@@ -49,7 +58,9 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
 
     With ``budget`` the search measures ``training_step`` with the first batch, or the longest rows of its data set, as
     ``AutockptCallback`` does for transformers' Trainer; ``timeout``, ``out`` (default: ``autockpt`` in the Trainer's
-    root directory) and further options are those of that class. What ``training_step`` logs meanwhile is dropped.
+    root directory) and further options are those of that class. A ``global_batch`` whose best micro-batch is not the
+    DataLoader's ends before the first step with an error that says the settings to write: loaders are the user's own.
+    What ``training_step`` logs meanwhile is dropped.
 
     Raises UsageError unless exactly one of plan and budget is given, and PlanError for a malformed plan, both at once;
     when fitting starts PlanError for one of another model, ConflictError where the model's or the strategy's own
@@ -68,6 +79,8 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         if self.handle is None and isinstance(plan := self.plan, Wanted):
             found = found_once(lambda: _search(trainer, pl_module, plan, batch, batch_idx))
+            if plan.global_batch is not None:
+                _refuse_other_batches(trainer, found)
             self._apply(found, called_part(pl_module, found), aloud=_is_first(trainer))
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
@@ -106,38 +119,81 @@ def _search(trainer: Any, module: Any, plan: Wanted, first: Any, index: int) -> 
     bar = trainer.progress_bar_callback
     show = bar.print if bar is not None else _log.info
     loaders = trainer.fit_loop._combined_loader.flattened
-    batch, source = first, "the first batch"
-    if len(loaders) == 1:
-        loader = loaders[0]
-        dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-        batch, source = largest_batch(first, dataset, collate, getattr(loader, "batch_size", None))
-        batch = move(batch, module.device)
-    show(f"autockpt: planning for {source}")
+    loader = loaders[0] if len(loaders) == 1 else None
+    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    own, processes = getattr(loader, "batch_size", None), trainer.world_size
+    folder, many = Path(trainer.default_root_dir) / "autockpt", processes > 1
+
+    def say(line: str) -> None:
+        show(f"autockpt: {line}")
+
+    step_of = _step_of(trainer, module, index)
+    with _unlogged(module):
+        if plan.global_batch is None:
+            batch, source = largest_batch(first, dataset, collate, own)
+            say(f"planning for {source}")
+            step, lengths = step_of(move(batch, module.device), trainer.accumulate_grad_batches), None
+            if plan.lengths is not None:
+                lengths, said = lengths_here(plan.lengths, step, dataset, collate)
+                say(f"lengths: {said}")
+            return plan.find(step, folder, say, LIGHTNING, lengths=lengths, others_wait=many)
+        rows = plan.rows(processes, (own or 0) * trainer.accumulate_grad_batches * processes)
+        made = batch_of_longest(dataset, collate)
+
+        def of_size(size: int) -> Step:
+            return step_of(move(made(size), module.device), max(1, rows // size))
+
+        return plan.find_batches(of_size, rows, own, folder, say, LIGHTNING, others_wait=many)
+
+
+def _refuse_other_batches(trainer: Any, plan: Plan) -> None:
+    """Raise UsageError, with the settings to write, where training has others than were found: loaders are the user's.
+
+    The search is on record, so that the next training with these begins at once.
+    """
+    size, accumulate = plan.settings["batch_size"], plan.settings["accumulate"]
+    if trainer.accumulate_grad_batches != accumulate:
+        settings = LIGHTNING.batch.format(rows=size, accumulate=accumulate)
+        raise UsageError(
+            f"the most tokens per second come with {settings}, and Lightning's batches cannot be changed once training "
+            "has begun",
+            remedy="Write these settings and start again: the plan is on record.",
+        )
+
+
+@contextmanager
+def _unlogged(module: Any) -> Iterator[None]:
+    """What the module keeps is put back, and what it logs meanwhile is dropped."""
+    before = dict(vars(module))
+    vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def _step_of(trainer: Any, module: Any, index: int) -> Callable[[Any, int], Step]:
+    """What makes the module's own step of a batch, and of how many of them an update is made."""
 
     def loss(model: nn.Module, batch: Any) -> Any:
         with trainer.precision_plugin.train_step_context():
             return find_loss(module.training_step(batch, index))
 
-    before = dict(vars(module))
-    vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
-    try:
-        step = Step(
+    def step_of(batch: Any, accumulate: int) -> Step:
+        return Step(
             _planned_part(module),
             batch,
             loss=loss,
             optimizer=trainer.optimizers[0],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            accumulate=trainer.accumulate_grad_batches,
+            accumulate=accumulate,
             max_grad_norm=trainer.gradient_clip_val or None,
             snapshot=(module,),
             settings={"trainer": type(module).__name__, "autocast": trainer.precision, "processes": trainer.world_size},
         )
-        folder = Path(trainer.default_root_dir) / "autockpt"
-        many = trainer.world_size > 1
-        return plan.find(step, folder, lambda line: show(f"autockpt: {line}"), LIGHTNING, others_wait=many)
-    finally:
-        vars(module).clear()
-        vars(module).update(before)
+
+    return step_of
 
 
 def _planned_part(module: nn.Module) -> nn.Module:

@@ -15,11 +15,19 @@ from torch import nn
 from transformers import TrainerCallback
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.integrations.at_start import PlanCallback, Wanted, found_once, largest_batch
+from autockpt.integrations.at_start import (
+    PlanCallback,
+    Wanted,
+    batch_of_longest,
+    found_once,
+    largest_batch,
+    lengths_here,
+)
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import TRAINER
 from autockpt.workload import Step, move
 
+_EPOCH, _SKIPPED = "_run_epoch", "steps_trained_in_current_epoch"
 _log = logging.getLogger(__name__)
 _SPELLINGS = ("activation_checkpointing", "gradient_checkpointing")
 # options that only make sense where somebody wants the Trainer's own; the others go with defaults of some trainers
@@ -38,6 +46,12 @@ class AutockptCallback(PlanCallback, TrainerCallback):
     the next training finds the answer again. ``options`` go to the search: ``headroom``, ``host_budget``, ``trials``, …
     Weights, optimizer, random state and order of the data are afterwards what they were. Under DDP the first process
     searches and the others wait.
+
+    With ``global_batch``, the rows of an optimizer update over all processes, micro-batch and accumulation are found
+    together with the plan, and training goes on with them: the Trainer's arguments are changed, and its batches made
+    anew, of the same rows in the same order. Its own settings have to make updates of as many rows, as its steps are
+    counted by them. With ``lengths`` ("auto": those of the data set; else as for ``autockpt.search``) the plan has sets
+    of choices by the length of the batch.
 
     The plan is on the model until training ends; ``handle`` says what was attached, ``remove`` takes it off where
     training was interrupted. Evaluation, ``generate`` and saving in between see the model as it is without a plan.
@@ -59,8 +73,12 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             self._apply(self.plan, kwargs["model"], aloud=state.is_world_process_zero)
         else:
             trainer = calling_trainer()
+            vars(trainer).pop(_EPOCH, None)
             _refuse_unsearchable(trainer)
-            self._await_batches(trainer, self.plan)
+            if self.plan.global_batch is None:
+                self._await_batches(trainer, self.plan)
+            else:
+                self._await_epoch(trainer, self.plan)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.handle is None:
@@ -71,6 +89,8 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
+        if isinstance(self.plan, Wanted):
+            vars(calling_trainer()).pop(_EPOCH, None)
 
     def _await_batches(self, trainer: Any, plan: Wanted) -> None:
         """Search once the batches of the first step are there: drawn as ever, so the order of the data stays."""
@@ -86,8 +106,36 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
         trainer.get_batch_samples = get_batch_samples
 
+    def _await_epoch(self, trainer: Any, plan: Wanted) -> None:
+        """Search before the first epoch's batches are drawn, and have all epochs draw theirs in the size found."""
+        args = trainer.args
+        rows = plan.rows(trainer.accelerator.num_processes, trainer.get_total_train_batch_size(args))
+        before, changed = args.gradient_accumulation_steps, dict[str, Any]()
+
+        def run_epoch(**given: Any) -> Any:
+            if self.handle is None:
+                found = found_once(lambda: _search_batches(trainer, plan, rows))
+                changed.update(_resized(trainer, found, given))
+                self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
+            # of a run that is resumed within an epoch, counted in its former micro-batches
+            given[_SKIPPED] = given[_SKIPPED] * args.gradient_accumulation_steps // before
+            return type(trainer)._run_epoch(trainer, **given | changed)
+
+        if not {"train_dataloader", "steps_in_epoch", _SKIPPED} <= _epoch_arguments(trainer):
+            raise UsageError(
+                f"{type(trainer).__name__} of transformers {transformers.__version__} does not let its batches be made "
+                "anew as training starts",
+                remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass its plan and settings.",
+            )
+        setattr(trainer, _EPOCH, run_epoch)
+
     def _find(self, trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
         return found_once(lambda: _search(trainer, plan, batches, items))
+
+
+def _epoch_arguments(trainer: Any) -> set[str]:
+    epoch = getattr(type(trainer), _EPOCH, None)
+    return set(inspect.signature(epoch).parameters) if epoch is not None else set()
 
 
 def calling_trainer() -> Any:
@@ -133,38 +181,111 @@ def _refuse_unsearchable(trainer: Any) -> None:
 
 def _search(trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
     """Search with the Trainer's own model, loss and optimizer; nothing of it is another afterwards."""
-    args, model, optimizer = trainer.args, trainer.model, trainer.optimizer
     loader = trainer.callback_handler.train_dataloader
     say = _teller(trainer)
     batch, source = largest_batch(batches[0], loader.dataset, loader.collate_fn, trainer.state.train_batch_size)
     say(f"planning for {source}")
+    with _steps(trainer) as step_of:
+        step, lengths = step_of(batch, trainer.args.gradient_accumulation_steps, items), None
+        if plan.lengths is not None:
+            lengths, said = lengths_here(plan.lengths, step, loader.dataset, loader.collate_fn)
+            say(f"lengths: {said}")
+        wanted, folder, many = _in_this(trainer, plan)
+        return wanted.find(step, folder, say, TRAINER, lengths=lengths, others_wait=many)
 
-    def loss(model: nn.Module, batch: Any) -> Any:
-        return trainer.compute_loss(model, dict(batch), num_items_in_batch=items)  # which may change its dict
 
-    options = dict(plan.options)
-    many = trainer.accelerator.num_processes > 1
+def _search_batches(trainer: Any, plan: Wanted, rows: int) -> Plan:
+    """The same with the micro-batch as a question, for ``rows`` of an update in this process."""
+    loader = trainer.callback_handler.train_dataloader
+    made = batch_of_longest(loader.dataset, loader.collate_fn)
+    say = _teller(trainer)
+    say(f"{rows} rows per update in this process: planning for the longest rows of the data set")
+    with _steps(trainer) as step_of:
+
+        def step(size: int) -> Step:
+            batch, accumulate = made(size), max(1, rows // size)
+            items = trainer._get_num_items_in_batch([batch] * accumulate, trainer.args.device)
+            return step_of(batch, accumulate, items)
+
+        wanted, folder, many = _in_this(trainer, plan)
+        return wanted.find_batches(step, rows, trainer._train_batch_size, folder, say, TRAINER, others_wait=many)
+
+
+def _in_this(trainer: Any, plan: Wanted) -> tuple[Wanted, Path, bool]:
+    """What is wanted in this trainer, the folder for its runs, and whether other processes wait."""
+    options, model, many = dict(plan.options), trainer.model, trainer.accelerator.num_processes > 1
     if many and model.device.type == "cpu":  # on other devices the allocator counts them, as they are there already
         options.setdefault("headroom", f"{_bucket_bytes(model) // 1024 + 1}KiB")
+    return replace(plan, options=options), Path(trainer.args.output_dir) / "autockpt", many
+
+
+@contextmanager
+def _steps(trainer: Any) -> Iterator[Callable[[Any, int, Any], Step]]:
+    """What makes the Trainer's own step of a batch, how many make an update, and the labels that these hold.
+
+    Until the end of the block; then nothing of the Trainer is another.
+    """
+    args, model, optimizer = trainer.args, trainer.model, trainer.optimizer
     with _unchanged(trainer) as records:
-        trainer.current_gradient_accumulation_steps = len(batches)
+
+        def step_of(batch: Any, accumulate: int, items: Any) -> Step:
+            def loss(model: nn.Module, batch: Any) -> Any:
+                return trainer.compute_loss(model, dict(batch), num_items_in_batch=items)  # which may change its dict
+
+            return Step(
+                model,
+                move(dict(batch), args.device),
+                loss=loss,
+                optimizer=getattr(optimizer, "optimizer", optimizer),
+                scaler=trainer.accelerator.scaler,
+                accumulate=accumulate,
+                max_grad_norm=args.max_grad_norm or None,
+                snapshot=(records,),
+                settings=_facts(trainer),
+            )
+
+        trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         model.train()
         if callable(prepare := getattr(optimizer, "train", None)):
             prepare()
-        step = Step(
-            model,
-            move(dict(batch), args.device),
-            loss=loss,
-            optimizer=getattr(optimizer, "optimizer", optimizer),
-            scaler=trainer.accelerator.scaler,
-            accumulate=args.gradient_accumulation_steps,
-            max_grad_norm=args.max_grad_norm or None,
-            snapshot=(records,),
-            settings=_facts(trainer),
+        yield step_of
+
+
+def _resized(trainer: Any, plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Have the Trainer go by the plan's micro-batch and accumulation, and make its batches anew.
+
+    ``given`` are the arguments of its epoch; returns those to replace. Raises UsageError, with the settings to write
+    where it was made, and nothing changed, where this trainer's batches do not go by its settings.
+    """
+    args, size, accumulate = trainer.args, plan.settings["batch_size"], plan.settings["accumulate"]
+    assert isinstance(size, int) and isinstance(accumulate, int)
+    before = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    if (size, accumulate) == before:
+        return {}
+
+    def set_to(size: int, accumulate: int) -> None:
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = size, accumulate
+        trainer._train_batch_size = trainer.state.train_batch_size = size
+
+    set_to(size, accumulate)
+    loader = trainer.get_train_dataloader()
+    settings = TRAINER.batch.format(rows=size, accumulate=accumulate)
+    if -(-len(loader) // accumulate) != given["num_update_steps_per_epoch"]:
+        set_to(*before)
+        raise UsageError(
+            f"the most tokens per second come with {settings}, and this trainer would make another number of updates "
+            "of it (dataloader_drop_last, or a data loader of its own)",
+            remedy=f"Write TrainingArguments({settings}); the next run finds the plan on record.",
         )
-        return replace(plan, options=options).find(
-            step, Path(args.output_dir) / "autockpt", say, TRAINER, others_wait=many
+    trainer.callback_handler.train_dataloader = loader
+    say = _teller(trainer)
+    say(f"training goes on with {settings}, instead of {before[0]} and {before[1]}: the same rows in every update")
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        say(
+            f"{type(trainer.model).__name__} takes no num_items_in_batch: micro-batches count equally in an update, "
+            "however many labels they hold, so it is the same only where these are as many in all rows"
         )
+    return {"train_dataloader": loader, "steps_in_epoch": len(loader)}
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

@@ -30,6 +30,15 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
         console.print(Text(f"  {trainer:<14}{flags}", style="cyan"), soft_wrap=True)
 
 
+def batch_lines(answer: BatchAnswer) -> list[str]:
+    """The same in a few lines of text, the best setting first: for a log."""
+    lines = []
+    for setting in (answer.best, *answer.others):
+        batch, times, plan, peak, seconds, rate, share = _cells(setting, answer.best)
+        lines.append(f"{batch} × {times}: {rate} {answer.unit}/s ({share}), update {seconds}, peak {peak}, {plan}")
+    return lines
+
+
 def batches_table(answer: BatchAnswer) -> Table:
     """One line per setting, the most tokens per second first; in per cent of the best."""
     table = plain_table(">batch", ">×", "<plan", ">peak", ">update", f">{answer.unit}/s", ">of best")

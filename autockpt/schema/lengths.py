@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data
@@ -77,6 +77,21 @@ class Lengths(Data):
             now = (below / total) ** power
             shares[length], before = now - before, now
         return _rounded_up(shares, levels)
+
+
+def as_lengths(given: Lengths | Mapping[int, int] | Iterable[int] | str) -> Lengths:
+    """Lengths, however they were given in Python. Raises UsageError for what is none."""
+    if isinstance(given, Lengths):
+        return given
+    if isinstance(given, str):
+        return parse_lengths(given)
+    try:
+        return Lengths(counts=dict(given)) if isinstance(given, Mapping) else Lengths.of_all(given)
+    except (ValidationError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"lengths={str(given)[:60]}: whole numbers above 0 are asked for ({type(error).__name__})",
+            remedy="Give autockpt.lengths_of(dataset), counts by length, or a length per row.",
+        ) from None
 
 
 def parse_lengths(text: str) -> Lengths:

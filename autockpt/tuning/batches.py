@@ -11,24 +11,44 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from autockpt.devices import get_device
-from autockpt.errors import InfeasibleError, UsageError
-from autockpt.measuring import WorkerMeasurer
+from autockpt.errors import AutockptError, InfeasibleError, UsageError
+from autockpt.measuring import WorkerMeasurer, environment_of
 from autockpt.profiling import uniform_graphs
-from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec
+from autockpt.schema import (
+    Budget,
+    Comparison,
+    Graph,
+    Listener,
+    SearchOutcome,
+    SearchRequest,
+    SearchSpace,
+    WorkloadSpec,
+    parse_budget,
+)
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
 from autockpt.tuning.alternatives import WhatIf, on_device, predictions
-from autockpt.tuning.jobs import Described
+from autockpt.tuning.jobs import Described, Job, Live, with_rows
 from autockpt.tuning.opening import blocks_of, environment_here
+from autockpt.tuning.rows import SIZES, meetings
+from autockpt.tuning.search import search_step
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import on_hardware
+from autockpt.workload import Step
+from search_spaces.spaces import load_space
 
 FEWEST = 3  # candidates of the first search of a size
 KINDS = ("save", "recompute", "recompute_offload", "offload")
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
+SizeSearch = Callable[[int, int, float | None, bool], SearchOutcome]
+"""The search of a micro-batch: its size, candidates, seconds left, whether it goes on where an earlier one ended."""
 
 
 @dataclass
@@ -61,32 +81,24 @@ class Sizes:
 
 @dataclass
 class Climb:
-    """Searches of single sizes, and what came of them."""
+    """Searches of single sizes, and what came of them. ``timeout`` is in seconds, for all of them."""
 
-    request: SearchRequest
     rows: int
-    search: Search
+    search: SizeSearch
     listener: Listener
+    timeout: float | None = None
     found: dict[int, SearchOutcome | None] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     def at(self, size: int, trials: int) -> BatchSetting | None:
         """The best plan of a micro-batch; None where nothing fits. A size searched before is searched on."""
         self.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
-        left = None if self.request.timeout is None else self.request.timeout - (time.monotonic() - self.began)
+        left = None if self.timeout is None else self.timeout - (time.monotonic() - self.began)
         if left is not None and left <= 0 and any(self.found.values()):
             return self.best(size)
-        request = self.request.model_copy(
-            update={
-                "workload": variant(self.request.workload, self.rows, size),
-                "trials": trials,
-                "plan_out": None,
-                "continued": self.found.get(size) is not None,
-                "timeout": None if left is None else max(1.0, left),
-            }
-        )
+        continued = self.found.get(size) is not None
         try:
-            self.found[size] = self.search(request, self.listener)
+            self.found[size] = self.search(size, trials, None if left is None else max(1.0, left), continued)
         except InfeasibleError:
             if not any(self.found.values()) and size == 1:
                 raise
@@ -118,14 +130,92 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
     rows depend on each other; InfeasibleError where not even single rows fit; else what ``run_search`` does.
     """
     _refuse(request, rows)
-    given = request.workload.batch_size
+
+    def at(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
+        of_size = {"workload": variant(request.workload, rows, size), "trials": trials, "timeout": left}
+        asked = {**of_size, "plan_out": None, "continued": continued}
+        return search(request.model_copy(update=asked), listener)
+
+    def job(size: int) -> Described:
+        return Described(variant(request.workload, rows, size), request.hardware)
+
+    climb = Climb(rows, at, listener, request.timeout)
+    judge = judge_of(request, [kind for kind in KINDS if kind in ("save", *request.space.choices)])
+    answer = _most_tokens(climb, job, judge, request.workload.batch_size, request.trials, THE_COMMAND)
+    return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
+
+
+def search_step_batches(
+    step: Step | Callable[[int], Step],
+    rows: int,
+    *,
+    budget: str | Budget,
+    trials: int,
+    timeout: float | None,
+    listener: Listener,
+    space: str | SearchSpace,
+    out: str | Path | None = None,
+    given: int | None = None,
+    **options: Any,
+) -> BatchAnswer:
+    """The same for a live step, whose batch is cut to fewer rows or repeated for more, in this process.
+
+    ``step`` may be a function that makes the step with so many rows in its batch; ``given`` is then the user's own
+    micro-batch. ``options`` are those of ``search_step``. The answer is in ``outcome.plan.settings``, as ``batch_size``
+    and ``accumulate``. Raises UsageError for a batch that cannot be divided.
+    """
+    of_rows = step if not isinstance(step, Step) else partial(_of_rows, step, rows)
+    parsed = parse_budget(budget) if isinstance(budget, str) else budget
+    _refuse_share(parsed)
+    if isinstance(step, Step):
+        have = step.settings.get("batch_size")
+        if step.accumulate not in (1, rows // have if isinstance(have, int) and have else 1):
+            raise UsageError(
+                f"accumulate={step.accumulate} with {have} rows a batch is not {rows} rows per update",
+                remedy="Leave accumulate= out: it is what the search decides.",
+            )
+        given = have if isinstance(have, int) and rows % have == 0 else None
+    chosen = load_space(space) if isinstance(space, str) else space
+    with ExitStack() as stack:
+        # kept even where nothing of the run is: a size that is searched on goes on where it was
+        folder = out if out is not None else stack.enter_context(TemporaryDirectory())
+        fixed = {"budget": budget, "space": chosen, "out": folder, "listener": listener, **options}
+
+        def at(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
+            return search_step(of_rows(size), trials=trials, timeout=left, continued=continued, **fixed)
+
+        device = of_rows(1).device
+        kinds = [kind for kind in KINDS if kind in ("save", *chosen.choices)]
+        here = get_device(str(device))
+        judge = on_device(parsed, device, environment_of(here), here.used_by_others(), kinds)
+        climb = Climb(rows, at, listener, timeout)
+        return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, trials, THE_STEP)
+
+
+def _of_rows(step: Step, rows: int, size: int) -> Step:
+    made = with_rows(step, size, max(1, rows // size))
+    if made is None:
+        raise UsageError(
+            "this batch cannot be divided into rows: its tensors do not all begin with as many of them, or the step is "
+            "a full_step of its own",
+            remedy="Give autockpt.Step(model, batch) whose tensors are (rows, …), or search without global_batch=.",
+        )
+    return made
+
+
+def _most_tokens(
+    climb: Climb, job: Callable[[int], Job], judge: WhatIf, given: int | None, trials: int, remedy: str
+) -> BatchAnswer:
+    """Climb the sizes, then search on where it may bring more; ``job`` is the update in micro-batches of a size."""
+    rows, listener = climb.rows, climb.listener
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-    climb = Climb(request, rows, search, listener)
-    listener.stage("ghost-run two batch sizes", 2)
-    known = foreseen_sizes(request, rows, sizes, listener)
-    share = max(FEWEST, request.trials // 4)
+    listener.stage("ghost-run batch sizes", 3)
+    met = dependent_rows(job, judge, remedy)
+    listener.advance()
+    known = foreseen_sizes(job, judge, sizes, listener)
+    share = max(FEWEST, trials // 4)
     climbed(climb, known, share)
-    left = request.trials - climb.spent
+    left = trials - climb.spent
     rivals = sorted((s for s in climb.found if climb.best(s) is not None), key=lambda s: _seconds(climb, s))[:2]
     rivals = rivals[:1] if len(rivals) < 2 or _apart(climb, rivals) else rivals
     for size in rivals:
@@ -134,11 +224,10 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
     top = min(rivals, key=lambda s: _seconds(climb, s))
     outcome, best = climb.found[top], climb.best(top)
     assert outcome is not None and best is not None
-    outcome = save_plan_copy(request, outcome)
     others = [b for s in climb.found if s != top and (b := climb.best(s)) is not None]
-    usual = known.largest("recompute")
+    usual, highest = known.largest("recompute"), known.largest(*KINDS) or 0
     for role, size in (("given", given), ("usual", usual)):
-        if size is not None and (row := _well_known(climb, role, size)) is not None:
+        if size is not None and size <= highest and (row := _well_known(climb, role, size)) is not None:
             others.append(row)
     tokens = outcome.settings.get("tokens") is not None
     return BatchAnswer(
@@ -149,7 +238,7 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
         outcome=outcome,
         trials=climb.spent,
         seconds=time.monotonic() - climb.began,
-        notes=NOTES,
+        notes=(*met, *NOTES),
     )
 
 
@@ -173,29 +262,46 @@ def climbed(climb: Climb, known: Sizes, trials: int) -> int:
     return top
 
 
-def foreseen_sizes(request: SearchRequest, rows: int, sizes: list[int], listener: Listener) -> Sizes:
-    """Ghost-run the two smallest sizes with one choice on every layer. Raises UsageError for dependent rows."""
+def dependent_rows(job: Callable[[int], Job], judge: WhatIf, remedy: str) -> tuple[str, ...]:
+    """Notes on terms that take rows together. Raises UsageError where another micro-batch is another training.
+
+    Where the model cannot be ghost-run at these sizes a note says that this was not looked at.
+    """
+    try:
+        met = meetings(*(_plain_graph(job(size).brief(), judge) for size in SIZES))
+    except AutockptError as error:
+        return (f"Whether rows of a batch depend on each other was not looked at: {error.message}",)
+    if met and met[0].certain:
+        raise UsageError(
+            f"the rows of this model's batch depend on each other ({met[0]}): another micro-batch is another training",
+            remedy=remedy,
+        )
+    if not met:
+        return ()
+    where = ", ".join(map(str, met[:3]))
+    return (
+        f"Rows of a micro-batch are taken together ({where}), as balancing losses of experts do: with another "
+        "micro-batch this term is another one, everything else stays.",
+    )
+
+
+def _plain_graph(job: Job, judge: WhatIf) -> Graph:
+    with job.tracer(judge.device) as tracer:
+        return tracer.trace()
+
+
+def foreseen_sizes(job: Callable[[int], Job], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:
+    """Ghost-run the two smallest sizes with one choice on every layer."""
     peaks: dict[int, dict[str, int]] = {}
-    kinds = [kind for kind in KINDS if kind in ("save", *request.space.choices)]
-    judge = _judge(request, kinds)
-    for size in sizes[1::-1]:  # the larger first: batch norms refuse single rows
-        spec = variant(request.workload, rows, size)
-        job = Described(spec, request.hardware).brief()
-        with ExitStack() as stack:
-            tracer = stack.enter_context(job.tracer(judge.device))
-            uniform = uniform_graphs(tracer, blocks_of(tracer), kinds)
-            if normed := sorted({op.target for op in uniform["save"][1].ops if "batch_norm" in op.target}):
-                raise UsageError(
-                    f"the rows of this model's batch depend on each other ({normed[0]}): another micro-batch is "
-                    "another training",
-                    remedy="Keep --batch-size as it is and search without --global-batch.",
-                )
+    for size in sizes[1::-1]:
+        with job(size).brief().tracer(judge.device) as tracer:
+            uniform = uniform_graphs(tracer, blocks_of(tracer), judge.kinds)
             peaks[size] = {kind: said.peak_bytes for kind, said in predictions(judge, uniform).items()}
         listener.advance()
     return Sizes(sizes, judge.budget_bytes, peaks)
 
 
-def _judge(request: SearchRequest, kinds: list[str]) -> WhatIf:
+def judge_of(request: SearchRequest, kinds: list[str]) -> WhatIf:
     """What variants of the job are judged by, on the device or simulated."""
     if request.hardware is not None:
         return on_hardware(request, request.hardware, kinds)
@@ -209,7 +315,7 @@ def _judge(request: SearchRequest, kinds: list[str]) -> WhatIf:
 
 def variant(spec: WorkloadSpec, rows: int, size: int) -> WorkloadSpec:
     """The same update in micro-batches of ``size``."""
-    return spec.model_copy(update={"batch_size": size, "accumulate": rows // size})
+    return spec.model_copy(update={"batch_size": size, "accumulate": max(1, rows // size)})
 
 
 def _refuse(request: SearchRequest, rows: int) -> None:
@@ -229,10 +335,14 @@ def _refuse(request: SearchRequest, rows: int) -> None:
             "a dry run knows no step times to choose a batch by",
             remedy="Leave --dry-run out, or simulate with --hardware.",
         )
-    if request.budget.kind not in ("bytes", "auto"):
+    _refuse_share(request.budget)
+
+
+def _refuse_share(budget: Budget) -> None:
+    if budget.kind not in ("bytes", "auto"):
         raise UsageError(
-            f"a budget of {request.budget.text} is a share of this job's own peak, which differs by batch size",
-            remedy="Give --budget in bytes (24GB), or auto.",
+            f"a budget of {budget.text} is a share of this job's own peak, which differs by batch size",
+            remedy="Give the budget in bytes (24GB), or auto.",
         )
 
 
@@ -285,8 +395,11 @@ def _apart(climb: Climb, sizes: list[int]) -> bool:
     return second.surely_slower(first)
 
 
+THE_COMMAND = "Keep --batch-size as it is and search without --global-batch."
+THE_STEP = "Keep the batch as it is and search without global_batch=."
 NOTES = (
     "The rows of an update stay the same: its gradient is summed in another order, so it is equal up to rounding.",
-    "Where rows hold different numbers of tokens, the trainer has to weight micro-batches by them, as transformers' "
-    "Trainer does; losses that look at other rows (contrastive ones, balancing of experts) see fewer or more of them.",
+    "Where rows hold different numbers of tokens, micro-batches have to be weighted by them, as transformers' Trainer "
+    "does; in a loop of your own, with the labels of the whole update counted before it: "
+    "loss = model(**batch, num_items_in_batch=labels).loss, not divided by the accumulation.",
 )

@@ -140,14 +140,10 @@ class Live:
         return self.step.accumulate
 
     def smaller_batch(self, rows: int, fewer: int) -> Live | None:
-        """None for a batch with tensors that are not ``rows`` long: which part of them is whose is not known."""
-        tensors = [tensor for tensor in nested_tensors(self.step.batch) if tensor.dim()]
-        if self.step.full_step is not None or not tensors or any(tensor.shape[0] != rows for tensor in tensors):
+        if self.step.settings.get("batch_size") != rows:
             return None
-        batch = each_tensor(self.step.batch, lambda tensor: tensor[:fewer] if tensor.dim() else tensor)
-        if any(tensor.dim() and tensor.shape[0] != fewer for tensor in nested_tensors(batch)):
-            return None
-        return self._with(batch=batch, accumulate=self.step.accumulate * (rows // fewer))
+        step = with_rows(self.step, fewer, self.step.accumulate * (rows // fewer))
+        return None if step is None else replace(self, step=step)
 
     def shorter(self, length: int, tokens: int) -> Live | None:
         """Ids, labels and masks cut; None where the step is a function that brings its own batch."""
@@ -179,6 +175,28 @@ class Live:
 
     def _with(self, **update: Any) -> Live:
         return replace(self, step=replace(self.step, **update, settings={}))
+
+
+def with_rows(step: Step, rows: int, accumulate: int) -> Step | None:
+    """The step with micro-batches of ``rows``: the first ones of its batch, repeated where that has fewer.
+
+    None for a batch whose tensors are not all as many rows long: which part of them is whose is not known.
+    """
+    tensors = [tensor for tensor in nested_tensors(step.batch) if tensor.dim()]
+    have = tensors[0].shape[0] if tensors else 0
+    if step.full_step is not None or not have or any(tensor.shape[0] != have for tensor in tensors):
+        return None
+
+    def taken(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor
+        more = tensor if rows <= have else tensor.repeat(-(-rows // have), *[1] * (tensor.dim() - 1))
+        return more[:rows]
+
+    batch = each_tensor(step.batch, taken)
+    if any(tensor.dim() and tensor.shape[0] != rows for tensor in nested_tensors(batch)):
+        return None
+    return step.with_batch(batch, accumulate)
 
 
 def _cut(tensor: Tensor, length: int, tokens: int) -> Tensor:

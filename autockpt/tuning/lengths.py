@@ -12,22 +12,25 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from autockpt.errors import UsageError
-from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest, words
+from autockpt.history.rundir import BY_LENGTH
+from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest, parse_budget, words
 from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.sets import When
+from autockpt.tuning.search import search_step
 from autockpt.tuning.stages import save_plan_copy
+from autockpt.workload import Step
+from autockpt.workload.lengths import shortened
 
 MOST_SETS = 4
 WORTH = 0.01
 """A set must make the expected step this much faster: less cannot be told from the noise of the steps it rests on."""
-PLAN = "plan_by_length.yaml"
-"""The file of the plan with all sets, in the directory of the longest batch's run."""
 FEWEST = 3  # candidates of one length's search
 SearchAt = Callable[[int, int], Plan]
 """The plan for batches padded to so many tokens, found with so many candidates. Raises InfeasibleError."""
@@ -191,29 +194,67 @@ def search_lengths_of(
     is that of the longest, with the plan that holds all sets; it is written beside that run's own plan. All lengths
     share ``request.trials`` and ``request.timeout``, of which each length gets half of what is left.
     """
-    spec, began = request.workload, time.monotonic()
+    spec = request.workload
     refuse_lengths(request.budget, packed=spec.packed, pad_to=spec.pad_to, compile_model=request.compile == "model")
     lengths = lengths if spec.seq_len is None else lengths.cut(spec.seq_len)
-    outcomes: dict[int, SearchOutcome] = {}
 
-    def at(length: int, trials: int) -> Plan:
-        left = None if request.timeout is None else max(1.0, (request.timeout - (time.monotonic() - began)) / 2)
+    def at(length: int, trials: int, left: float | None) -> SearchOutcome:
         workload = spec.model_copy(update={"seq_len": length})
         asked = {"workload": workload, "trials": trials, "timeout": left, "plan_out": None}
-        outcomes[length] = outcome = search(request.model_copy(update=asked), listener)
+        return search(request.model_copy(update=asked), listener)
+
+    return save_plan_copy(request, _of_all(lengths, at, request.trials, request.timeout, listener))
+
+
+def search_step_lengths(
+    step: Step,
+    lengths: Lengths,
+    *,
+    budget: str | Budget,
+    trials: int,
+    timeout: float | None,
+    listener: Listener,
+    **options: Any,
+) -> SearchOutcome:
+    """The same for a live step, whose batch is as long as the longest and is cut for the others.
+
+    ``options`` are those of ``search_step``. Raises UsageError for a batch that cannot be cut.
+    """
+    refuse_lengths(parse_budget(budget) if isinstance(budget, str) else budget)
+
+    def at(length: int, trials: int, left: float | None) -> SearchOutcome:
+        cut = shortened(step, length)
+        return search_step(cut, budget=budget, trials=trials, timeout=left, listener=listener, **options)
+
+    return _of_all(lengths, at, trials, timeout, listener)
+
+
+def _of_all(
+    lengths: Lengths,
+    search: Callable[[int, int, float | None], SearchOutcome],
+    trials: int,
+    timeout: float | None,
+    listener: Listener,
+) -> SearchOutcome:
+    """The outcome of the longest, with the plan that holds the sets of all, by a ``search`` of one length at a time."""
+    began, outcomes = time.monotonic(), dict[int, SearchOutcome]()
+
+    def at(length: int, trials: int) -> Plan:
+        left = None if timeout is None else max(1.0, (timeout - (time.monotonic() - began)) / 2)
+        outcomes[length] = outcome = search(length, trials, left)
         if outcome.plan is None or outcome.interrupted:
             raise KeyboardInterrupt
         return outcome.plan
 
-    found = search_lengths(lengths, at, request.trials, listener)
+    found = search_lengths(lengths, at, trials, listener)
     longest = outcomes[lengths.longest]
     path = longest.plan_path
     if longest.run_directory is not None and found.plan.smaller_batches:
-        path = longest.run_directory / PLAN
+        path = longest.run_directory / BY_LENGTH
         found.plan.save(path, existing="replace")
     spent = sum(outcome.measured_trials for outcome in outcomes.values())
     more = {"plan": found.plan, "plan_path": path, "notes": (*longest.notes, *found.notes), "measured_trials": spent}
-    return save_plan_copy(request, longest.model_copy(update=more))
+    return longest.model_copy(update=more)
 
 
 def refuse_lengths(budget: Budget, **given: object) -> None:

@@ -1,4 +1,7 @@
-"""The two doors of a search: ``run_search`` for a described workload, ``search`` for a live one in this process."""
+"""The doors of a search: ``run_search`` for a described workload, ``search_step`` for a live one in this process.
+
+``search`` is ``search_step`` where only its plan is wanted.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from autockpt.devices import Device, get_device, process_environment
 from autockpt.errors import DeviceOutOfMemory, RunDirectoryError, UsageError, python_door
@@ -114,7 +118,15 @@ def _refuse_unwritable(request: SearchRequest) -> None:
 
 
 @python_door
-def search(
+def search(step: Step, *, budget: str | Budget, **options: Any) -> Plan:
+    """The plan that ``search_step`` finds. Raises what that does; KeyboardInterrupt where Ctrl-C came before a plan."""
+    outcome = search_step(step, budget=budget, **options)
+    if outcome.plan is None:
+        raise KeyboardInterrupt
+    return outcome.plan
+
+
+def search_step(
     step: Step,
     *,
     budget: str | Budget,
@@ -127,10 +139,11 @@ def search(
     seed: int = 0,
     out: str | Path | None = None,
     again: bool = False,
+    continued: bool = False,
     others_wait: bool = False,
     listener: Listener | None = None,
     terms: Terms = STEP,
-) -> Plan:
+) -> SearchOutcome:
     """Search for a live training step, in this process: a second copy of the model might not fit.
 
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto". Weights, buffers, optimizer, scaler, gradients and
@@ -140,12 +153,12 @@ def search(
     wherever the plan is applied. With ``allow_inexact`` output head and loss may run over chunks of tokens, where that
     pays: gradients are then equal up to rounding.
     ``out`` is a folder for the run's directory; None keeps nothing on disk. A search that came to its end there is
-    answered from its record, unless ``again`` or more ``trials`` are asked for. With ``others_wait`` this is one of
-    several processes, whose step needs no other (DDP's inner model), and all others wait. ``terms`` are the words for
-    changes of the job where nothing fits. Returns the best measured plan.
+    answered from its record, unless ``again`` or more ``trials`` are asked for; ``continued``: what it named so far was
+    no verdict. With ``others_wait`` this is one of several processes, whose step needs no other (DDP's inner model),
+    and all others wait. ``terms`` are the words for changes of the job where nothing fits.
 
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
-    nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was measured.
+    nothing fits. The outcome has no plan where Ctrl-C came before anything fitting was measured.
     """
     chosen = load_space(space) if isinstance(space, str) else space
     parsed = parse_budget(budget)
@@ -170,6 +183,7 @@ def search(
             space=found.space,
             limits=limits,
             host_budget=host,
+            continued=continued,
         )
         run = None
         if out is not None:
@@ -177,11 +191,8 @@ def search(
             stack.enter_context(run.lock())
             known = None if again else run.finished()
             if known is not None and known.outcome.plan is not None and known.answers(trials, timeout):
-                return known.outcome.plan
-        outcome = _searched(question, found, measurer, run, run.storage if run else "sqlite://", clock)
-    if outcome.plan is None:
-        raise KeyboardInterrupt
-    return outcome.plan
+                return known.outcome
+        return _searched(question, found, measurer, run, run.storage if run else "sqlite://", clock)
 
 
 def _saying_what_fits(

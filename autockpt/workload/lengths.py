@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,4 +102,4 @@ def shortened(step: Step, length: int) -> Step:
                 tensor = tensor.narrow(dim, 0, length)
         return tensor.contiguous() if tensor.dim() > 1 else tensor
 
-    return replace(step, batch=each_tensor(step.batch, cut), settings={})
+    return step.with_batch(each_tensor(step.batch, cut))

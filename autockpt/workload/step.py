@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ Mark = Callable[[Phase], None]
 
 _EVAL_MODE = "the model is in eval mode: dropout is off and is not planned for"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OF_THE_BATCH = ("batch_size", "seq_len", "tokens", "accumulate")
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
@@ -114,6 +115,11 @@ class Step:
             self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.model.parameters():
             parameter.grad = None
+
+    def with_batch(self, batch: Any, accumulate: int | None = None) -> Step:
+        """The same step with another batch: what ``settings`` tell of that is read anew, the rest of them stays."""
+        settings = {name: value for name, value in self.settings.items() if name not in _OF_THE_BATCH}
+        return replace(self, batch=batch, accumulate=accumulate or self.accumulate, settings=settings)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor on the model's device that is alive between two cycles; aliases are not merged."""

@@ -16,9 +16,11 @@ import transformers
 from torch import Tensor, nn
 
 from autockpt.errors import InfeasibleError, PlanError, UsageError
-from autockpt.integrations.at_start import largest_batch
+from autockpt.integrations.at_start import batch_of_longest, largest_batch, lengths_here
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.schema import SearchSpace
+from autockpt.schema.lengths import Lengths
+from autockpt.workload import Step
 from search_spaces.spaces import load_space
 from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
 from tests.policies.zoo import assert_equal
@@ -102,6 +104,41 @@ def test_the_trainer_leaves_the_same_as_with_the_plan(tmp_path, capfd):
 
 
 @pytest.mark.slow
+def test_the_micro_batch_is_found_with_the_plan_and_training_goes_on_with_it(tmp_path, capfd):
+    """Only single rows fit: the Trainer's settings and batches change, the rows of its updates do not."""
+    few = [{**row, "labels": row["labels"].where(torch.arange(64) >= 7 * n, -100)} for n, row in enumerate(ROWS[:5])]
+    single = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+
+    def make(folder: str, callbacks: list[Any], *, dropout: bool = True, **more: Any) -> Any:
+        model = LLAMA.make()
+        for module in model.modules():
+            if not dropout and hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+        run = trainer(tmp_path / folder, model, callbacks, **more | LOGGED | {"max_steps": -1, "num_train_epochs": 2})
+        run.train_dataset = few
+        return run
+
+    tight = SHORT | {"budget": "1100KB", "global_batch": 2}
+    searched = make("found", [AutockptCallback(**tight)])
+    found = train(searched)
+    said = capfd.readouterr().out
+    assert "per_device_train_batch_size=1, gradient_accumulation_steps=2, instead of 2 and 1" in said
+    assert searched.args.gradient_accumulation_steps == 2 and searched.state.global_step == 6
+    assert "_run_epoch" not in vars(searched)
+    same(found, train(make("planned", [AutockptCallback(found_plan(tmp_path / "found"))], **single)))
+    whole, parts = (train(make("plain", [], dropout=False, optim="sgd", **more))[0] for more in ({}, single))
+    for name, weight in whole.items():
+        torch.testing.assert_close(parts[name], weight, msg=lambda text, name=name: f"{name}: {text}")
+    with pytest.raises(UsageError, match="updates of 2 rows, global_batch=4"):
+        make("other", [AutockptCallback(**tight | {"global_batch": 4})]).train()
+    own = make("own", [AutockptCallback(**tight | {"out": tmp_path / "found" / "autockpt"})], dataloader_drop_last=True)
+    with pytest.raises(UsageError, match="another number of updates") as caught:
+        own.train()
+    assert "TrainingArguments(per_device_train_batch_size=1" in caught.value.remedy
+    assert own.args.per_device_train_batch_size == 2 and own.state.global_step == 0
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_sft_on_texts_leaves_the_same_as_with_the_plan(tmp_path, capfd):
     """TRL's own loss and metrics; the longest texts are planned for, whichever batch comes first."""
@@ -169,6 +206,10 @@ def test_under_ddp_the_first_process_searches_for_all(tmp_path):
         ({"budget": "lots"}, "'lots'"),
         ({"budget": "24GB", "timeout": 0}, "0 s"),
         ({"budget": "24GB", "tirals": 3}, "tirals"),
+        ({"budget": "24GB", "global_batch": 8, "lengths": "auto"}, "two questions"),
+        ({"budget": "60%", "global_batch": 8}, "share of this job"),
+        ({"plan": "plan.yaml", "global_batch": 8}, "global_batch, which only a search has"),
+        ({"budget": "24GB", "lengths": "missing.txt"}, "cannot be read"),
     ],
 )
 def test_what_is_asked_wrongly_is_said_at_once(options, said):
@@ -203,6 +244,32 @@ def _kind(run: Any, kind: Any) -> None:
 def _begin(self: Any) -> None:
     """As a Trainer does it, whose name for itself is ``self``."""
     AutockptCallback(budget="24GB").on_train_begin(self.args, self.state, self.control, model=self.model)
+
+
+def test_lengths_are_those_of_the_data_set_as_it_is_padded():
+    rows = [{"input_ids": torch.ones(n % 7 + 1, dtype=torch.long)} for n in range(20)]
+
+    def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        ids = nn.utils.rnn.pad_sequence([r["input_ids"] for r in rows], batch_first=True)
+        return {"input_ids": nn.functional.pad(ids, (0, -ids.shape[1] % 4))}
+
+    def whole(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {"input_ids": torch.ones(len(rows), 8, dtype=torch.long)}
+
+    model = LLAMA.make()
+    step = Step(model, padded(rows[:7]), loss=lambda model, batch: model(**batch).logits.sum())
+    lengths, said = lengths_here("auto", step, rows, padded)
+    assert lengths is not None and lengths.longest == 8 and min(lengths.counts) == 1 and "20 rows" in said
+    none, said = lengths_here("auto", step, rows, whole)
+    assert none is None and "every batch is padded to 8 tokens" in said
+    given, _ = lengths_here(Lengths(counts={4: 3, 100: 1}), step, rows, whole)
+    assert given is not None and given.counts == {4: 3, 8: 1}
+    with pytest.raises(UsageError, match="cannot be had by number"):
+        lengths_here("auto", step, iter(rows), padded)
+    made = batch_of_longest(rows, padded)
+    assert made(2)["input_ids"].shape == (2, 8) and made(50)["input_ids"].shape == (50, 8)
+    with pytest.raises(UsageError, match="cannot be had by number"):
+        batch_of_longest(iter(rows), padded)
 
 
 def test_the_largest_batch_is_planned_for():

@@ -69,13 +69,13 @@ def module(way: str) -> Any:
     return Module()
 
 
-def fit(model: Any, folder: Any, callbacks: list[Any], **more: Any) -> Any:
+def fit(model: Any, folder: Any, callbacks: list[Any], batch_size: int = 2, **more: Any) -> Any:
     L = import_module(str(LIBRARY))
     logging.getLogger(str(LIBRARY)).setLevel(logging.ERROR)
     L.seed_everything(1)
     batch = LLAMA.batch()
     rows = [{k: v[i] for k, v in batch.items()} for i in range(4)]
-    loader = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
     options: dict[str, Any] = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False}
     options |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
     trainer = L.Trainer(callbacks=callbacks, **options | {"enable_checkpointing": False} | more)
@@ -137,6 +137,25 @@ def test_a_budget_leaves_the_same_as_the_plan_it_found(tmp_path, capfd):
     assert_equal(dict(found.named_parameters()), dict(planned.named_parameters()))
     assert told.logged_metrics == same.logged_metrics != {}
     assert untouched(found)
+
+
+@needs_lightning
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_settings_that_a_loader_cannot_be_given_are_said_before_the_first_step(tmp_path):
+    """Only single rows fit; with the settings that the error says training begins by the answer on record."""
+    from autockpt.integrations.lightning import AutockptLightningCallback
+
+    space = load_space("layers").restricted(("save", "recompute"))
+    asked: dict[str, Any] = {"budget": "900KB", "global_batch": 2, "trials": 1, "space": space}
+    model = module("its model")
+    with pytest.raises(UsageError, match="cannot be changed once training has begun") as caught:
+        fit(model, tmp_path, [AutockptLightningCallback(**asked)])
+    assert "DataLoader(batch_size=1), Trainer(accumulate_grad_batches=2)" in caught.value.message
+    assert_equal(dict(model.named_parameters()), dict(module("its model").named_parameters()))
+    one = AutockptLightningCallback(**asked)
+    fit(model, tmp_path, [one], batch_size=1, accumulate_grad_batches=2)
+    assert one.handle is not None and untouched(model)
 
 
 @needs_lightning

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, UsageError
+from autockpt.measuring import environment_of
 from autockpt.schema import (
     Comparison,
     DeviceInfo,
@@ -24,7 +26,10 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.tuning import batches, run_search
-from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes
+from autockpt.tuning.alternatives import on_device
+from autockpt.tuning.batches import Climb, Sizes, climbed, dependent_rows, search_batch_sizes
+from autockpt.tuning.jobs import Live, with_rows
+from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
 
@@ -53,14 +58,12 @@ class Made(Climb):
 
 
 def climb_of(table: dict[int, float], rows: int) -> Made:
-    def search(asked: SearchRequest, _: Any) -> SearchOutcome:
-        size = asked.workload.batch_size
-        assert size is not None and asked.workload.accumulate * size == rows
+    def search(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
         if size not in table:
             raise InfeasibleError("nothing fits")
         return outcome(table[size])
 
-    return Made(request(), rows, search, Silence())
+    return Made(rows, search, Silence())
 
 
 @settings(deadline=None)
@@ -95,11 +98,11 @@ def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> No
 def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:
     asked: list[bool] = []
 
-    def search(request: SearchRequest, _: Any) -> SearchOutcome:
-        asked.append(request.continued)
+    def search(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
+        asked.append(continued)
         return outcome(1.0)
 
-    climb = Made(request(), 2, search, Silence())
+    climb = Made(2, search, Silence())
     for size, trials in ((1, 3), (2, 3), (1, 8)):
         climb.at(size, trials)
     assert asked == [False, False, True]
@@ -128,25 +131,51 @@ def test_what_cannot_be_asked_is_refused_before_anything_runs(asked: dict[str, A
         search_batch_sizes(request(**asked), 8, search, Silence())
 
 
-def normed(batch_size: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
-    """A factory: blocks that look at their whole batch."""
+class Rows(nn.Module):
+    """Three blocks, with a batch norm in each or without."""
 
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)))
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if normed else nn.ReLU()) for _ in range(3))
+        self.layers = nn.Sequential(*blocks)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x)
-
-    return Normed(), {"x": torch.zeros(batch_size, 8)}, lambda model, batch: model(**batch).sum()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
 
 
-@pytest.mark.slow
-def test_rows_that_depend_on_each_other_are_refused_by_name(tmp_path: Path) -> None:
-    asked = request(tmp_path, workload={"model": "tests.tuning.test_batches:normed"}, hardware=load_hardware("rtx4090"))
-    with pytest.raises(UsageError, match="depend on each other"):
-        search_batch_sizes(asked, 4, run_search, Silence())
+def squares(out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+def contrasted(out: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+def balanced(out: torch.Tensor) -> torch.Tensor:
+    return squares(out) + out.softmax(-1).mean(0).square().sum()
+
+
+def met_by(loss: Any, normed: bool = False) -> tuple[str, ...]:
+    model = Rows(normed)
+    step = Step(model, {"x": torch.zeros(4, 8)}, loss=lambda model, batch: loss(model(**batch)))
+    cpu = get_device("cpu")
+    judge = on_device(parse_budget("1GB"), cpu.torch_device, environment_of(cpu), 0, ("save",))
+
+    def job(size: int) -> Live:
+        made = with_rows(step, size, 1)
+        assert made is not None and made.batch["x"].shape == (size, 8)
+        return Live(made)
+
+    return dependent_rows(job, judge, "keep the batch")
+
+
+def test_rows_that_depend_on_each_other_are_refused_or_said_by_name() -> None:
+    assert met_by(squares) == ()
+    for loss, normed, where in ((squares, True, "batch_norm in layers"), (contrasted, False, "mm")):
+        with pytest.raises(UsageError, match=f"depend on each other.*{where}"):
+            met_by(loss, normed)
+    (said,) = met_by(balanced)
+    assert "taken together (mean)" in said
 
 
 @pytest.mark.slow

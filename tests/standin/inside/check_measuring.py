@@ -16,7 +16,8 @@ from autockpt.profiling import memory_at_hand
 from autockpt.runtime import apply, attach
 from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget, parse_choice
 from autockpt.tracing import Tracer
-from autockpt.tuning.batches import foreseen_sizes, variant
+from autockpt.tuning.batches import foreseen_sizes, judge_of, variant
+from autockpt.tuning.jobs import Described
 from autockpt.workload import Step, build, discover_units
 from search_spaces.spaces import load_space
 from tests.standin.inside import scenarios
@@ -98,7 +99,8 @@ def test_variants_of_a_job_are_judged_by_what_the_allocator_takes():
     spec = WorkloadSpec(model="llama-tiny", seq_len=128)
     space = load_space("knobs").restricted(("save", "recompute"))
     asked = SearchRequest(budget=parse_budget("1GB"), workload=spec, space=space, device="standin")
-    known = foreseen_sizes(asked, 16, [8, 16], Silence())
+    judge = judge_of(asked, ["save", "recompute"])
+    known = foreseen_sizes(lambda size: Described(variant(spec, 16, size)), judge, [8, 16], Silence())
     workload = build(variant(spec, 16, 16), "standin")
     units = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
     runner = StepRunner(workload, get_device("standin"))

@@ -1,0 +1,82 @@
+"""Rows of a batch that depend on each other: where another micro-batch would be another training.
+
+Read off ghost runs of two batch sizes: an op of the forward whose output grows by the square of the rows compares them
+with one another (contrastive losses); one that takes in what grows with the rows, and gives several numbers that do
+not, takes them together (batch norm, balancing losses of experts). A loss that is one number is a mean of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from autockpt.schema import Graph
+from autockpt.schema.graph import Op
+
+SIZES = (2, 3)
+"""Rows of the two runs: single rows are broadcast, and batch norms refuse them."""
+_COUNTS = ("aten.histc", "aten.bincount")  # how many tokens go to each expert: no gradient comes of that
+_INPUT = re.compile(r"\b(?:bf|f)\d+\[([\d,]*)\]")
+
+
+class Meeting(NamedTuple):
+    """Where rows meet: the op and its module, and whether that makes another training, or another one of its terms."""
+
+    target: str
+    module: str
+    certain: bool
+
+    def __str__(self) -> str:
+        name = self.target.removeprefix("aten.").partition(".")[0]
+        return f"{name} in {self.module}" if self.module else name
+
+
+def meetings(small: Graph, large: Graph) -> tuple[Meeting, ...]:
+    """Where rows depend on each other, by the traced steps of ``SIZES`` rows; batch norms and comparisons first."""
+    found = dict.fromkeys(_meetings(small, large))
+    return tuple(sorted(found, key=lambda meeting: not meeting.certain))
+
+
+def _meetings(small: Graph, large: Graph) -> Iterator[Meeting]:
+    few, many = SIZES
+    others = dict(_numbered(large))
+    for key, op in _numbered(small):
+        other = others.get(key)
+        if other is None:
+            continue
+        read, wrote = _taken(small, op), _given(op)
+        read_of_more, wrote_of_more = _taken(large, other), _given(other)
+        if len(read) != len(read_of_more) or len(wrote) != len(wrote_of_more):
+            continue
+        squared = any(one * many**2 == two * few**2 for one, two in zip(wrote, wrote_of_more, strict=True))
+        grows = any(one != two for one, two in zip(read, read_of_more, strict=True))
+        view = any(made.storage in op.inputs for made in op.outputs)
+        together = grows and not view and wrote == wrote_of_more and any(count > 1 for count in wrote)
+        normed = "batch_norm" in op.target and len(op.outputs) > 1 and math.prod(op.outputs[1].shape) > 0
+        if squared or together or normed:
+            yield Meeting(op.target, op.module, squared or normed)
+
+
+def _numbered(graph: Graph) -> Iterator[tuple[tuple[str, str, int], Op]]:
+    """The ops of the forward, each by its module, its name and how often that came before there."""
+    before = Counter[tuple[str, str]]()
+    for op in graph.ops:
+        if op.phase == "forward" and not op.target.startswith(_COUNTS):
+            name = (op.module, op.target)
+            before[name] += 1
+            yield (*name, before[name]), op
+
+
+def _taken(graph: Graph, op: Op) -> list[int]:
+    """How many numbers each floating tensor holds that the op reads."""
+    return [
+        math.prod(map(int, filter(None, sizes.split(",")))) for sizes in _INPUT.findall(graph.signatures[op.signature])
+    ]
+
+
+def _given(op: Op) -> list[int]:
+    """The same of what it returns, empty tensors left out."""
+    return [count for made in op.outputs if "f" in made.dtype and (count := math.prod(made.shape))]
