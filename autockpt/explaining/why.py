@@ -13,6 +13,7 @@ from autockpt.solvers.refine import Offsets, solved
 
 CALLS = 4  # ghost runs that one question may take
 TABLE_CALLS = 2  # and one line of the table of budgets
+FRAGMENTED = 2  # times that a budget is tried, less each time by what fragmentation takes
 HALVINGS = 24
 BEYOND = (0.0, 0.01, 0.05)  # shares of what is left that the model's next threshold may be too low by
 SHARES = (100, 80, 60, 40, 20, 0)  # per cent of the activation range
@@ -31,12 +32,17 @@ class Answers:
         self.save_all = self.reach(known[NONE])
         self.lean = self._leanest(known)
 
-    def reach(self, choices: Mapping[str, Choice]) -> Reach:
-        """What a plan comes to."""
-        said = self.profiled.predictor.predict(choices)
+    def reach(self, choices: Mapping[str, Choice], budget_bytes: int | None = None) -> Reach:
+        """What a plan comes to, where its allocator is kept to ``budget_bytes`` (default: to the plan's that is
+        explained)."""
+        predictor = self.profiled.predictor
+        said = predictor.predict(choices)
+        peak = said.peak_bytes
+        if budget_bytes is not None and peak > budget_bytes and predictor.needs is not None:
+            peak = predictor.needs.within(budget_bytes)(predictor.graph(choices))
         seconds, base = said.step_seconds or 0.0, self.profiled.profile.save_all_seconds
         return Reach(
-            peak_bytes=said.peak_bytes,
+            peak_bytes=peak,
             step_seconds=seconds,
             overhead=seconds / base - 1 if base > 0 else None,
             choices=dict(choices),
@@ -46,12 +52,27 @@ class Answers:
         """The fastest plan within a budget; None where nothing fits."""
         if self.save_all.peak_bytes <= budget_bytes and not self._gains():
             return self.save_all
-        problem = self.profiled.problem(budget_bytes - self.overhead)
-        found = refine(problem, self.profiled.rule, max_calls=calls, offsets=self._offsets, remembered=self._remembered)
-        self._offsets = found.offsets
-        if found.feasible:
-            return self.reach(self.profiled.plan(found.choices))
+        size = budget_bytes - self.overhead
+        for _ in range(FRAGMENTED):
+            found = refine(
+                self.profiled.problem(size),
+                self.profiled.rule,
+                max_calls=calls,
+                offsets=self._offsets,
+                remembered=self._remembered,
+            )
+            self._offsets = found.offsets
+            if not found.feasible:
+                break
+            reach = self.reach(self.profiled.plan(found.choices), budget_bytes)
+            if reach.peak_bytes <= budget_bytes:
+                return reach
+            size -= reach.peak_bytes - budget_bytes  # what an allocator kept to this budget cannot give back
         return self.lean if self.lean.peak_bytes <= budget_bytes else None
+
+    def least(self, choices: Mapping[str, Choice]) -> int:
+        """Bytes that a plan needs, without what a caching allocator holds and could give back."""
+        return self.profiled.rule(choices).peak_bytes + self.overhead
 
     def _gains(self) -> bool:
         """Whether any choice is faster than saving, by the op times: noise may say so."""
@@ -103,9 +124,10 @@ def why(answers: Answers, choices: Mapping[str, Choice], budget_bytes: int | Non
 
 def _leaner(answers: Answers, chosen: Reach) -> Reach | None:
     """The fastest plan that needs less than this one."""
-    if chosen.peak_bytes <= answers.lean.peak_bytes:
+    least = answers.least(chosen.choices)
+    if least <= answers.least(answers.lean.choices):
         return None
-    found = answers.at(chosen.peak_bytes - 1)
+    found = answers.at(least - 1)
     return found if found is not None and found.peak_bytes < chosen.peak_bytes else None
 
 

@@ -1,23 +1,40 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from autockpt.explaining.why import Answers, budget_steps, why
 from autockpt.profiling import CostModel, build_profile, uniform_graphs
-from autockpt.schema import OpTimes, parse_budget
+from autockpt.schema import Graph, OpTimes, parse_budget
 from tests.profiling.steps import SECONDS
 from tests.tuning.device import MadeUpDevice
 
 KINDS = ("save", "recompute", "offload")
 
 
-def profiled(units: int = 4) -> CostModel:
+class Caches:
+    """An allocator that fills what it is kept to with what was freed, up to 3 % more than tensors hold."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self, graph: Graph) -> int:
+        return max(graph.peak_bytes, min(self.most, graph.peak_bytes * 103 // 100))
+
+    def least(self, graph: Graph, promised: int) -> int:
+        return promised if promised > self.most else graph.peak_bytes
+
+    def within(self, budget: int) -> Caches:
+        return Caches(budget)
+
+
+def profiled(units: int = 4, needs: Any = None) -> CostModel:
     device = MadeUpDevice(units)
     blocks = device.trace().blocks()
     times = OpTimes(environment=device.environment, seconds=SECONDS, copy_out_bandwidth=25.0, copy_in_bandwidth=25.0)
-    return build_profile(device, times, uniform_graphs(device, blocks, KINDS))
+    return build_profile(device, times, uniform_graphs(device, blocks, KINDS), needs=needs)
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +101,14 @@ def test_budgets_in_steps(answers: Answers) -> None:
     assert all(b >= a - 1e-9 for a, b in itertools.pairwise(overheads)), "less memory is never faster"
     hopeless = budget_steps(answers, parse_budget("1KB"), 1)
     assert hopeless[-1].reach is None and hopeless[-1].ours
+
+
+def test_plans_for_smaller_budgets_hold_them_where_an_allocator_fills_what_there_is(answers: Answers) -> None:
+    ours = answers.save_all.peak_bytes * 102 // 100
+    cached = Answers(profiled(needs=Caches(ours)), KINDS)
+    chosen = cached.at(ours)
+    assert chosen is not None and chosen.peak_bytes == ours
+    for step in budget_steps(cached, parse_budget("24GB"), ours):
+        assert step.reach is not None and step.reach.peak_bytes <= step.budget_bytes
+    leaner = why(cached, chosen.choices, ours).leaner
+    assert leaner is not None and leaner.choices != chosen.choices
