@@ -107,33 +107,26 @@ class HostBudgetExceeded(DeviceOutOfMemory):
     )
 
 
-# options of the command line -> what a caller in Python has in their place
-_IN_PYTHON = {
-    "batch-size": "batch size",
-    "seq-len": "sequence length",
-    "lora": "LoRA of rank",
-    "accumulate": "accumulate=",
-    "host-budget": "host_budget=",
-    "allow-inexact": "allow_inexact=True",
-    "max-grad-norm": "max_grad_norm=",
-    "plan-out": "plan.save()",
-    "fresh": "another out=",
-    "storage": "out=",
-} | {
-    name: f"{name}="
-    for name in ("budget", "headroom", "optimizer", "autocast", "trials", "timeout", "space", "seed", "out")
+_NOT_ARGUMENTS = {"plan-out": "plan.save()", "fresh": "another out=", "storage": "out=", "resume": "plan"}
+_FLAGS = {
+    *("again", "allow-inexact", "dry-run", "load-in-4bit", "load-in-8bit", "lora-dora", "master-weights"),
+    *("keep-gradients", "packed", "prepare-kbit", "scaler", "trust-remote-code", "weights"),
 }
-_OPTION = re.compile(r"--([a-z][a-z-]*[a-z])( (?=\d|sgd|adam))?")
+# a whole command stays as it is; what follows an option is its value where it looks like one
+_OPTION = re.compile(
+    r"`autockpt [^`]*`|--([a-z][a-z0-9-]*[a-z0-9])(?: (?=[\dA-Z]|sgd|adam|fp\d|bf16|all-linear|layers\b|auto\b))?"
+)
 
 
 def in_python(text: str) -> str:
     """A message with the arguments of ``autockpt.search`` in place of the command line's options."""
 
     def said(match: re.Match[str]) -> str:
-        words = _IN_PYTHON.get(match[1])
-        if words is None:
+        name = match[1]
+        if name is None:
             return match[0]
-        return words if words.endswith("=") else words + " " if match[2] else words.removesuffix(" of rank")
+        argument = _NOT_ARGUMENTS.get(name) or f"{name.replace('-', '_')}={'True' if name in _FLAGS else ''}"
+        return argument if argument.endswith("=") else argument + " " * match[0].endswith(" ")
 
     return _OPTION.sub(said, text)
 

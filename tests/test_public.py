@@ -65,6 +65,8 @@ def test_what_is_no_step_and_what_no_workload_has_are_errors_with_a_remedy() -> 
     with pytest.raises(UsageError, match="no training step") as caught:
         autockpt.search(nn.Linear(2, 2), budget="1GB", progress=False)  # type: ignore[arg-type]
     assert "autockpt.Step(model, batch" in caught.value.remedy
+    with pytest.raises(UsageError, match="a str is no training step"):
+        autockpt.trace("llama-tiny")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="batchsize") as caught:
         autockpt.search("llama-tiny", budget="1GB", hardware="rtx4090", progress=False, batchsize=2)
     assert "batch_size" in caught.value.remedy

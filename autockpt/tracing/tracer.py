@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autockpt.errors import GhostError, TracingError, python_door
+from autockpt.errors import GhostError, TracingError, UsageError, python_door
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.plan import Plan
@@ -224,6 +224,11 @@ def trace(step: Step, plan: Plan | Mapping[str, Choice] | str | Path | None = No
     PlanError for a plan that does not fit the model, WorkloadError where the step fails, GhostError where a model on an
     accelerator cannot be traced without real steps.
     """
+    if not isinstance(step, Step):
+        raise UsageError(
+            f"a {type(step).__name__} is no training step",
+            remedy="Give autockpt.Step(model, batch, optimizer=optimizer); `autockpt trace --model` takes names.",
+        )
     with Tracer.from_step(step) as tracer:
         if isinstance(plan, (str, Path)):
             plan = Plan.load(plan)

@@ -39,7 +39,10 @@ def export_transformers(wanted: Wanted) -> Exported:
 
 def _supported() -> tuple[str, frozenset[str]]:
     """The installed version's name of the flag, and the options that it has beyond torch's own."""
-    from transformers import PreTrainedModel, TrainingArguments
+    from autockpt.workload.configs import quiet
+
+    with quiet():
+        from transformers import PreTrainedModel, TrainingArguments
 
     known = {field.name for field in fields(TrainingArguments)}  # type: ignore[arg-type]
     name = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in known)
