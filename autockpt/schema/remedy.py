@@ -31,8 +31,8 @@ class Terms:
     chunks: str
     optimizer: str
     length: str
+    lora: str
     smaller: str
-    lora: str = ""
     between: str = ", "
 
     def joined(self, *options: str) -> str:
@@ -40,14 +40,15 @@ class Terms:
         return self.between.join(filter(None, options))
 
 
+_QUANTISED = "on a base in 4 bits: from_pretrained(…, quantization_config=BitsAndBytesConfig(load_in_4bit=True))"
 COMMAND_LINE = Terms(
     batch="--batch-size {rows} --accumulate {accumulate}",
     chunks="--allow-inexact",
     optimizer="--optimizer {name}",
     length="--seq-len {length}",
+    lora="--lora {rank}",
     smaller="use a smaller --batch-size (with --accumulate to keep its effect), a shorter --seq-len, --lora, or "
     "--optimizer sgd",
-    lora="--lora {rank}",
     between=" ",
 )
 STEP = Terms(
@@ -55,21 +56,25 @@ STEP = Terms(
     chunks="allow_inexact=True",
     optimizer="Step(…, optimizer=torch.optim.SGD(…))",
     length="sequences of {length} tokens",
-    smaller="use fewer rows in the batch (with accumulate= to keep their effect), shorter sequences, adapters, or SGD",
+    lora="peft.get_peft_model(model, LoraConfig(r={rank}))",
+    smaller="use fewer rows in the batch (with accumulate= to keep their effect), shorter sequences, adapters "
+    f"({_QUANTISED}), or SGD",
 )
 TRAINER = Terms(
     batch="per_device_train_batch_size={rows}, gradient_accumulation_steps={accumulate}",
     chunks="AutockptCallback(allow_inexact=True, …)",
     optimizer='optim="sgd"',
     length="sequences of at most {length} tokens (max_length in TRL, else where texts are tokenized)",
+    lora="peft.get_peft_model(model, LoraConfig(r={rank})) (in TRL peft_config=LoraConfig(r={rank}))",
     smaller="use a smaller per_device_train_batch_size (with gradient_accumulation_steps to keep its effect), shorter "
-    'sequences, adapters, or optim="sgd"',
+    f'sequences, adapters ({_QUANTISED}), or optim="sgd"',
 )
 LIGHTNING = Terms(
     batch="DataLoader(batch_size={rows}), Trainer(accumulate_grad_batches={accumulate})",
     chunks="AutockptLightningCallback(allow_inexact=True, …)",
     optimizer="torch.optim.SGD in configure_optimizers",
     length="sequences of at most {length} tokens from the DataLoader",
+    lora="peft.get_peft_model(model, LoraConfig(r={rank}))",
     smaller="use a smaller batch_size in the DataLoader (with accumulate_grad_batches to keep its effect), shorter "
-    "sequences, adapters, or SGD",
+    f"sequences, adapters ({_QUANTISED}), or SGD",
 )

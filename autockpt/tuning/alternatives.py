@@ -115,8 +115,7 @@ def _families(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: boo
         yield _smaller_batches(job, settings)
     if not (chunked or lighter):
         yield iter([_in_chunks(Change(job, "", ""))])
-    if not job.adapted:
-        yield iter([_with_lora(job)])
+    yield _with_adapters(job)
     yield _lean_optimizers(job)
     if job.ranks is not None:
         yield _sharded(Change(job, "", ""))
@@ -127,20 +126,17 @@ def _combined(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: boo
     batches = list(_smaller_batches(job, settings))
     if batches and not (lighter or chunked):
         yield map(_in_chunks, batches)
-    for other in [*list(_lean_optimizers(job))[:1], *([] if job.adapted else [_with_lora(job)])]:
-        both = _and_another(batches[-1], other) if batches else other
+    for other, most in ((_lean_optimizers, 1), (_with_adapters, None)):
+        both = _and(batches[-1] if batches else Change(job, "", ""), other)[:most]
         if batches:
-            yield iter([both])
+            yield iter(both)
         if not chunked:
-            yield iter([_in_chunks(both)])
+            yield map(_in_chunks, both)
 
 
-def _and_another(change: Change, other: Change) -> Change:
-    """A smaller batch, with the optimizer and adapters of another change."""
-    job = change.job.with_optimizer_of(other.job)
-    if other.job.adapted and not job.adapted:
-        job = job.with_lora(LORA_RANK)
-    return _extended(change, job, other.options, other.effect)
+def _and(change: Change, other: Callable[[Job], Iterator[Change]]) -> list[Change]:
+    """A change, and each of others after it."""
+    return [_extended(change, more.job, more.options, more.effect) for more in other(change.job)]
 
 
 def _extended(change: Change, job: Job, options: str, effect: str, *, chunked: bool = False) -> Change:
@@ -175,8 +171,10 @@ def _shorter_sequences(job: Job, settings: Mapping[str, Any], of: Change | None 
         yield _extended(of, shorter, job.terms.length.format(length=tokens), "shorter sequences")
 
 
-def _with_lora(job: Job) -> Change:
-    return Change(job.with_lora(LORA_RANK), job.terms.lora.format(rank=LORA_RANK), "adapters only are trained")
+def _with_adapters(job: Job) -> Iterator[Change]:
+    """Adapters alone, and these on a base in 4 bits."""
+    for options, effect, adapted in job.adapted(LORA_RANK):
+        yield Change(adapted, options, effect)
 
 
 def _sharded(start: Change) -> Iterator[Change]:
@@ -199,9 +197,9 @@ def _together(job: Job, settings: Mapping[str, Any], chunked: bool, shared: bool
     """All at once, for jobs that no single change helps: single rows, adapters, shorter and shorter, more devices."""
     smallest = list(_smaller_batches(job, settings))[-1:]
     start = smallest[0] if smallest else Change(job, "", "")
-    if not job.adapted:
-        start = _and_another(start, _with_lora(job))
-        yield start
+    if adapted := _and(start, _with_adapters):
+        yield from adapted
+        start = adapted[-1]
     elif not chunked:
         start = _in_chunks(start)
     yield from _shorter_sequences(job, settings, start)
@@ -215,7 +213,7 @@ def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float, hopeful:
     with ExitStack() as stack:
         series = [_Variant(change, bench, stack) for change in changes]
         try:
-            if hopeful and series and series[0].fits:
+            if series and (hopeful or len(series) == 2) and series[0].fits:
                 return series[0].way(standard)
             if not series or not series[-1].fits:
                 return None

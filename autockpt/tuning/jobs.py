@@ -5,13 +5,15 @@ Jobs are described by a spec, and built anew for every variant, or live: a model
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, Self, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autockpt.profiling import tracer_for
 from autockpt.schema import Hardware, WorkloadSpec
@@ -19,7 +21,11 @@ from autockpt.schema.remedy import COMMAND_LINE, STEP, Terms
 from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer
 from autockpt.workload import Step, each_tensor, nested_tensors
+from autockpt.workload.configs import quiet
+from autockpt.workload.factory import is_factory
+from autockpt.workload.lora import add_lora
 
+_ADAPTERS = "adapters only are trained"
 MICRO_STEPS = 2
 """Micro-steps of a cycle that tell what more of them would: the second is like all after it."""
 
@@ -34,11 +40,6 @@ class Job(Protocol):
 
     @property
     def accumulate(self) -> int: ...
-
-    @property
-    def adapted(self) -> bool:
-        """Whether adapters are trained already, or cannot be put on."""
-        ...
 
     @property
     def ranks(self) -> int | None:
@@ -57,9 +58,12 @@ class Job(Protocol):
         """The same with an optimizer that holds fewer states, by its name."""
         ...
 
-    def with_optimizer_of(self, other: Self) -> Self: ...
+    def adapted(self, rank: int) -> Iterator[tuple[str, str, Self]]:
+        """Adapters of this rank alone trained, then these on a base in 4 bits; the name, the effect, and the job.
 
-    def with_lora(self, rank: int) -> Self: ...
+        Only what this job has not already, and what can be put on it.
+        """
+        ...
 
     def sharded(self, ranks: int) -> Self: ...
 
@@ -85,10 +89,6 @@ class Described:
         return self.spec.accumulate
 
     @property
-    def adapted(self) -> bool:
-        return self.spec.lora is not None
-
-    @property
     def ranks(self) -> int | None:
         return None if self.hardware is None else self.spec.shard or 1
 
@@ -105,11 +105,15 @@ class Described:
             lean = [name for name in others if "8bit" in name and self.hardware is not None]
             yield from ((name, self._with(optimizer=name)) for name in (*lean, "sgd"))
 
-    def with_optimizer_of(self, other: Described) -> Described:
-        return self._with(optimizer=other.spec.optimizer)
-
-    def with_lora(self, rank: int) -> Described:
-        return self._with(lora=rank)
+    def adapted(self, rank: int) -> Iterator[tuple[str, str, Described]]:
+        spec, options = self.spec, ""
+        if spec.lora is None:
+            options = self.terms.lora.format(rank=rank)
+            yield options, _ADAPTERS, self._with(lora=rank)
+        if not (spec.load_in_4bit or spec.load_in_8bit or spec.quantization or is_factory(spec.model)):
+            effect = f"{_ADAPTERS} on a base in 4 bits" if options else "the base in 4 bits"
+            options = self.terms.joined(options, "--load-in-4bit")
+            yield options, effect, self._with(lora=spec.lora or rank, load_in_4bit=True)
 
     def sharded(self, ranks: int) -> Described:
         return self._with(shard=ranks)
@@ -132,7 +136,6 @@ class Live:
 
     step: Step
     terms: Terms = STEP
-    adapted: bool = True  # a live model is not put adapters on
     ranks: int | None = None
 
     @property
@@ -158,11 +161,23 @@ class Live:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         yield "sgd", self._with(optimizer=torch.optim.SGD(trained, lr=1e-3))
 
-    def with_optimizer_of(self, other: Live) -> Live:
-        return self._with(optimizer=other.step.optimizer)
-
-    def with_lora(self, rank: int) -> Live:
-        return self
+    def adapted(self, rank: int) -> Iterator[tuple[str, str, Live]]:
+        """On a copy of the modules, which shares their weights. Nothing where that, or PEFT, is not to be had."""
+        step, optimizer = self.step, self.step.optimizer
+        if step.full_step is not None or optimizer is None or any(not p.requires_grad for p in step.model.parameters()):
+            return
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in nested_tensors(step.model)}
+        shared |= {id(p): nn.Parameter(p.detach()) for p in step.model.parameters()}
+        try:
+            with quiet(), torch.random.fork_rng(devices=[]):
+                model, _ = add_lora(copy.deepcopy(step.model, shared), rank)
+            taken = inspect.signature(type(optimizer)).parameters
+            settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
+            made = type(optimizer)([p for p in model.parameters() if p.requires_grad], **settings)
+            job = self._with(model=model, optimizer=made)
+        except Exception:  # whatever the user's own classes raise
+            return
+        yield self.terms.lora.format(rank=rank), _ADAPTERS, job
 
     def sharded(self, ranks: int) -> Live:
         return self

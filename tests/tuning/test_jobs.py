@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from autockpt.schema import WorkloadSpec
 from autockpt.tuning.jobs import Described, Live
-from autockpt.workload import Step
+from autockpt.workload import Step, build
 
 ROWS, LENGTH = 4, 16
 
@@ -46,3 +47,30 @@ def test_optimizers_with_fewer_states() -> None:
     assert isinstance(job.step.optimizer, torch.optim.AdamW) and not list(leaner.leaner_optimizers())
     described = Described(WorkloadSpec(model="llama-tiny"))
     assert [name for name, _ in described.leaner_optimizers()] == ["sgd"]  # 8 bits where a card is simulated
+
+
+def test_adapters_on_a_live_model_leave_it_as_it_is() -> None:
+    pytest.importorskip("peft")
+    model = build(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=16)).model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.8, 0.9))
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    state, names = torch.get_rng_state(), [name for name, _ in model.named_modules()]
+    ((options, _, job),) = Live(Step(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer)).adapted(4)
+    assert options == "peft.get_peft_model(model, LoraConfig(r=4))"
+    assert [name for name, _ in model.named_modules()] == names and all(p.requires_grad for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    trained = [p for p in job.step.model.parameters() if p.requires_grad]
+    made = job.step.optimizer
+    assert made is not None and made.param_groups[0]["params"] == trained and made.defaults["betas"] == (0.8, 0.9)
+    addresses = {p.data_ptr() for p in model.parameters()}
+    assert sum(p.data_ptr() not in addresses for p in job.step.model.parameters()) == len(trained) > 0
+    assert job.tracer(torch.device("cpu")).trace().resident["weights"] and not list(job.adapted(4))
+
+
+def test_adapters_then_a_base_in_4_bits_by_options() -> None:
+    plain = Described(WorkloadSpec(model="llama-tiny"))
+    assert [options for options, _, _ in plain.adapted(8)] == ["--lora 8", "--lora 8 --load-in-4bit"]
+    lora = Described(WorkloadSpec(model="llama-tiny", lora=2))
+    ((options, _, job),) = lora.adapted(8)
+    assert options == "--load-in-4bit" and job.spec.lora == 2 and job.spec.load_in_4bit
+    assert not list(Described(WorkloadSpec(model="llama-tiny", lora=2, load_in_8bit=True)).adapted(8))
