@@ -14,7 +14,7 @@ import typer
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
 from autockpt.cli.options import RunsFolder, opt, run_at
-from autockpt.errors import RunDirectoryError, UsageError
+from autockpt.errors import PlanError, RunDirectoryError, UsageError
 
 if TYPE_CHECKING:
     from autockpt.history.rundir import RunDirectory
@@ -83,6 +83,7 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: boo
             "question": run.question,
             "trials": [t.model_dump(mode="json") for t in shown],
             "pareto_front": [t.number for t in front],
+            "sets": _sets(run),
         }
         screen.print_json(json.dumps(data, indent=2))
         return
@@ -96,10 +97,24 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: boo
     console.print()
     if best_count is None:
         print_trials(shown, front, console)
+        if sets := _sets(run):
+            console.print("\nThe answer's sets of choices, by the size of the batch:", style="bold")
+            console.print("\n".join(f"  {line}" for line in sets), markup=False, soft_wrap=True)
         return
     print_table(shown, front, console)
     if len(shown) < best_count:
         console.print(f"No more than these were tried and fit: {len(shown)} of {best_count}.")
+
+
+def _sets(run: RunDirectory) -> list[str]:
+    """A line for each set of the run's answer; none where that is no plan, one for all batches, or damaged."""
+    from autockpt.schema.planview import set_lines
+
+    try:
+        plan = run.plan()
+    except PlanError:
+        return []
+    return [] if plan is None else set_lines(plan)
 
 
 def _csv(trials: Sequence[Trial]) -> str:

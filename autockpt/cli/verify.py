@@ -15,7 +15,9 @@ from autockpt.cli.options import DeviceName, one_of, opt, takes_workload, worklo
 @guarded
 @takes_workload
 def verify(
-    plan: Annotated[Path, typer.Argument(help="The plan file.")],
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN|RUN", help="The plan file, or the directory of the run that found it.")
+    ],
     workload: dict[str, Any],
     *,
     device: DeviceName = None,
@@ -36,9 +38,11 @@ def verify(
 
     With --compile: what the same choices take in steps that are compiled otherwise, next to the promise.
     """
+    from autockpt.history.trialplan import plan_file
     from autockpt.schema import Plan
 
     steps = one_of("--compile", compile, ("layers", "model", "eager"))
+    plan = plan_file(plan)
     loaded = Plan.load(plan)
     spec = workload_spec(workload, base=loaded.workload, seed=seed)
     from autockpt.reporting import listener, print_report

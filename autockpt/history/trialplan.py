@@ -14,15 +14,18 @@ from autockpt.schema.workload import WorkloadSpec
 
 def plan_at(path: Path) -> Plan:
     """The plan of a file, or of a run's directory. Raises RunDirectoryError for a run without one."""
-    if not path.is_dir():
-        return Plan.load(path)
-    plan = RunDirectory.open(path).plan()
-    if plan is None:
+    return Plan.load(plan_file(path))
+
+
+def plan_file(path: Path) -> Path:
+    """The file itself, or that of a run's answer: with its sets for smaller batches, where it has them."""
+    found = RunDirectory.open(path).answer_path if path.is_dir() else path
+    if found is None:
         raise RunDirectoryError(
             f"{path} holds no plan: its search found none, or has not ended",
             remedy="The command in its command.txt continues it.",
         )
-    return plan
+    return found
 
 
 def trial_of(run: RunDirectory, number: int) -> Trial:

@@ -31,6 +31,7 @@ from autockpt.schema import (
 from autockpt.schema.explanation import Speed
 from autockpt.schema.known import OURS
 from autockpt.schema.names import fold, outermost, parse_pattern
+from autockpt.schema.planview import set_lines
 
 # an absolute path, also behind a quote, an equals sign or a URL's scheme
 _PATH = re.compile(r"(?<![\w.…/])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s'\"/\\:,;()]+[/\\]+)+([^\s'\"/\\,;()]*)")
@@ -126,10 +127,18 @@ def contents_of(run: RunDirectory) -> Contents:
             settings={k: v for k, v in settings.items() if v not in (None, "", False)},
             environment=environment,
             command=run.command(),
-            notes=outcome.notes if outcome is not None else plan.notes if plan is not None else (),
+            notes=(
+                *_sets(plan),
+                *(outcome.notes if outcome is not None else plan.notes if plan is not None else ()),
+            ),
             rates=_rates(run, base, plan, settings),
         )
     )
+
+
+def _sets(plan: Plan | None) -> tuple[str, ...]:
+    lines = [] if plan is None else set_lines(plan)
+    return (f"Sets of choices by the size of the batch: {'; '.join(lines)}.",) if lines else ()
 
 
 def _state(run: RunDirectory, plans: Plans, finished: bool) -> str:

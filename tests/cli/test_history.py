@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.history.rundir import RunDirectory
+from autockpt.errors import RunDirectoryError
+from autockpt.history.rundir import BY_LENGTH, RunDirectory
+from autockpt.history.trialplan import plan_at, plan_file
+from autockpt.schema.plan import Plan
 from tests.reporting.samples import trial
 
 
@@ -24,6 +27,22 @@ def test_a_runs_trials_by_path_and_by_name(autockpt, tmp_path: Path) -> None:
     for name in (str(run.path), run.path.name):
         result = autockpt("history", name)
         assert result.code == 0 and "....ORRRRRRR" in result.out and "Pareto" in result.out, result.err
+
+
+def test_sets_by_length_are_shown_and_opened_as_long_as_they_are_the_answers(autockpt, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    whole = Plan(choices={"layers.0-3": "recompute"})
+    run.write_plan(whole)
+    smaller = {"when": {"tokens": 64}, "share": 0.75, "choices": {"layers.0-1": "recompute"}}
+    Plan.model_validate({**whole.model_dump(), "smaller_batches": [smaller]}).save(run.path / BY_LENGTH)
+    said = autockpt("history", str(run.path))
+    assert "up to 64 tokens, 75" in said.out and "all larger" in said.out, said.err
+    assert len(autockpt("history", str(run.path), "--json").json["sets"]) == 2
+    assert plan_file(run.path) == run.path / BY_LENGTH and len(plan_at(run.path).sets) == 2
+    run.write_plan(Plan(choices={"layers.0-2": "recompute"}))  # a later search of that length alone answered otherwise
+    assert plan_file(run.path) == run.plan_path and "up to 64" not in autockpt("history", str(run.path)).out
+    with pytest.raises(RunDirectoryError, match="holds no plan"):
+        plan_file(make_run(tmp_path, "40%").path)
 
 
 def test_json_and_the_best(autockpt, tmp_path: Path) -> None:
