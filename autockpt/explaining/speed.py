@@ -30,13 +30,13 @@ def speed_of(
     said = simulation_of(graph, times)
     if said.step_seconds <= 0:
         return None
-    each = op_seconds(graph, times)
+    each = op_seconds(graph, times) * graph.runs
     overhead = times.environment.device.overhead_bytes
     average = float((said.bytes_timeline * each).sum() / max(each.sum(), 1e-12))
     return Speed(
         seconds=measured or said.step_seconds,
-        flops=sum(op.flops for op in graph.ops),
-        model_flops=sum(op.flops for op in plain.ops),
+        flops=graph.flops,
+        model_flops=plain.flops,
         peak_flops=peak_flops(hardware, plain) if hardware is not None else None,
         tokens=tokens,
         average_bytes=int(average) + overhead,
@@ -45,7 +45,7 @@ def speed_of(
 
 
 def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
-    """About the seconds of each op: its signature's, the optimizer's shared among its ops; copies are left out."""
+    """About the seconds of each op, once: its signature's, the optimizer's shared among its; copies are left out."""
     known = [times.seconds.get(text, 0.0) for text in graph.signatures]
     last = [op.phase == "optimizer" for op in graph.ops]
     each = times.optimizer_seconds / max(1, sum(last))
@@ -65,12 +65,12 @@ def _parts(graph: Graph, each: np.ndarray, hardware: Hardware | None, copying: f
     moved: dict[str, float] = defaultdict(float)
     bounds: dict[str, dict[Bound, float]] = defaultdict(lambda: defaultdict(float))
     part_of = part_namer(graph)
-    for op, took in zip(graph.ops, each, strict=True):
+    for op, runs, took in zip(graph.ops, graph.runs, each, strict=True):
         part = part_of(op)
         work = work_of_op(op, graph.signatures[op.signature])
         seconds[part] += float(took)
-        flops[part] += op.flops
-        moved[part] += work.bytes
+        flops[part] += op.flops * runs
+        moved[part] += work.bytes * runs
         if hardware is not None and part != OPTIMIZER and (bound := bound_of(hardware, work, float(took))) is not None:
             bounds[part][bound] += float(took)
     found = [
@@ -85,7 +85,8 @@ def _parts(graph: Graph, each: np.ndarray, hardware: Hardware | None, copying: f
         if took > 0
     ]
     if copying > 0:
-        found.append(Part(name=COPIES, seconds=copying, bytes=sum(c.bytes for c in graph.copies), bound="link"))
+        moved_by_copies = sum(c.bytes * times for c, times in zip(graph.copies, graph.copied, strict=True))
+        found.append(Part(name=COPIES, seconds=copying, bytes=moved_by_copies, bound="link"))
     return tuple(sorted(found, key=lambda part: -part.seconds))
 
 

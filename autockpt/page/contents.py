@@ -183,8 +183,8 @@ def _rates(run: RunDirectory, base: Graph | None, plan: Plan | None, settings: M
     known = tokens if isinstance(tokens, int) else None
     speed = Speed(
         seconds=score.step_seconds,
-        flops=sum(op.flops for op in graph.ops),
-        model_flops=sum(op.flops for op in base.ops),
+        flops=graph.flops,
+        model_flops=base.flops,
         peak_flops=peak_flops(hardware, base) if hardware is not None else None,
         tokens=known,
         average_bytes=0,

@@ -45,6 +45,7 @@ class Tape:
     peak: int
     average: int
     held: tuple[tuple[str, int], ...]
+    repeated: int
 
 
 def tape_of(name: str, graph: Graph, times: OpTimes | None, head: str | None = None) -> Tape | None:
@@ -87,6 +88,7 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None, head: str | None = N
         peak=int(total.max()),
         average=int((total * lasts).sum() / max(lasts.sum(), 1e-12)),
         held=tuple((h.name, h.peak_bytes) for h in ledger.holdings(int(np.argmax(total))) if h.peak_bytes),
+        repeated=graph.repeated,
     )
 
 

@@ -74,11 +74,11 @@ def summarise(graph: Graph, points: int = 240) -> GraphSummary:
         ops=len(graph.ops),
         kinds_of_ops=len(graph.signatures),
         # a few forward ops may stand between backward and optimizer; only what is differentiated is a micro-batch
-        micro_batches=sum((a.phase, b.phase) == ("forward", "backward") for a, b in pairwise(spans)),
+        micro_batches=graph.repeated + sum((a.phase, b.phase) == ("forward", "backward") for a, b in pairwise(spans)),
         flops=tally.all_flops,
         resident_bytes=graph.resident_bytes,
         saved_bytes=sum(tally.kept.values()),
-        copied_bytes=sum(c.bytes for c in graph.copies if c.direction == "out"),
+        copied_bytes=sum(c.bytes * n for c, n in zip(graph.copies, graph.copied, strict=True) if c.direction == "out"),
         units=(*_rows(tally, graph.units), tally.remainder()),
         peak=_peak(graph, timeline),
         spans=spans,
@@ -98,10 +98,10 @@ class _Tally:
         self.saved, self.boundary = self._saved(), self._boundary()
         self.flops: dict[str, int] = defaultdict(int)
         self.all_flops = 0
-        for op in graph.ops:
-            self.all_flops += op.flops
+        for op, runs in zip(graph.ops, graph.runs, strict=True):
+            self.all_flops += op.flops * runs
             for unit in self._units_of(op):
-                self.flops[unit] += op.flops
+                self.flops[unit] += op.flops * runs
 
     def row(self, unit: Unit) -> UnitSummary:
         return UnitSummary(

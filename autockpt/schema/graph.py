@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field
@@ -105,6 +106,7 @@ class Graph(Data):
     """One whole accumulation cycle (forward, backward, optimizer), from the second cycle on.
 
     ``resident_bytes`` is what is on the device when the cycle begins: parameters, buffers, optimizer states, batch.
+    Ghost runs of many micro-batches stop after the second, which all further ones are like: ``repeated`` counts these.
     """
 
     source: Literal["ghost", "recorded"] = "ghost"
@@ -114,6 +116,7 @@ class Graph(Data):
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     copies: tuple[Copy, ...] = ()
+    repeated: int = Field(default=0, description="micro-batches besides, each as the last one here")
     units: tuple[Unit, ...] = Field(default=(), description="blocks in order of their first call, then sub-units")
     notes: tuple[str, ...] = Field(default=(), description="what could not be exact, for people")
 
@@ -134,6 +137,26 @@ class Graph(Data):
     def peak_bytes(self) -> int:
         """Most device bytes at any op of the cycle."""
         return max(self.timeline(), default=self.resident_bytes)
+
+    @cached_property
+    def runs(self) -> tuple[int, ...]:
+        """How often the cycle runs each op: those of the last micro-batch stand for the repeated ones, too."""
+        runs = [1] * len(self.ops)
+        if self.repeated:
+            trained = [s for s in pairwise(self.spans()) if (s[0].phase, s[1].phase) == ("forward", "backward")]
+            first, last = trained[-1]
+            runs[first.start : last.stop] = [1 + self.repeated] * (last.stop - first.start)
+        return tuple(runs)
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """How often the cycle makes each copy."""
+        return tuple(self.runs[min(copy.issued, len(self.ops) - 1)] for copy in self.copies)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the whole cycle."""
+        return sum(op.flops * runs for op, runs in zip(self.ops, self.runs, strict=True))
 
     def spans(self) -> tuple[Span, ...]:
         """Runs of forward, backward (recompute is part of it) and optimizer."""

@@ -68,7 +68,8 @@ def simulate(
     timed = is_optimizer & (optimizer_seconds is not None)
     table, missing = _table(graph, op_seconds, set(signature[~timed].tolist()))
     duration = table[signature] if len(signature) else np.zeros(0)
-    estimated = float(duration[np.isin(signature, missing) & ~timed].sum())
+    runs = np.array(graph.runs, dtype=np.int64)
+    estimated = float((duration * runs)[np.isin(signature, missing) & ~timed].sum())
     duration = np.where(timed, 0.0, duration + host_seconds)
     duration[phase == PHASES.index("recompute")] *= rerun_scale
     if watch_seconds:
@@ -79,16 +80,16 @@ def simulate(
     speed = {("cpu", "out"): bandwidth_out, ("cpu", "in"): bandwidth_in}
     copies = _alone(graph, speed | {("disk", "out"): disk_out, ("disk", "in"): disk_in})
     waits = _waits(graph.copies, copies, duration) if copy_queues else _at_issue(graph.copies, copies, len(duration))
-    total = duration + waits
+    total = (duration + waits) * runs
     return Simulation(
         step_seconds=float(total.sum()),
         peak_bytes=peak,
         peak_op=peak_op,
         seconds_by_phase={name: float(total[phase == k].sum()) for k, name in enumerate(PHASES)},
-        seconds_by_unit=_by_unit(graph, phase, duration),
-        copy_seconds=float(waits.sum()),
+        seconds_by_unit=_by_unit(graph, phase, duration * runs),
+        copy_seconds=float((waits * runs).sum()),
         queue_seconds={
-            d: float(sum(s for c, s in zip(graph.copies, copies, strict=True) if c.direction == d))
+            d: float(sum(s for c, s in zip(graph.copies, copies * graph.copied, strict=True) if c.direction == d))
             for d in ("out", "in")
         },
         bytes_timeline=timeline,

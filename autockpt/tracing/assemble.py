@@ -33,11 +33,15 @@ class RawGraph:
     ops: list[tuple[Any, ...]]
     storages: list[tuple[Any, ...]]
     copies: list[tuple[Any, ...]]
+    repeated: int = 0
     notes: list[str] = field(default_factory=list)
 
 
-def summarize(recorder: Recorder, workload: Step, places: list[Place], source: Source) -> RawGraph:
-    """What a recorder has recorded of one cycle of ``workload``, as plain data. ``places``: see RawGraph."""
+def summarize(recorder: Recorder, workload: Step, places: list[Place], source: Source, repeated: int = 0) -> RawGraph:
+    """What a recorder has recorded of one cycle of ``workload``, as plain data.
+
+    ``places``: see RawGraph; ``repeated``: micro-batches that were left out.
+    """
     kinds = _Kinds(recorder, workload, places)
     calls: dict[int, int] = {}
     table: list[tuple[str, int, int]] = []
@@ -67,6 +71,7 @@ def summarize(recorder: Recorder, workload: Step, places: list[Place], source: S
             (c.direction, c.nbytes, c.issued, c.awaited, places[c.module][1], c.tier, c.released)
             for c in recorder.copies
         ],
+        repeated=repeated,
         notes=list(recorder.notes),
     )
 
@@ -116,6 +121,7 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
         ops=tuple(ops),
         storages=storages,
         copies=copies,
+        repeated=raw.repeated,
         units=units,
         notes=(*notes, *raw.notes),
     )

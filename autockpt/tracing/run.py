@@ -42,6 +42,8 @@ from autockpt.workload.storages import storage_bytes
 
 _STATES_PER_WEIGHT = 4  # weights, gradients, and two states
 _MOST_OF_MEMORY = 0.7
+MICRO_BATCHES = 2
+"""That tell of a cycle what more of them would: gradients are there in the second, and all after it are like it."""
 RECURRENT = (
     "Recurrent layers are counted as the CPU's kernels run them. On a GPU cuDNN runs whole stacks at once and keeps a "
     "reserve space for backward, whose size no one but cuDNN can tell (PyTorch's own shape function says 0): measure "
@@ -61,6 +63,7 @@ class Run:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._repeated = 0  # micro-batches that are not run
         self._products: dict[Any, tuple[int, ...] | None] = {}  # what choices have learnt of functions
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
@@ -86,7 +89,7 @@ class Run:
                 known = dict(self._products)
                 self._cycle()
         self._recorder.measure_scratch()
-        return summarize(self._recorder, self.workload, self._places, self.source)
+        return summarize(self._recorder, self.workload, self._places, self.source, self._repeated)
 
     def _start(self, workload: Step) -> None:
         """The first cycle: optimizer states are born, and it shows which units there are."""
@@ -221,6 +224,8 @@ class GhostRun(Run):
         self._check_memory()
 
     def _start(self, workload: Step) -> None:
+        self._repeated = max(0, workload.accumulate - MICRO_BATCHES)
+        workload.accumulate -= self._repeated
         super()._start(workload)
         if self._mode.on_cuda and any(isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()):
             workload.notes += (RECURRENT,)

@@ -223,19 +223,15 @@ def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float, hopeful:
 
 
 class _Variant:
-    """A change, ghost-run as far as it was asked about, with few micro-steps a cycle.
-
-    Its tracers are closed with ``stack``.
-    """
+    """A change, ghost-run as far as it was asked about. Its tracer is closed with ``stack``."""
 
     def __init__(self, change: Change, bench: WhatIf, stack: ExitStack) -> None:
         self._change, self._bench, self._stack = change, bench, stack
         self._uniform: dict[str, tuple[dict[str, Choice], Graph]] = {}  # as ``uniform_graphs`` gives them
-        self._brief = change.job.brief()
 
     @cached_property
     def _tracer(self) -> Tracer:
-        return self._stack.enter_context(self._brief.tracer(self._bench.device))
+        return self._stack.enter_context(self._change.job.tracer(self._bench.device))
 
     @cached_property
     def fits(self) -> bool:
@@ -254,22 +250,14 @@ class _Variant:
         return False
 
     def way(self, standard: float) -> WayOut | None:
-        """The change with the fastest uniform plan that fits, all micro-steps; ``standard``: seconds per token."""
+        """The change with the fastest uniform plan that fits; ``standard``: seconds per token."""
         for kind in self._bench.kinds:
             self._run(kind)
         fitting = _fitting(self._bench, self._uniform)
-        tracer = self._tracer
-        if self._brief.accumulate != self._change.job.accumulate:
-            tracer = self._stack.enter_context(self._change.job.tracer(self._bench.device))
-        for kind in sorted(fitting, key=lambda kind: fitting[kind].step_seconds or 0.0):
-            if tracer is not self._tracer:
-                choices, _ = self._uniform[kind]
-                whole = _fitting(self._bench, {kind: (choices, tracer.trace(choices))})
-                if kind not in whole:
-                    continue
-                fitting[kind] = whole[kind]
-            return self._described(kind, fitting[kind], _work(tracer.settings), standard)
-        return None
+        if not fitting:
+            return None
+        kind = min(fitting, key=lambda kind: fitting[kind].step_seconds or 0.0)
+        return self._described(kind, fitting[kind], _work(self._tracer.settings), standard)
 
     def _described(self, kind: str, best: Prediction, work: float, standard: float) -> WayOut:
         return WayOut(

@@ -268,7 +268,7 @@ def dependent_rows(job: Callable[[int], Job], judge: WhatIf, remedy: str) -> tup
     Where the model cannot be ghost-run at these sizes a note says that this was not looked at.
     """
     try:
-        met = meetings(*(_plain_graph(job(size).brief(), judge) for size in SIZES))
+        met = meetings(*(_plain_graph(job(size), judge) for size in SIZES))
     except AutockptError as error:
         return (f"Whether rows of a batch depend on each other was not looked at: {error.message}",)
     if met and met[0].certain:
@@ -294,7 +294,7 @@ def foreseen_sizes(job: Callable[[int], Job], judge: WhatIf, sizes: list[int], l
     """Ghost-run the two smallest sizes with one choice on every layer."""
     peaks: dict[int, dict[str, int]] = {}
     for size in sizes[1::-1]:
-        with job(size).brief().tracer(judge.device) as tracer:
+        with job(size).tracer(judge.device) as tracer:
             uniform = uniform_graphs(tracer, blocks_of(tracer), judge.kinds)
             peaks[size] = {kind: said.peak_bytes for kind, said in predictions(judge, uniform).items()}
         listener.advance()

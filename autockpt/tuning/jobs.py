@@ -26,8 +26,6 @@ from autockpt.workload.factory import is_factory
 from autockpt.workload.lora import add_lora
 
 _ADAPTERS = "adapters only are trained"
-MICRO_STEPS = 2
-"""Micro-steps of a cycle that tell what more of them would: the second is like all after it."""
 
 
 class Job(Protocol):
@@ -66,10 +64,6 @@ class Job(Protocol):
         ...
 
     def sharded(self, ranks: int) -> Self: ...
-
-    def brief(self) -> Self:
-        """With few micro-steps a cycle."""
-        ...
 
     def tracer(self, device: torch.device) -> Tracer:
         """Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
@@ -117,9 +111,6 @@ class Described:
 
     def sharded(self, ranks: int) -> Described:
         return self._with(shard=ranks)
-
-    def brief(self) -> Described:
-        return self._with(accumulate=min(self.spec.accumulate, MICRO_STEPS))
 
     def tracer(self, device: torch.device) -> Tracer:
         if self.hardware is not None:
@@ -181,9 +172,6 @@ class Live:
 
     def sharded(self, ranks: int) -> Live:
         return self
-
-    def brief(self) -> Live:
-        return self._with(accumulate=min(self.step.accumulate, MICRO_STEPS))
 
     def tracer(self, device: torch.device) -> Tracer:
         return Tracer.from_step(self.step, fallback=False)
