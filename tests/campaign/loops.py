@@ -53,7 +53,7 @@ LOOPS: tuple[Loop, ...] = (
     Loop("optimizer in backward", "def late(p):\n    p.data.add_(p.grad, alpha=-0.01)\nhooks = [p.register_post_accumulate_grad_hook(late) for p in model.parameters() if p.requires_grad]\nloss = objective(model, model(x))\nloss.backward()\nfor h in hooks:\n    h.remove()\nreturn loss", ordinary=False),
     Loop("optimizer of the first layer in backward", "def late(p):\n    with torch.no_grad():\n        p.add_(p.grad, alpha=-0.01)\nhooks = [p.register_post_accumulate_grad_hook(late) for p in model.inp.parameters() if p.requires_grad]\nloss = objective(model, model(x))\nloss.backward()\nfor h in hooks:\n    h.remove()\nreturn loss"),
     Loop("frozen first layer, later", "model.layers[0].requires_grad_(STEP < 1)\n" + ONCE),
-    Loop("backward in a thread", "loss = objective(model, model(x))\nBETWEEN\nt = threading.Thread(target=loss.backward)\nt.start()\nt.join()\nAFTER\nreturn loss"),
+    Loop("backward in a thread", "loss = objective(model, model(x))\nBETWEEN\nwith concurrent.futures.ThreadPoolExecutor(1) as t:\n    t.submit(loss.backward).result()\nAFTER\nreturn loss"),
     Loop("batches of other sizes", "x = x[: 4 - STEP % 2, : T - 4 * STEP]\n" + ONCE),
     Loop("anomaly detection", "with torch.autograd.set_detect_anomaly(True, check_nan=False):\n    loss = objective(model, model(x))\n    BETWEEN\n    loss.backward()\nAFTER\nreturn loss"),
     Loop("save_on_cpu around", "with torch.autograd.graph.save_on_cpu():\n    loss = objective(model, model(x))\nBETWEEN\nloss.backward()\nAFTER\nreturn loss"),

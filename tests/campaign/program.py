@@ -100,8 +100,8 @@ def draw(number: int) -> Program:
 
 
 _HEAD = """\
-import array, collections, contextvars, copy, dataclasses, enum, fractions, functools, io, itertools, os, queue, random
-import threading, types, weakref
+import array, collections, concurrent.futures, contextvars, copy, dataclasses, enum, fractions, functools, io
+import itertools, os, queue, random, threading, types, weakref
 import numpy as np
 import torch
 import torch.utils.checkpoint
