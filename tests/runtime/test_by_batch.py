@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 
 from autockpt import Plan, apply
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies import attached_to
+from autockpt.policies import attached_to, recomputing
 from autockpt.runtime import remove
 from autockpt.runtime.by_batch import BatchSets, BatchSize, batch_size
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, Choice, parse_choice
@@ -234,6 +237,35 @@ def test_a_backward_puts_nothing_back_on_a_model_whose_plan_was_taken_off() -> N
         loss.backward()
     assert_equal({n: p.grad for n, p in model.named_parameters()}, wanted)
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_threads_that_need_two_sets_take_turns() -> None:
+    """Two backwards at once, as devices have a thread each: a unit that runs again sees its own set to its end."""
+    model: Any = LLAMA.make().eval()
+    parameters = list(model.parameters())
+
+    def gradients_of(length: int) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(model(**batch(length), use_cache=False).loss, parameters)
+
+    wanted = [gradients_of(length) for length in (64, 16)]
+    same = SimpleQueue[bool]()  # a list would be put back, as all that a unit changes in its second run
+    with apply(model, sets(32, 128, of=(RECOMPUTE, parse_choice("selective")))) as handle:
+        acting: Any = handle._session
+
+        def slow(module: nn.Module, *_: Any) -> None:
+            if recomputing():
+                before = acting.acting
+                time.sleep(0.02)
+                same.put(acting.acting == before)
+
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(slow)
+        losses = [model(**batch(length), use_cache=False).loss for length in (64, 16)]
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(lambda loss: torch.autograd.grad(loss, parameters), losses))
+        assert [same.get_nowait() for _ in range(6)] == [True] * 6 and not acting._again
+    for one, two in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, one, two))
 
 
 def test_what_cannot_be_attached_leaves_the_model_as_it_was() -> None:
