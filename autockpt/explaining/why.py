@@ -8,7 +8,7 @@ from autockpt.profiling import CostModel
 from autockpt.schema import Assignment, Budget, Choice, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans
-from autockpt.solvers import Checked, refine
+from autockpt.solvers import Checked, refine, refine_segmented
 from autockpt.solvers.refine import Offsets, solved
 
 CALLS = 4  # ghost runs that one question may take
@@ -54,9 +54,10 @@ class Answers:
             return self.save_all
         size = budget_bytes - self.overhead
         for _ in range(FRAGMENTED):
-            found = refine(
+            found = refine_segmented(
                 self.profiled.problem(size),
                 self.profiled.rule,
+                self.profiled.segments,
                 max_calls=calls,
                 offsets=self._offsets,
                 remembered=self._remembered,

@@ -69,6 +69,22 @@ def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[in
     return tuple(out)
 
 
+def passed_on(base: Graph, units: Sequence[str]) -> dict[str, int]:
+    """Bytes that each unit makes in forward and that later ones keep: gone before its own backward begins."""
+    spans = {(s.unit, s.place): s for s in reversed(segments(base, units)) if s.micro_batch == 0}
+    turn = min((s.first for (_, place), s in spans.items() if place == "backward"), default=len(base.ops))
+    found = dict.fromkeys(units, 0)
+    for storage in base.storages:
+        if storage.unit in found and storage.kind == "activation" and storage.death is not None:
+            i = units.index(storage.unit)
+            forward, backward = spans.get((i, "forward")), spans.get((i, "backward"))
+            if forward is None or backward is None or not forward.first <= storage.birth < forward.end:
+                continue
+            if turn <= storage.death < backward.first:
+                found[storage.unit] += storage.bytes
+    return found
+
+
 def _unit(name: str, menu: Menu | None, price: Mapping[str, float]) -> UnitOptions:
     if menu is None:
         return UnitOptions(name=name, options=(Option(choice=SAVE, seconds=0.0, kept=0, forward=0, backward=0),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
 from autockpt.profiling.menus import build_menus, head_menu, representatives
 from autockpt.profiling.predictor import MemoryModel, Predictor, simulation_of
-from autockpt.profiling.problem import build_problem, point_bytes
+from autockpt.profiling.problem import build_problem, passed_on, point_bytes
 from autockpt.schema import (
     RECOMPUTE,
     SAVE,
@@ -23,12 +24,14 @@ from autockpt.schema import (
     DeviceInfo,
     Environment,
     Graph,
+    Menu,
     Offload,
     OpTimes,
     Problem,
     Profile,
     RecomputeOffload,
     Remake,
+    Segment,
     Selective,
     Unit,
     dump_choices,
@@ -38,10 +41,12 @@ from autockpt.schema import (
 )
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
-from autockpt.solvers import Checked, refine
+from autockpt.solvers import Checked, Segments, exact, refine
+from autockpt.solvers.segments import Member
 
 TIMED_CYCLES = 2
 ANCHOR_SECONDS = 12.0  # for the uniform plans in turns, at least one round of them and at most five
+NUMBERS = re.compile(r"\d+")
 LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
 
 
@@ -76,7 +81,8 @@ class Runs(Protocol):
 class CostModel:
     """A profiled workload: ``base`` is the ghost run with everything on save; sizes in bytes.
 
-    ``head`` is the output head where there is anything to choose for it, with a kind, and so a menu, of its own.
+    ``head`` is the output head where there is anything to choose for it, with a kind, and so a menu, of its own;
+    ``segments`` are what several units can do together, where that is searched.
     """
 
     profile: Profile
@@ -84,6 +90,7 @@ class CostModel:
     predictor: Predictor
     used_by_others: int = 0
     head: Unit | None = None
+    segments: Segments | None = None
     _rulings: dict[str, Checked] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -154,6 +161,15 @@ class CostModel:
         lean = refine(self.problem(0, plain_head=plain_head), self.rule, max_calls=calls)
         plans = (lean.choices, *known, {})
         return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
+
+    def smallest_segmented(self) -> int | None:
+        """The peak in bytes, overhead included, of the leanest plan with segments; None where there is none."""
+        if self.segments is None:
+            return None
+        found = min(map(exact, self.segments.problems(self.problem(0))), key=lambda a: a.peak, default=None)
+        if found is None or self.predictor.over_host(plan := self.plan(found.choices)):
+            return None
+        return self.predictor.predict(plan).peak_bytes
 
     def needs(self, smallest_peak: int) -> str:
         """What the leanest plan's bytes go to, in one line."""
@@ -325,7 +341,7 @@ def build_profile(
         predictor.learn(choices, graph)
     variants: dict[tuple[int, Choice], Graph] = {}
     for unit in representatives(base.blocks()).values():
-        choices = [choice for kind in uniform if (choice := parse_choice(kind)) != SAVE]
+        choices = [choice for kind in uniform if (choice := parse_choice(kind)) not in (SAVE, Segment())]
         if Selective().kind in uniform or Remake().kind in uniform:
             again = variants[unit.kind, RECOMPUTE] = predictor.graph({unit.name: RECOMPUTE})
             if Selective().kind in uniform:
@@ -355,4 +371,21 @@ def build_profile(
         save_all_seconds=predictor.simulation(base).step_seconds,
         leanest_peak_bytes=min(graph.peak_bytes for _, graph in uniform.values()),
     )
-    return CostModel(profile, base, predictor, used_by_others, unit)
+    segments = segments_of(base, menus) if Segment().kind in uniform else None
+    return CostModel(profile, base, predictor, used_by_others, unit, segments)
+
+
+def segments_of(base: Graph, menus: Iterable[Menu]) -> Segments | None:
+    """What segments cost: of the model's first blocks, as far as they are named alike. None without recompute."""
+    by_kind = {menu.kind: {item.choice: item for item in menu.items} for menu in menus}
+    blocks = base.blocks()
+    family = [unit for unit in blocks if NUMBERS.sub("", unit.name) == NUMBERS.sub("", blocks[0].name)]
+    if any(RECOMPUTE not in by_kind.get(unit.kind, {}) for unit in family):
+        return None
+    passed = passed_on(base, [unit.name for unit in family])
+    members = {}
+    for unit in family:
+        items = by_kind[unit.kind]
+        rest = max(0.0, items[SAVE].forward_seconds - items[RECOMPUTE].recompute_seconds)
+        members[unit.name] = Member(rest, passed.get(unit.name, 0))
+    return Segments(members)

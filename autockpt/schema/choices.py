@@ -163,7 +163,6 @@ class Segment(_Choice):
     """
 
     letter: ClassVar[str] = "G"
-    searched: ClassVar[bool] = False
     kind: Literal["segment"] = "segment"
     size: int = Field(default=2, ge=1)
     levels: Literal[1, 2] = 1

@@ -114,5 +114,5 @@ class SearchSpace(Data):
 
 
 def known_knobs() -> tuple[str, ...]:
-    """Names of all knobs: one margin, and a price per choice that costs something."""
-    return ("margin", *(f"{kind}_price" for kind in searched_kinds() if kind != "save"))
+    """Names of all knobs: one margin, and a price per choice that is on the solver's menus."""
+    return ("margin", *(f"{kind}_price" for kind in searched_kinds() if kind not in ("save", "segment")))

@@ -5,5 +5,16 @@ from autockpt.solvers.greedy import greedy
 from autockpt.solvers.labels import labels
 from autockpt.solvers.milp import milp
 from autockpt.solvers.refine import Checked, Refined, refine
+from autockpt.solvers.segments import Segments, refine_segmented
 
-__all__ = ["Checked", "Refined", "exact", "greedy", "labels", "milp", "refine"]
+__all__ = [
+    "Checked",
+    "Refined",
+    "Segments",
+    "exact",
+    "greedy",
+    "labels",
+    "milp",
+    "refine",
+    "refine_segmented",
+]

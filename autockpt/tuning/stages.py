@@ -29,7 +29,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.known import ALL, NONE, OURS, known_plans
 from autockpt.schema.request import question_hash
-from autockpt.solvers import refine
+from autockpt.solvers import refine_segmented
 from autockpt.tracing import Tracer
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, SearchResult
@@ -313,7 +313,8 @@ def foresee(
     binding = predictions[NONE].peak_bytes > resolved.bytes
     choices = known[NONE]
     if binding:
-        refined = refine(profiled.problem(resolved.bytes - device.overhead_bytes), profiled.rule, max_calls=DRY_CALLS)
+        problem = profiled.problem(resolved.bytes - device.overhead_bytes)
+        refined = refine_segmented(problem, profiled.rule, profiled.segments, max_calls=DRY_CALLS)
         if not refined.feasible:
             raise nothing_fits(profiled, resolved, smallest)
         choices = profiled.plan(refined.choices)

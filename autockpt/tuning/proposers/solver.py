@@ -27,7 +27,7 @@ from autockpt.schema import (
     peak_of,
 )
 from autockpt.schema.known import NONE, known_plans
-from autockpt.solvers import Checked, exact, refine
+from autockpt.solvers import Checked, Segments, exact, refine_segmented
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.pooling import foreseen
@@ -241,6 +241,7 @@ class SolverProposer(Proposer):
             self._prices.scale,
             self._problem,
             self.profiled.rule,
+            segments=self.profiled.segments,
             remembered=self.rulings,
             calls=calls or self.calls,
             faster=self.target.worthwhile,
@@ -273,9 +274,12 @@ class SolverProposer(Proposer):
 def smallest_peaks(profiled: CostModel, budget: Budget, known: Plans, calls: int = LEAN_CALLS) -> tuple[int, int]:
     """The least reachable peak in bytes, and that of plans with a plain head.
 
-    A share of the activation range is of plans as everybody knows them; the second is only looked for where it counts.
+    A share of the activation range is of plans as everybody knows them; the second is only looked for where it counts,
+    and plans with segments only where nothing else fits.
     """
     smallest = profiled.smallest_peak(known.values(), calls)
+    if budget.budget_bytes is not None and budget.budget_bytes < smallest:
+        smallest = min(smallest, profiled.smallest_segmented() or smallest)
     if profiled.head is None or budget.kind != "activation_share":
         return smallest, smallest
     return smallest, profiled.smallest_peak(known.values(), calls, plain_head=True)
@@ -317,6 +321,7 @@ def from_knobs(
     make_problem: MakeProblem,
     referee: Checker,
     *,
+    segments: Segments | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
     calls: int = REFEREE_CALLS,
     faster: float = FASTER,
@@ -331,7 +336,7 @@ def from_knobs(
     prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
     free = int(budget * float(parameters.get("margin", 0.0)))
     problem = make_problem(prices, free)
-    refined = refine(problem, referee, max_calls=calls, remembered=remembered, faster=faster)
+    refined = refine_segmented(problem, referee, segments, max_calls=calls, remembered=remembered, faster=faster)
     fits_host = problem.host_budget is None or refined.ruling.host_bytes <= problem.host_budget
     return Candidate(dict(refined.choices), fits=fits_host and refined.ruling.peak_bytes <= problem.budget + free)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from autockpt.errors import AutockptError
 from autockpt.profiling import CostModel, MemoryModel, Predictor, tracer_for
 from autockpt.profiling.menus import representatives
+from autockpt.profiling.profile import segments_of
 from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Unit, WorkloadSpec, plan_hash
 from autockpt.schema.files import ScratchFolder
 from autockpt.tracing import Tracer
@@ -83,7 +84,8 @@ def transplanted(
             "leanest_peak_bytes": min(base.peak_bytes, leanest.peak_bytes),
         }
     )
-    profiled = CostModel(profile, base, predictor, small.used_by_others, head)
+    segments = None if small.segments is None else segments_of(base, menus)
+    profiled = CostModel(profile, base, predictor, small.used_by_others, head, segments)
     profiled.rule(lean)  # its graph is at hand
     return profiled
 

@@ -1,0 +1,117 @@
+"""Segments of several units (``checkpoint_sequential``) in a planning problem, whose options are one unit's each.
+
+What a unit of a segment costs depends on its neighbours, so segments are on no menu. Here the first units of a model
+are put into segments beforehand, each with one option that says what it costs at its place, and the rest is solved as
+ever. The first ones, because what a segment makes again is alive in backward when later units have let go of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Segment
+from autockpt.schema.problem import Option, Problem, UnitOptions, option_of
+from autockpt.solvers.exact import exact
+from autockpt.solvers.refine import FASTER, Checked, Checker, Offsets, Refined, refine, solved
+
+SIZES = (2, 3, 4, 6, 8, 12)
+SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)  # of the units that may be in segments
+WORTH = 0.002  # share of the step by which a plan with segments has to be faster: others are easier to read
+CALLS = 4  # of the referee, for plans with segments
+
+
+class Member(NamedTuple):
+    """What it means for a unit that the next one is in the same segment.
+
+    It runs to its end again, where recompute stops as soon as backward has what it needs: ``seconds`` more. ``passed``
+    are the bytes that go on to the next unit, which every choice of a single unit keeps.
+    """
+
+    seconds: float
+    passed: int
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The units that may form segments, in order from the first, and what they cost."""
+
+    members: Mapping[str, Member]
+
+    def problems(self, problem: Problem) -> Iterator[Problem]:
+        """The problem with some of its first units in segments, in several sizes and numbers."""
+        able = 0
+        for unit, name in zip(problem.units, self.members, strict=False):
+            if unit.name != name or RECOMPUTE not in [option.choice for option in unit.options]:
+                break
+            able += 1
+        sizes: set[int] = {s for s in SIZES if s <= able} | ({math.isqrt(able)} if able > 3 else set())
+        for size in sorted(sizes):
+            for count in dict.fromkeys(size * (int(share * able) // size) for share in SHARES):
+                if count:
+                    yield self._fixed(problem, size, count)
+
+    def _fixed(self, problem: Problem, size: int, count: int) -> Problem:
+        """The first ``count`` units in segments of ``size``; what passes inside of them is not in the points' base."""
+        units = list(problem.units)
+        gone = [0]  # bytes that the first so many units do not pass on
+        for first in range(0, count, size):
+            again = 0  # bytes of the segment's earlier units, all made again before the backward of its last one
+            for place in range(first, first + size):
+                unit, (seconds, passed) = units[place], self.members[units[place].name]
+                alone, saved = option_of(unit, RECOMPUTE), option_of(unit, SAVE)
+                last = place == first + size - 1
+                option = Option(
+                    choice=Segment(size=size),
+                    seconds=alone.seconds if last else alone.seconds + seconds,
+                    kept=alone.kept,
+                    forward=alone.forward,
+                    backward=again + (alone.backward if last else saved.backward),
+                )
+                units[place] = UnitOptions(name=unit.name, options=(option,))
+                again += saved.kept + passed
+                gone.append(gone[-1] + (0 if last else passed))
+        points = tuple(p.model_copy(update={"base": p.base - gone[min(p.prefix, count)]}) for p in problem.points)
+        return problem.model_copy(update={"units": tuple(units), "points": points})
+
+
+def refine_segmented(
+    problem: Problem,
+    referee: Checker,
+    segments: Segments | None,
+    *,
+    max_calls: int,
+    offsets: Offsets | None = None,
+    remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
+    faster: float = FASTER,
+) -> Refined:
+    """``refine``, and where the numbers say that segments are worth it, once more with these: the better of the two.
+
+    That is asked of the numbers alone, in some milliseconds; only then up to ``CALLS`` more plans go to the referee.
+    ``offsets`` are taken and given as by ``refine``: for the problem without segments.
+    """
+    plain = refine(problem, referee, max_calls=max_calls, offsets=offsets, remembered=remembered, faster=faster)
+    if segments is None:
+        return plain
+    found = list(segments.problems(problem))
+    if not plain.feasible:  # the leanest with segments may fit where no other plan does
+        leanest = min(found, key=lambda asked: exact(asked.model_copy(update={"budget": 0})).peak, default=None)
+        if leanest is None:
+            return plain
+        lean = refine(leanest, referee, max_calls=max_calls, remembered=remembered, faster=faster)
+        plain = replace(lean, offsets=plain.offsets) if lean.feasible else plain
+    worth = max(WORTH, faster) * abs(problem.base_seconds)
+    ceiling = least = plain.assignment.seconds - worth if plain.feasible else math.inf
+    best = None
+    for asked in found:
+        if sum(unit.options[0].seconds for unit in asked.units if len(unit.options) == 1) < ceiling:
+            answer = solved(asked, {})
+            if answer.feasible and answer.seconds < ceiling:
+                best, ceiling = asked, answer.seconds
+    if best is None:
+        return plain
+    calls = min(CALLS, max_calls)
+    again = refine(best, referee, max_calls=calls, remembered=remembered, faster=faster)
+    return replace(again, offsets=plain.offsets) if again.feasible and again.assignment.seconds < least else plain

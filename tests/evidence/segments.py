@@ -1,0 +1,88 @@
+"""What segments (``checkpoint_sequential``) bring to a search: two searches of one question, one of them without.
+
+    OMP_NUM_THREADS=1 python -m tests.evidence.segments BUDGET FILE.json
+
+A ResNet of 50 bottlenecks (that of ResNet-152, a quarter as wide) on eight images of 128 × 128, without an optimizer,
+in fp32 on one thread, without offloading. Both searches may measure the same number of trials; then the two plans found
+take turns, step by step, until the 95 % interval of the ratio of their step times is within ± 0.5 % or 20 rounds are
+done. Processor seconds of a search are those of its measuring process, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from autockpt.history.statistics import judge
+from autockpt.measuring import WorkerMeasurer
+from autockpt.schema import Choice, SearchOutcome, SearchRequest, WorkloadSpec, parse_budget, searched_kinds
+from autockpt.tuning import run_search
+from search_spaces.spaces import load_space
+from tests.evidence.until import compare_until
+
+CONFIG = {
+    "model_type": "resnet",
+    "architectures": ["ResNetForImageClassification"],
+    "embedding_size": 16,
+    "hidden_sizes": [64, 128, 256, 512],
+    "depths": [3, 8, 36, 3],
+    "layer_type": "bottleneck",
+    "num_labels": 10,
+    "image_size": 128,
+}
+TRIALS = 8
+WITHOUT = tuple(k for k in searched_kinds() if k != "segment" and "offload" not in k)
+
+
+def searched(spec: WorkloadSpec, budget: str, kinds: tuple[str, ...], out: Path) -> tuple[SearchOutcome, float]:
+    """A search, and the processor seconds that it took with its children."""
+    space = load_space("knobs").restricted(kinds)
+    request = SearchRequest(
+        budget=parse_budget(budget), workload=spec, space=space, device="cpu", trials=TRIALS, out=out
+    )
+    before = sum(os.times()[:4])
+    outcome = run_search(request)
+    return outcome, sum(os.times()[:4]) - before
+
+
+def main(budget: str, target: Path) -> None:
+    """Both searches and the comparison; what came of them goes to ``target``."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "deep-resnet.json"
+        config.write_text(json.dumps(CONFIG))
+        spec = WorkloadSpec(model=str(config), batch_size=8, optimizer="none")
+        found: dict[str, dict[str, Choice]] = {}
+        told: dict[str, Any] = {"budget": budget, "trials": TRIALS}
+        # the first search fills the cache of op times for both, so a short one goes first and is not counted
+        searched(spec, "100%", ("save", "recompute"), Path(folder) / "warm")
+        for name, kinds in (("without", WITHOUT), ("with", (*WITHOUT, "segment"))):
+            outcome, seconds = searched(spec, budget, kinds, Path(folder) / name)
+            assert outcome.plan is not None
+            found[name] = outcome.plan.expand(outcome.plan.model.classes)
+            told[name] = {
+                "processor seconds": round(seconds, 1),
+                "measured trials": outcome.measured_trials,
+                "stopped": outcome.stopped,
+                "plan": "".join(choice.letter for choice in found[name].values()),
+            }
+            print(name, told[name], flush=True)
+        with WorkerMeasurer(spec, "cpu") as worker:
+            for name, plan in found.items():
+                told[name]["peak bytes"] = worker.measure(plan, steps=1).peak_bytes
+
+            def draw(rounds: int) -> tuple[list[float], list[float]]:
+                times = worker.compare(found, rounds=rounds)
+                return times["with"], times["without"]
+
+            pair = compare_until(draw, at_most=20)
+        told |= {"step with / without": str(pair.ratio), "rounds": pair.rounds, "verdict": judge(pair.ratio)}
+    print(told)
+    target.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
