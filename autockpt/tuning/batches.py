@@ -214,7 +214,7 @@ def _most_tokens(
     listener.advance()
     known = foreseen_sizes(job, judge, sizes, listener)
     share = max(FEWEST, trials // 4)
-    climbed(climb, known, share)
+    climbed(climb, known, share, trials)
     left = trials - climb.spent
     rivals = sorted((s for s in climb.found if climb.best(s) is not None), key=lambda s: _seconds(climb, s))[:2]
     rivals = rivals[:1] if len(rivals) < 2 or _apart(climb, rivals) else rivals
@@ -242,10 +242,11 @@ def _most_tokens(
     )
 
 
-def climbed(climb: Climb, known: Sizes, trials: int) -> int:
+def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
     """The size at the summit: up from the largest that saves everything, else down. Each gets ``trials`` candidates.
 
-    Raises InfeasibleError where not even the smallest fits.
+    Upwards one worse size is passed over: plans change from size to size, and may gain more at the next. No size is
+    begun once ``most`` candidates are spent. Raises InfeasibleError where not even the smallest fits.
     """
     sizes, highest = known.sizes, known.largest(*KINDS)
     begin = known.largest("save") or sizes[0]
@@ -254,11 +255,16 @@ def climbed(climb: Climb, known: Sizes, trials: int) -> int:
     top = begin
     above = [s for s in sizes if begin < s <= (highest or begin)]
     below = [s for s in reversed(sizes) if s < begin]
-    for direction in (above, below):
+    for direction, patience in ((above, 1), (below, 0)):
         for size in direction if top == begin else ():
-            if climb.at(size, trials) is None or _seconds(climb, size) > _seconds(climb, top):
+            if climb.spent >= most or (found := climb.at(size, trials)) is None:
                 break
-            top = size
+            if found.update_seconds <= _seconds(climb, top):
+                top = size
+            elif patience == 0:
+                break
+            else:
+                patience -= 1
     return top
 
 

@@ -85,14 +85,21 @@ def test_the_summit_of_tokens_per_second_is_found_wherever_saving_everything_end
         sizes, budget_bytes=100, peaks={1: {"save": save, "recompute": 1}, 2: {"save": 2 * save, "recompute": 1}}
     )
     climb = climb_of(seconds, rows)
-    assert climbed(climb, known, 3) == summit
+    assert climbed(climb, known, 3, 100) == summit
     assert len(climb.found) <= len(sizes)
 
 
 def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> None:
     known = Sizes([1, 2], budget_bytes=1, peaks={1: {"save": 5}, 2: {"save": 6}})
     with pytest.raises(InfeasibleError, match="nothing fits"):
-        climbed(climb_of({}, 2), known, 3)
+        climbed(climb_of({}, 2), known, 3, 100)
+
+
+def test_one_worse_size_above_is_passed_over() -> None:
+    known = Sizes([1, 2, 4, 8, 16], 100, {1: {"save": 60, "recompute": 1}, 2: {"save": 90, "recompute": 2}})
+    assert climbed(climb_of({2: 10.0, 4: 10.5, 8: 9.0, 16: 9.5}, 16), known, 3, 100) == 8
+    tired = climb_of({1: 20.0, 2: 10.0, 4: 10.5, 8: 10.6, 16: 1.0}, 16)
+    assert climbed(tired, known, 3, 100) == 2 and set(tired.found) == {1, 2, 4, 8}
 
 
 def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:
