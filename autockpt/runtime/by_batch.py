@@ -22,6 +22,7 @@ from autockpt.devices.transport import Ways
 from autockpt.errors import ConflictError
 from autockpt.policies import ForwardListener
 from autockpt.policies.compiling import eagerly
+from autockpt.policies.offload import MOVING
 from autockpt.policies.sentinels import Mode as SentinelMode
 from autockpt.runtime.adaptive import Adaptive
 from autockpt.runtime.proving import Proof, UnitProof
@@ -127,6 +128,7 @@ class BatchSets:
             self._told = True
             for number, session in enumerate(self.sessions):
                 session.take_turns(partial(self._turn, number))
+            self._warn_of_compiled()
         size = batch_size(module, args, kwargs)
         chosen = self._for(size)
         if self.adaptive is not None:
@@ -138,6 +140,19 @@ class BatchSets:
             self._act(chosen)
             self._running = True
         return self.sessions[chosen].listeners
+
+    def _warn_of_compiled(self) -> None:
+        """Say where the compiler will give up: it makes code for every layer, length and set with offload."""
+        units = (unit for session in self.sessions for unit in session.order if unit.choice.kind in MOVING)
+        compiled = next((u for u in units if getattr(u.module, "_compiled_call_impl", None) is not None), None)
+        if compiled is not None:
+            warnings.warn(
+                f"`{compiled.name}: {compiled.choice.kind}` is one of several sets of choices on layers that are "
+                "compiled: what it does around a layer soon reaches torch._dynamo's recompile_limit, and lengths that "
+                "come later run without compiled code. Gradients stay as they are; for speed take sets of save and "
+                "recompute (search with --choices save,recompute).",
+                stacklevel=6,
+            )
 
     @_outside_graphs
     def end(self) -> None:
