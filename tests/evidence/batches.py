@@ -8,8 +8,8 @@ for micro-batch and plan with at most 20 measured trials, all plans that it meas
 divides 16, with every assignment of save and recompute to the layers, is measured besides. The minimum of a hundred
 noisy numbers is too small, so the fastest eight that fit are measured again, interleaved, and the best of these is the
 optimum. The answer is then held against it, against the best plan at micro-batch 1, and against the largest micro-
-batch with everything recomputed, in interleaved pairs of whole updates until the 95 % interval of the ratio is ± 0.5
-% or 40 pairs are done.
+batch with everything recomputed, in interleaved pairs of whole updates until the 95 % interval of the ratio is
+% or 30 pairs are done.
 
 Appends a line for each workload to ``cpu.jsonl``, and writes ``README.md`` from it. About two minutes a workload.
 """
@@ -47,7 +47,7 @@ ROWS, LAYERS, SIZES = 16, 4, (1, 2, 4, 8, 16)
 TRIALS, SECONDS = 8, 75.0
 """Candidates and seconds of a search; the well-known plans that it measures at each size come on top of the first."""
 _USUAL = "largest micro-batch, all recomputed"
-FASTEST, PAIRS = 8, int(os.environ.get("PAIRS", "40"))
+FASTEST, PAIRS = 8, int(os.environ.get("PAIRS", "30"))
 
 
 class Setting(NamedTuple):
