@@ -32,6 +32,7 @@ MOST_SETS = 4
 WORTH = 0.01
 """A set must make the expected step this much faster: less cannot be told from the noise of the steps it rests on."""
 FEWEST = 3  # candidates of one length's search
+LAST = 0.15  # share of the time limit with less than which no further length is begun: tracing alone takes that
 SearchAt = Callable[[int, int], Plan]
 """The plan for batches padded to so many tokens, found with so many candidates. Raises InfeasibleError."""
 
@@ -130,9 +131,12 @@ class ByLength:
     notes: tuple[str, ...]
 
 
-def search_lengths(lengths: Lengths, at: SearchAt, trials: int, listener: Listener) -> ByLength:
+def search_lengths(
+    lengths: Lengths, at: SearchAt, trials: int, listener: Listener, late: Callable[[], bool] = lambda: False
+) -> ByLength:
     """A plan for batches of these lengths, none of which breaks the budget. The longest gets half of the ``trials``.
 
+    Other lengths are not begun once it is ``late``.
     Where attention may keep something for every pair of tokens (all but flash attention) a set's longest sequence is
     bounded as well as its tokens. Raises InfeasibleError where the longest fits no plan, UsageError where batches have
     no rows, and what ``at`` raises.
@@ -151,12 +155,12 @@ def search_lengths(lengths: Lengths, at: SearchAt, trials: int, listener: Listen
     scores = not str(settings.get("attention")).startswith("flash")
     shares = lengths.batches(rows)
     histogram = Histogram(shares, foreseen)
-    if not _saves(foreseen.plans[longest]) and len(shares) > 1:
+    if not _saves(foreseen.plans[longest]) and len(shares) > 1 and not late():
         share = max(FEWEST, trials // (2 * MOST_SETS))
         middle = min(histogram.lengths[:-1], key=lambda n: abs(n - longest / 2))
         look(middle, share)
         for length in histogram.best():
-            if length not in foreseen.plans:
+            if length not in foreseen.plans and not late():
                 look(length, share)
     bounds = histogram.best(among=list(foreseen.plans))
     plan = foreseen.plans[longest]
@@ -246,7 +250,10 @@ def _of_all(
             raise KeyboardInterrupt
         return outcome.plan
 
-    found = search_lengths(lengths, at, trials, listener)
+    def late() -> bool:
+        return timeout is not None and timeout - (time.monotonic() - began) < timeout * LAST
+
+    found = search_lengths(lengths, at, trials, listener, late)
     longest = outcomes[lengths.longest]
     path = longest.plan_path
     if longest.run_directory is not None and found.plan.smaller_batches:
@@ -274,6 +281,8 @@ def refuse_lengths(budget: Budget, **given: object) -> None:
 def _one(histogram: Histogram, plan: Plan) -> str:
     if _saves(plan):
         return "Saving everything fits the longest batch, so lengths do not matter."
+    if len(histogram.foreseen.plans) == 1 and len(histogram.shares) > 1:
+        return "One set of choices for all lengths: no time was left to search others than the longest."
     return (
         f"One set of choices for all lengths: no further one would make the average step {words.share(WORTH)} faster "
         f"(the longest is {histogram.lengths[-1]:,} tokens)."

@@ -69,6 +69,21 @@ def test_short_batches_save_what_long_ones_recompute() -> None:
     assert "measured steps" in found.notes[0] and "-" in found.notes[0]
 
 
+def test_no_further_length_is_begun_when_it_is_late() -> None:
+    asked: list[int] = []
+
+    def at(length: int, trials: int) -> Plan:
+        asked.append(length)
+        return made(length)
+
+    for most in (1, 2, 9):
+        asked.clear()
+        found = search_lengths(TAIL, at, 20, Silence(), late=lambda most=most: len(asked) >= most)
+        assert ("no time was left" in found.notes[0]) == (most == 1)
+        assert len(asked) <= most and asked[0] == TAIL.longest and len(found.plan.sets) <= len(asked)
+    assert len(asked) > 2
+
+
 def test_flash_attention_bounds_tokens_alone() -> None:
     found, _ = searched(TAIL, attention="flash_attention_2")
     assert all(each.when is not None and each.when.longest is None for each in found.plan.sets)
