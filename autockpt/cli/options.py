@@ -56,6 +56,7 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
     "dtype": _option(str, "--dtype [fp32|bf16|fp16]", "Type of the weights. Default: the shape's."),
     "autocast": _option(str, "--autocast [bf16|fp16]", "Compute in this type. Default: off."),
     "attn": _option(str, "--attn NAME", "transformers' attn_implementation: sdpa, eager, …"),
+    "liger": _option(bool, "--liger/--no-liger", "Liger Kernel's kernels, as use_liger_kernel=True. Default: no."),
     "optimizer": _option(str, "--optimizer [adamw|adamw8bit|adafactor|sgd|none]", "Default: adamw."),
     "scaler": _option(bool, "--scaler/--no-scaler", "Scale the loss, as for fp16. Default: no."),
     "accumulate": _option(int, "--accumulate N", "Micro-batches per optimizer step. Default: 1.", min=1),

@@ -9,11 +9,11 @@ from typer.core import TyperCommand
 # heading -> options by parameter name, in this order; what is in none stands under "Options"
 PANELS = {
     "Model and batch": (
-        "model", "units", "batch_size", "seq_len", "batch_sizes", "seq_lens", "pad_to", "packed",
+        "model", "units", "batch_size", "seq_len", "lengths", "batch_sizes", "seq_lens", "pad_to", "packed",
         "weights", "trust_remote_code", "seed",
     ),
     "Training step": (
-        "dtype", "autocast", "attn", "optimizer", "scaler", "accumulate", "global_batch", "tokens_per_update",
+        "dtype", "autocast", "attn", "liger", "optimizer", "scaler", "accumulate", "global_batch", "tokens_per_update",
         "max_grad_norm", "full", "compile",
     ),
     "Adapters and quantised weights": (

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class _Reader:
         self._quantised()
         self._recompute()
         self._switch(flags.PACKED, "packed", "sequences without padding")
+        if find_spec("liger_kernel") is not None:
+            self._switch(flags.LIGER, "liger", "Liger Kernel's kernels")
         self._sharding()
         self._defaults()
         self._rest()

@@ -45,6 +45,7 @@ LOADED_IN = {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit", "qu
 # how 4-bit weights are quantised in detail: NF4 and twice is what is counted
 QUANTISED_HOW = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "double_quantization", "bnb_4bit_compute_dtype")
 PACKED = ("packing", "sample_packing", "padding_free")
+LIGER = ("use_liger_kernel", "use_liger", "enable_liger_kernel")
 WORLD = ("nproc_per_node", "num_processes", "num_gpus", "gpus", "devices", "world_size")
 NODES = ("nnodes", "num_machines", "num_nodes")
 
@@ -77,8 +78,7 @@ DTYPES = {
 }
 # what a flag says about memory that is not modelled: the figure is then too high, or too low
 NOT_MODELLED = {
-    "use_liger_kernel": "Liger's kernels are not modelled: logits are counted whole",
-    "use_liger": "Liger's kernels are not modelled: logits are counted whole",
+    **dict.fromkeys(LIGER, "without the package liger-kernel here its kernels are not counted: logits are whole"),
     "torch_compile": "compiled kernels are not modelled: the step is counted as eager",
     "compile": "compiled kernels are not modelled: the step is counted as eager",
     "training.compile": "compiled kernels are not modelled: the step is counted as eager",

@@ -26,6 +26,7 @@ from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers,
 from autockpt.policies.opkinds import kind_of
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.saved import address_of
+from autockpt.policies.triton_kernels import READS, launches, name_of
 from autockpt.policies.user_checkpoint import hooks_in_force
 from autockpt.policies.watching import CHANGED_BY_WATCHING, passes_by, refuse_watching
 
@@ -42,7 +43,7 @@ class _Output:
 
     def __init__(self, func: Any, out: Any) -> None:
         leaves, self._form = ([out], _LEAF) if type(out) is torch.Tensor else tree_flatten(out)
-        self.func = func
+        self.func, self.spoilt = func, False
         self._leaves = [alias(leaf) for leaf in leaves]
         self._watched = [(leaf, leaf._version) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
@@ -58,8 +59,8 @@ class _Output:
 
     @property
     def changed(self) -> bool:
-        """Whether it was changed in place since."""
-        return any(tensor._version != version for tensor, version in self._watched)
+        """Whether it was changed in place since, or may have been by a kernel that leaves no trace."""
+        return self.spoilt or any(tensor._version != version for tensor, version in self._watched)
 
     def again(self) -> Any:
         return tree_unflatten([alias(leaf) for leaf in self._leaves], self._form)
@@ -76,7 +77,7 @@ class _Whole(_Output):
     def __init__(
         self, key: Any, out: torch.Tensor, saved: list[tuple[int, Geometry]], made: list[torch.Tensor]
     ) -> None:
-        self.func, self._key, self._trains = key[0], key, out.requires_grad
+        self.func, self._key, self._trains, self.spoilt = key[0], key, out.requires_grad, False
         self._leaves = [out.detach(), *made]
         self._watched = [(leaf, leaf._version) for leaf in self._leaves]
         self._saved = saved
@@ -150,7 +151,8 @@ class Frame:
         self.recording, self._scopes, self.inside = recording, 0, False
         _current.frame = self
         try:
-            yield
+            with launches(_launched) if recording else nullcontext():
+                yield
         finally:
             self.recording, self._scopes, self.inside = before
             _current.frame = outer
@@ -170,6 +172,14 @@ class Frame:
         address = address_of(source) if isinstance(source, torch.Tensor) else None
         if address is not None and (output := self._by_address.get(address)) is not None:
             output.watch(out)
+
+    def launched(self, kernel: str, args: Sequence[Any]) -> None:
+        """A Triton kernel gets these: what of it is kept may be another now."""
+        reads = READS.get(kernel, ())
+        for position, value in enumerate(args):
+            address = address_of(value) if isinstance(value, torch.Tensor) and position not in reads else None
+            if address is not None and (output := self._by_address.get(address)) is not None:
+                output.spoilt = True
 
     def take(self, place: Place, func: Any) -> _Output | None:
         """What the op at this place returned; None where it must run again: its output was changed in place, or handed
@@ -199,6 +209,13 @@ class Frame:
         for counts in _observers:
             counts[self.unit] = counts.get(self.unit, 0) + len(self._outputs) - len(kept)
         self._outputs = kept
+
+
+def _launched(kernel: Any, launch: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    frame: Frame | None = getattr(_current, "frame", None)
+    if frame is not None and frame.recording:
+        frame.launched(name_of(kernel), (*args, *kwargs.values()))
+    return launch(kernel, *args, **kwargs)
 
 
 class _Scope(TorchDispatchMode):

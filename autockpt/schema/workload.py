@@ -30,6 +30,7 @@ class WorkloadSpec(Data):
     dtype: Dtype | None = Field(default=None, description="type of the weights")
     autocast: Literal["bf16", "fp16"] | None = None
     attn: str | None = Field(default=None, description="attn_implementation; None: transformers' own default")
+    liger: bool = Field(default=False, description="Liger Kernel's kernels, as transformers applies them")
     optimizer: OptimizerName = "adamw"
     scaler: bool = Field(default=False, description="scale the loss (fp16 autocast)")
     accumulate: int = Field(default=1, gt=0, description="micro-batches per optimizer step")

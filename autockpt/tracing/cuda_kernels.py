@@ -19,6 +19,7 @@ from torch import Tensor
 
 from autockpt.tracing.cuda_autocast import cuda_autocast
 from autockpt.tracing.quantised_kernels import cuda_int8_products
+from autockpt.tracing.triton_launches import LAUNCH, fused_loss_on_cuda
 
 Attention = Literal["cudnn", "flash", "efficient", "math"]
 Capability = tuple[int, int]
@@ -34,7 +35,7 @@ CUDA_ONLY = frozenset(
         "_scaled_dot_product_cudnn_attention",
     )
     for suffix in ("", "_backward")
-)
+) | {LAUNCH}
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD, _CUDNN_HEAD = 256, 128
 _FLASH_ALIGNMENT = 8  # head sizes are padded to it
@@ -223,7 +224,8 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
     for module in plain_norms:
         module.rms_norm = rms_norm
     try:
-        with fused_dropout(), cuda_autocast(), cuda_int8_products():
+        fused_loss = fused_loss_on_cuda() if capability >= AMPERE else nullcontext()
+        with fused_dropout(), cuda_autocast(), cuda_int8_products(), fused_loss:
             yield
     finally:
         F.scaled_dot_product_attention = plain_attention

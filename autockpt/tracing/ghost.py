@@ -17,6 +17,7 @@ from autockpt.tracing.operators import Operator
 from autockpt.tracing.recorder import Call, Recorder
 from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes, leaves
 from autockpt.tracing.storages import StorageLog
+from autockpt.tracing.triton_launches import no_launches
 
 # Values of this many bytes are worth having for true answers (masks, positions, tables); more cost time and memory.
 _REAL_BYTES = 1 << 23
@@ -77,7 +78,7 @@ class GhostMode(Recorder):
             kernels = fused_dropout() if self.fuses_dropout else nullcontext()
             if self.capability is not None:
                 kernels = cuda_kernels(self.capability, self._unread)
-            with super().recording(), kernels:
+            with no_launches(), super().recording(), kernels:
                 yield self
         finally:
             Tensor.tolist = plain  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from autockpt.tracing.scratch import GIVEN_UP, Trials, is_measured
 from autockpt.tracing.shapes import Outcome
 from autockpt.tracing.signature import dtype_name, plain_signature, signature
 from autockpt.tracing.storages import StorageLog
+from autockpt.tracing.triton_launches import LAUNCH, NOTE
 from autockpt.tracing.workspaces import cuda_workspace_bytes, workspace_bytes
 
 _SCALARS = frozenset({int, bool, str, type(None)})
@@ -227,8 +228,10 @@ class Recorder(TorchDispatchMode):
         self._trials.run(self.threads)
         if self._trials.given_up and any(op.call in self._trials.given_up for op in self.ops):
             self.notes.setdefault(GIVEN_UP)
+        names = {op.call.operator.name for op in self.ops}
+        if f"autockpt.{LAUNCH}.default" in names:
+            self.notes.setdefault(NOTE)
         if self.on_cuda:
-            names = {op.call.operator.name for op in self.ops}
             self.notes.update(dict.fromkeys(notes_on_quantised(names)))
 
     # What transports need.

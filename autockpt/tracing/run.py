@@ -37,6 +37,7 @@ from autockpt.tracing.recorder import RealRecorder, Recorder
 from autockpt.tracing.transport import GhostTransport, NotingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, explain
 from autockpt.workload.failures import location, summary
+from autockpt.workload.liger import refuse_liger_on
 from autockpt.workload.quantised import refuse_on
 from autockpt.workload.storages import storage_bytes
 
@@ -187,6 +188,7 @@ class GhostRun(Run):
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         refuse_on(spec, device)
+        refuse_liger_on(spec, device)
         # The weights' values decide nothing: trained ones are not loaded.
         self._mode.building = True
         if spec.attn in FLASH and device.type == "cuda":

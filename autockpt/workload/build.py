@@ -16,6 +16,7 @@ from autockpt.workload.batches import BatchMaker, has_sequences
 from autockpt.workload.configs import Source, find_config, prepare, quiet
 from autockpt.workload.factory import call_factory, is_factory
 from autockpt.workload.heads import Head, head_of, remote_head
+from autockpt.workload.liger import apply_liger
 from autockpt.workload.lora import adapt
 from autockpt.workload.losses import inner_model
 from autockpt.workload.pretrained import make_model, model_class
@@ -94,6 +95,8 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     notes = [head.note, *size.notes, *prepare(source, head.task, size.padded, spec.weights)]
     dtype = _DTYPES[_dtype_name(spec, source)]
     model = make_model(spec, source, head, dtype, device)
+    if spec.liger:
+        apply_liger(model)
     model, adapted = adapt(model, spec)
     notes += [_scores(model, size, dtype), *adapted]
     maker = BatchMaker(
@@ -111,6 +114,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
         "weights": "trained" if spec.weights else "random",
         "lora": spec.lora,
         "quantization": quantization_facts(model),
+        "liger": spec.liger,
     }
     return workload
 
@@ -195,6 +199,8 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
             f"--lora changes the model, but {spec.model} made an optimizer for the old one",
             remedy="Attach adapters in the function itself, or leave the optimizer to --optimizer.",
         )
+    if spec.liger:
+        apply_liger(made["model"])
     made["model"], notes = adapt(made["model"], spec)
     workload = _assemble(spec, made, device)
     workload.notes += tuple(notes)

@@ -44,9 +44,9 @@ OBJECTS, DEPTH, SECONDS = 20_000, 24, 5.0
 on the processor. Of all beyond a warning says that it is not looked at; ``kinds`` has the bounds in bytes."""
 _NAMES = """
     torch torchvision torchaudio transformers accelerate peft deepspeed diffusers datasets tokenizers safetensors numpy
-    scipy pandas bitsandbytes triton xformers flash_attn apex lightning pytorch_lightning tqdm rich wandb tensorboard
-    mlflow autockpt logging threading _thread multiprocessing concurrent asyncio socket selectors subprocess ctypes
-    inspect re importlib pathlib tempfile pytest _pytest
+    scipy pandas bitsandbytes triton liger_kernel xformers flash_attn apex lightning pytorch_lightning tqdm rich wandb
+    tensorboard mlflow autockpt logging threading _thread multiprocessing concurrent asyncio socket selectors subprocess
+    ctypes inspect re importlib pathlib tempfile pytest _pytest
 """
 LIBRARIES = frozenset(re.findall(r"\w+", _NAMES))
 _AT_A_TIME = 256
