@@ -110,7 +110,7 @@ class HostBudgetExceeded(DeviceOutOfMemory):
 _NOT_ARGUMENTS = {"plan-out": "plan.save()", "fresh": "another out=", "storage": "out=", "resume": "plan"}
 _FLAGS = {
     *("again", "allow-inexact", "dry-run", "load-in-4bit", "load-in-8bit", "lora-dora", "master-weights"),
-    *("keep-gradients", "packed", "prepare-kbit", "scaler", "trust-remote-code", "weights"),
+    *("keep-gradients", "liger", "packed", "prepare-kbit", "scaler", "trust-remote-code", "weights"),
 }
 # a whole command stays as it is; what follows an option is its value where it looks like one
 _OPTION = re.compile(
