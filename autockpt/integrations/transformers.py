@@ -278,6 +278,9 @@ def _resized(trainer: Any, plan: Plan, given: Mapping[str, Any]) -> dict[str, An
             remedy=f"Write TrainingArguments({settings}); the next run finds the plan on record.",
         )
     trainer.callback_handler.train_dataloader = loader
+    replaced = {"train_dataloader": loader, "steps_in_epoch": len(loader)}
+    if not trainer.state.is_world_process_zero:
+        return replaced
     say = _teller(trainer)
     say(f"training goes on with {settings}, instead of {before[0]} and {before[1]}: the same rows in every update")
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
@@ -285,7 +288,7 @@ def _resized(trainer: Any, plan: Plan, given: Mapping[str, Any]) -> dict[str, An
             f"{type(trainer.model).__name__} takes no num_items_in_batch: micro-batches count equally in an update, "
             "however many labels they hold, so it is the same only where these are as many in all rows"
         )
-    return {"train_dataloader": loader, "steps_in_epoch": len(loader)}
+    return replaced
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def search_step_batches(
     micro-batch. ``options`` are those of ``search_step``. The answer is in ``outcome.plan.settings``, as ``batch_size``
     and ``accumulate``. Raises UsageError for a batch that cannot be divided.
     """
-    of_rows = step if not isinstance(step, Step) else partial(_of_rows, step, rows)
+    of_rows = partial(_made, step) if not isinstance(step, Step) else partial(_of_rows, step, rows)
     parsed = parse_budget(budget) if isinstance(budget, str) else budget
     _refuse_share(parsed)
     if isinstance(step, Step):
@@ -190,6 +190,18 @@ def search_step_batches(
         judge = on_device(parsed, device, environment_of(here), here.used_by_others(), kinds)
         climb = Climb(rows, at, listener, timeout)
         return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, trials, THE_STEP)
+
+
+def _made(step: Callable[[int], Step], size: int) -> Step:
+    """The step that ``step`` makes. Raises UsageError where its batch has not as many rows: they are packed."""
+    made = step(size)
+    if (have := made.settings.get("batch_size")) != size:
+        raise UsageError(
+            f"a batch of {size} rows of the data set has {have} rows (they are packed, or its first tensor holds "
+            "something else), so its size cannot be searched for",
+            remedy="Search with the batch as it is, without global_batch=.",
+        )
+    return made
 
 
 def _of_rows(step: Step, rows: int, size: int) -> Step:

@@ -27,7 +27,7 @@ from autockpt.schema import (
 )
 from autockpt.tuning import batches, run_search
 from autockpt.tuning.alternatives import on_device
-from autockpt.tuning.batches import Climb, Sizes, climbed, dependent_rows, search_batch_sizes
+from autockpt.tuning.batches import Climb, Sizes, climbed, dependent_rows, search_batch_sizes, search_step_batches
 from autockpt.tuning.jobs import Live, with_rows
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
@@ -93,6 +93,20 @@ def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> No
     known = Sizes([1, 2], budget_bytes=1, peaks={1: {"save": 5}, 2: {"save": 6}})
     with pytest.raises(InfeasibleError, match="nothing fits"):
         climbed(climb_of({}, 2), known, 3, 100)
+
+
+def test_batches_whose_rows_are_packed_or_cannot_be_divided_are_refused() -> None:
+    asked: dict[str, Any] = {"budget": "1GB", "trials": 3, "timeout": None, "listener": Silence(), "space": "knobs"}
+    packed = {"x": torch.zeros(1, 8)}
+    with pytest.raises(UsageError, match="2 rows of the data set has 1 rows"):
+        search_step_batches(lambda size: Step(Rows(False), packed, loss=lambda m, b: squares(m(**b))), 2, **asked)
+    odd = Step(Rows(False), {"x": torch.zeros(4, 8), "y": torch.zeros(3)}, loss=lambda m, b: squares(m(b["x"])))
+    with pytest.raises(UsageError, match="cannot be divided into rows"):
+        search_step_batches(odd, 4, **asked)
+    with pytest.raises(UsageError, match="share of this job"):
+        search_step_batches(odd, 4, **asked | {"budget": "60%"})
+    with pytest.raises(UsageError, match="is not 16 rows per update"):
+        search_step_batches(Step(odd.model, odd.batch, loss=odd.loss, accumulate=3), 16, **asked)
 
 
 def test_one_worse_size_above_is_passed_over() -> None:
