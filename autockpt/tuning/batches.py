@@ -45,6 +45,7 @@ from autockpt.workload import Step
 from search_spaces.spaces import load_space
 
 FEWEST = 3  # candidates of the first search of a size
+LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
 KINDS = ("save", "recompute", "recompute_offload", "offload")
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
 SizeSearch = Callable[[int, int, float | None, bool], SearchOutcome]
@@ -94,7 +95,7 @@ class Climb:
         """The best plan of a micro-batch; None where nothing fits. A size searched before is searched on."""
         self.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
         left = None if self.timeout is None else self.timeout - (time.monotonic() - self.began)
-        if left is not None and left <= 0 and any(self.found.values()):
+        if left is not None and self.timeout and left < self.timeout * LAST and any(self.found.values()):
             return self.best(size)
         continued = self.found.get(size) is not None
         try:
