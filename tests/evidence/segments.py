@@ -1,11 +1,14 @@
 """What segments (``checkpoint_sequential``) bring to a search: two searches of one question, one of them without.
 
-    OMP_NUM_THREADS=1 python -m tests.evidence.segments BUDGET FILE.json
+    OMP_NUM_THREADS=1 python -m tests.evidence.segments BUDGET FILE.json [HARDWARE]
 
 A ResNet of 50 bottlenecks (that of ResNet-152, a quarter as wide) on eight images of 128 × 128, without an optimizer,
 in fp32 on one thread, without offloading. Both searches may measure the same number of trials; then the two plans found
 take turns, step by step, until the 95 % interval of the ratio of their step times is within ± 0.5 % or 20 rounds are
 done. Processor seconds of a search are those of its measuring process, too.
+
+With HARDWARE (the name of a described card) nothing is measured: both are dry runs, of sixteen images of 224 × 224, and
+peaks and seconds are what they predict.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import Choice, SearchOutcome, SearchRequest, WorkloadSpec, parse_budget, searched_kinds
 from autockpt.tuning import run_search
+from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until
 
@@ -47,6 +51,35 @@ def searched(spec: WorkloadSpec, budget: str, kinds: tuple[str, ...], out: Path)
     before = sum(os.times()[:4])
     outcome = run_search(request)
     return outcome, sum(os.times()[:4]) - before
+
+
+def foreseen(budget: str, hardware: str, target: Path) -> None:
+    """Two dry runs for a card that is not at hand; what came of them goes to ``target``."""
+    told: dict[str, Any] = {"budget": budget, "simulated for": hardware}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "deep-resnet.json"
+        config.write_text(json.dumps(CONFIG | {"image_size": 224}))
+        spec = WorkloadSpec(model=str(config), batch_size=16)
+        for name, kinds in (("without", WITHOUT), ("with", (*WITHOUT, "segment"))):
+            request = SearchRequest(
+                budget=parse_budget(budget),
+                workload=spec,
+                space=load_space("knobs").restricted(kinds),
+                hardware=load_hardware(hardware),
+                dry_run=True,
+            )
+            before = sum(os.times()[:4])
+            outcome = run_search(request)
+            assert outcome.plan is not None and outcome.plan.predicted is not None
+            plan = outcome.plan.expand(outcome.plan.model.classes)
+            told[name] = {
+                "processor seconds": round(sum(os.times()[:4]) - before, 1),
+                "plan": "".join(choice.letter for choice in plan.values()),
+                "simulated peak bytes": outcome.plan.predicted.peak_bytes,
+                "simulated step seconds": outcome.plan.predicted.step_seconds,
+            }
+            print(name, told[name], flush=True)
+    target.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def main(budget: str, target: Path) -> None:
@@ -85,4 +118,7 @@ def main(budget: str, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    if len(sys.argv) > 3:
+        foreseen(sys.argv[1], sys.argv[3], Path(sys.argv[2]))
+    else:
+        main(sys.argv[1], Path(sys.argv[2]))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,11 @@ def test_people_see_every_trial_once_with_what_their_tools_plot(tmp_path: Path) 
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     budget = ResolvedBudget(asked="60%", bytes=int(440 * MIB))
     trials = [
-        trial(0, encoding="baseline", name="recompute all", choices=dict.fromkeys("abc", RECOMPUTE)),
-        trial(1, choices={"a": RECOMPUTE, "b": SAVE, "c": SAVE}, parameters={"margin": 0.02}),
-        trial(2, state="failed", measured=None, message="it raised"),
+        trial(
+            0, encoding="baseline", name="recompute all", choices=dict.fromkeys("abc", RECOMPUTE), elapsed_seconds=3.0
+        ),
+        trial(1, choices={"a": RECOMPUTE, "b": SAVE, "c": SAVE}, parameters={"margin": 0.02}, elapsed_seconds=5.0),
+        trial(2, state="failed", measured=None, message="it raised", elapsed_seconds=9.0),
     ]
     for _ in range(2):  # a second time it takes the place of the first
         show_trials(storage, "a question", trials, budget)
@@ -97,4 +100,6 @@ def test_people_see_every_trial_once_with_what_their_tools_plot(tmp_path: Path) 
     assert knobs.values == [0.448, pytest.approx(440.7, abs=0.01)] and knobs.user_attrs["margin"] == 0.02
     assert knobs.constraints["over budget"] == pytest.approx(0.7 / 440, abs=1e-4) and not study.best_trials
     assert knobs.user_attrs["a"] == "recompute" and knobs.user_attrs["b"] == "save"
+    ran = [(t.datetime_start, t.datetime_complete) for t in study.trials]
+    assert all(start < end == later for (start, end), (later, _) in itertools.pairwise(ran))  # one after the other
     assert failed.state.name == "FAIL" and failed.user_attrs["why"] == "it raised"

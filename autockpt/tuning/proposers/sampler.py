@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from typing import Any
 
 import optuna
@@ -131,7 +132,7 @@ def show_trials(storage: str, name: str, trials: Sequence[Trial], budget: Resolv
             study.set_metric_names(["step seconds", "peak MiB"])
         study.set_user_attr("budget", budget.asked)
         study.set_user_attr("budget MiB", budget.bytes / MIB)
-        study.add_trials([_shown(trial, kinds, budget) for trial in trials])
+        study.add_trials(_timed(trials, [_shown(trial, kinds, budget) for trial in trials]))
     except Exception as error:  # optuna passes on whatever the database driver raises
         raise _unusable(storage, error) from error
 
@@ -163,6 +164,16 @@ def _shown(trial: Trial, kinds: Sequence[str], budget: ResolvedBudget) -> optuna
         # where optuna-dashboard looks for them
         system_attrs={"constraints": [over]} if over is not None else None,
     )
+
+
+def _timed(trials: Sequence[Trial], shown: Sequence[optuna.trial.FrozenTrial]) -> Sequence[optuna.trial.FrozenTrial]:
+    """When each trial ran, counted back from now, as a search that has just ended went on without a break."""
+    ends = [trial.elapsed_seconds for trial in trials]
+    began = datetime.now() - timedelta(seconds=max(ends, default=0.0))
+    for one, end in zip(shown, ends, strict=True):
+        before = max((other for other in ends if other < end), default=0.0)
+        one.datetime_start, one.datetime_complete = (began + timedelta(seconds=at) for at in (before, end))
+    return shown
 
 
 def _unusable(storage: str, error: Exception) -> RunDirectoryError:
