@@ -22,7 +22,7 @@ from autockpt.tracing.shapes import Outcome
 from autockpt.tracing.signature import dtype_name, plain_signature, signature
 from autockpt.tracing.storages import StorageLog
 from autockpt.tracing.triton_launches import LAUNCH, NOTE
-from autockpt.tracing.workspaces import cuda_workspace_bytes, workspace_bytes
+from autockpt.tracing.workspaces import accelerator_workspace_bytes, workspace_bytes
 
 _SCALARS = frozenset({int, bool, str, type(None)})
 _SETTINGS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})
@@ -324,8 +324,8 @@ class Recorder(TorchDispatchMode):
                 if is_measured(operator, flat_tensors(args)):
                     call.trial = plain_signature(func, args, kwargs)
                     self._trials.add(call)
-            elif self.on_cuda:
-                call.workspace = cuda_workspace_bytes(operator, args, kwargs)
+            else:
+                call.workspace = accelerator_workspace_bytes(operator, args, kwargs, self.on_cuda)
         return call
 
     def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -7,7 +7,7 @@ rest. The other rules are ATen's own and hold on every CPU.
 
 CUDA's kernels have rules of their own, read off the sources of torch 2.11 to 2.13; not measured on a device yet. Not
 among them: what cuDNN takes for convolutions (its heuristics decide), and scratch pads of sorts and scans of a few
-kilobytes. Other devices have other kernels: none there.
+kilobytes. Other devices have other kernels: there only what ops hold that are put together from others.
 """
 
 from __future__ import annotations
@@ -200,6 +200,8 @@ def _common_type(operands: Sequence[Tensor]) -> torch.dtype:
     return common.dtype
 
 
+# put together from other ops, with the same in between on every device
+_ANYWHERE: dict[str, Callable[[_Argument, int], int]] = {"_safe_softmax": _safe_softmax}
 _RULES: dict[str, Callable[[_Argument, int], int]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -219,11 +221,11 @@ _RULES: dict[str, Callable[[_Argument, int], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "embedding_dense_backward": _contiguous_copies("grad_output"),
-    "_safe_softmax": _safe_softmax,
     "roll": _roll,
     "scatter_add": _scatter_add,
     "scatter_add_": _scatter_add,
     "gemm_4bit": cpu_quantised,
+    **_ANYWHERE,
 }
 
 
@@ -288,16 +290,22 @@ _ROWS_PER_THREAD = 10
 _FEW_INDICES = 3072
 
 
-def cuda_workspace_bytes(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Bytes beyond inputs and outputs that the CUDA kernel holds at its worst moment; 0 where none are known of."""
-    rule = _CUDA_RULES.get(operator.base)
-    if rule is None:
-        return 0
+def accelerator_workspace_bytes(
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], cuda: bool = True
+) -> int:
+    """Bytes beyond inputs and outputs that the kernel of CUDA, or of another accelerator, holds at its worst moment.
+
+    0 where none are known of.
+    """
 
     def argument(name: str) -> Any:
         return operator.argument(name, args, kwargs)
 
-    return max(rule(argument), 0)
+    if rule := _ANYWHERE.get(operator.base):
+        return max(rule(argument, 1), 0)
+    if cuda and (own := _CUDA_RULES.get(operator.base)):
+        return max(own(argument), 0)
+    return 0
 
 
 def _flash_backward(argument: _Argument) -> int:

@@ -41,7 +41,7 @@ def _bits(workload: Step) -> list[torch.Tensor]:
 
 ALL = os.environ.get("STANDIN_ALL") == "1"
 JOBS = [
-    WorkloadSpec(model="gpt2-tiny", batch_size=16, seq_len=128),  # with dropout
+    WorkloadSpec(model="gpt2-tiny", batch_size=32, seq_len=128),  # with dropout
     WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=128),
     WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=256, autocast="bf16"),
     WorkloadSpec(model="qwen3-tiny", batch_size=16, seq_len=256, lora=8),
@@ -60,6 +60,7 @@ MIXTURES = [
     ("offload", "recompute", "recompute_offload", "save"),
     ("remake", "save", "selective", "offload"),
     ("save", "save", "save", "offload"),
+    ("save", "offload"),
     ("save", "remake", "remake", "recompute"),
 ]
 
