@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
-from autockpt.policies.rerun_state.kinds import place_of
+from autockpt.policies.rerun_state.tensors import place_of
 
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _assign: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -33,9 +33,15 @@ def refuse_native(module: nn.Module, name: str) -> None:
             )
 
 
-def refuse_by_message(error: RuntimeError, unit: str) -> None:
-    """Raise ConflictError where ``error`` is torch.func's, which takes no gradients under hooks on saved tensors, or
-    says that a nested tensor cannot be looked at."""
+def refuse_by_message(error: Exception, unit: str) -> None:
+    """Raise ConflictError where ``error`` is torch.func's, which takes no gradients under hooks on saved tensors, says
+    that a nested tensor cannot be looked at, or is that of a compiler at work on a higher-order op."""
+    if "convert all Tensors to FakeTensors" in str(error) or type(error).__module__ == "torch._dynamo.exc":
+        raise ConflictError(
+            f"{unit} runs an op such as torch.cond or scan, which torch compiles where it stands, and that fails where "
+            f"saved tensors are dropped or moved: {str(error).splitlines()[0]}",
+            remedy=f"Use `save` on {unit}, or hand in all tensors that the op's functions read as its operands.",
+        ) from error
     if "NestedTensorImpl doesn't support" in str(error):
         raise ConflictError(
             f"{unit} saves nested tensors of the strided layout, which have no shape to know them by",

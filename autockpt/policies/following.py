@@ -26,7 +26,17 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
-from autockpt.policies.score import METADATA, PLAIN, Met, Score, Step, autocast_is_on, is_plain, leaves_of
+from autockpt.policies.score import (
+    METADATA,
+    PLAIN,
+    Met,
+    Score,
+    Step,
+    autocast_is_on,
+    dispatch_modes,
+    is_plain,
+    leaves_of,
+)
 from autockpt.policies.sentinels import Watch
 from autockpt.policies.tape import Maker, Slot, Source
 
@@ -113,7 +123,12 @@ class Following(TorchFunctionMode):
             if func not in METADATA:
                 self.leave()
             return func(*args, **kwargs) if kwargs else func(*args)
-        if self.packed != step.packs or autocast_is_on() or not step.agrees(args, kwargs, self._met):
+        if (
+            self.packed != step.packs
+            or autocast_is_on()
+            or dispatch_modes()
+            or not step.agrees(args, kwargs, self._met)
+        ):
             self.leave()
             return func(*args, **kwargs) if kwargs else func(*args)
         self._at += 1
@@ -197,7 +212,7 @@ class Ways:
         learned from."""
         if self._misses >= _MISSES or autocast_is_on() or torch._C._len_torch_function_stack():
             return None
-        if torch._C._len_torch_dispatch_stack():
+        if dispatch_modes():
             return None
         if self._own is None:
             inner = list(module.modules())

@@ -135,7 +135,7 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
         packer = Packer(group, transport, device, outside, module.parameters(), watch)
         with (saved_tensors_hooks if watch is None else watch.hooks)(packer.pack, unpack):
             output = call_inner(module, state, args, kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         refuse_by_message(error, state.unit)
         raise
     if watch is not None:

@@ -136,7 +136,7 @@ class Call:
         try:
             with hooks(self._pack, unpack):
                 output = replay(*(tensors := replay.tensors))
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             refuse_by_message(error, self.unit)
             raise
         replay.finish()

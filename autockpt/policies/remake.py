@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.arguments import take_apart
@@ -25,9 +26,9 @@ from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_by_message, refuse_native
 from autockpt.policies.following import Following, Ways
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
-from autockpt.policies.rerun_state import Code, code_of
+from autockpt.policies.rerun_state import Code, code_of, user_modes
 from autockpt.policies.score import Learning
-from autockpt.policies.sentinels import HELD_BYTES, Watch
+from autockpt.policies.sentinels import HELD_BYTES
 from autockpt.policies.tape import unpack
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
@@ -93,17 +94,12 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     refuse_changed(module, state, args, kwargs)
     tensors: list[torch.Tensor] = []
     take_apart((args, kwargs), tensors, [])
-    watch = None
-    if state.sentinel is not None:
-        watch = state.sentinel.watch(module, code=state.code(module), hold=HELD_BYTES)
     before = _sequence_nr()
     try:
-        output, path = _watched(module, state, args, kwargs, tensors, watch)
-    except RuntimeError as error:
+        output, path = _watched(module, state, args, kwargs, tensors)
+    except (RuntimeError, AssertionError) as error:
         refuse_by_message(error, state.unit)
         raise
-    if watch is not None:
-        watch.forward_ended()
     if path is None or state.is_new((_sequence_nr() - before, *path)):
         _refuse_custom_functions(output, before, state.unit)
     return output
@@ -115,21 +111,28 @@ def _watched(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tensors: list[torch.Tensor],
-    watch: Watch | None,
 ) -> tuple[Any, tuple[int, int] | None]:
     """Run the forward: along an earlier call's tape, or with one of its own. With what tells its way from others; None
     where it left the earlier one."""
     ways = state.ways()
     outside = ways.outside(module, tensors) if state.everywhere else None
-    hooks = saved_tensors_hooks if watch is None else watch.hooks
     code = state.code(module)
+    key = ways.key(outside) if outside is not None else None
+    score = ways.score(key) if key is not None else None
+    watch = None
+    if state.sentinel is not None:
+        # what later calls go by is proven first; and what a mode does with ops when they run again, each time
+        new = (key is not None and score is None) or any(isinstance(mode, TorchDispatchMode) for mode in user_modes())
+        watch = state.sentinel.watch(module, code=code, hold=HELD_BYTES, anew=new)
+    hooks = saved_tensors_hooks if watch is None else watch.hooks
     if watch is None and code.assigns:
         hooks = Assignments(state.unit).hooks
-    key = ways.key(outside) if outside is not None else None
-    if outside is not None and (score := ways.score(key)) is not None:
+    if outside is not None and score is not None:
         following = Following(state.unit, score, outside, watch)
         with hooks(following.pack, unpack), following:
             output = call_inner(module, state, args, kwargs)
+        if watch is not None:
+            watch.forward_ended()
         if following.lost:
             ways.missed(key)
         return output, None if following.lost else (score.noted, following.packed)
@@ -139,6 +142,8 @@ def _watched(
     handing = HandingOut(tape, data=not state.everywhere) if code.writes_unseen else nullcontext()
     with current(tape), hooks(tape.pack, unpack), noting, learning or nullcontext(), handing:
         output = call_inner(module, state, args, kwargs)
+    if watch is not None:
+        watch.forward_ended()
     if learning is not None:
         ways.learn(key, learning.score())
     return output, tape.path

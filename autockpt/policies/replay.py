@@ -18,7 +18,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
-from autockpt.policies.rerun_state import Memory, NumpyUse, Structure, Surroundings, UnitState
+from autockpt.policies.rerun_state import Memory, NumpyUse, Structure, Surroundings, UnitState, user_modes
 from autockpt.policies.slots import as_it_is
 
 _current = threading.local()
@@ -55,7 +55,7 @@ class ReplayState(Attachment):
     def _learn_anew(self) -> None:
         self.memory = Memory(self.unit)
         self.numpy_use = NumpyUse()
-        self._cache_parameters: list[tuple[dict[str, nn.Parameter | None], str]] | None = None
+        self._cache_parameters: list[tuple[dict[str, Any], str]] | None = None
         self._cache_views: list[tuple[dict[str, Any], str]] | None = None
 
     def structure(self, module: nn.Module) -> Structure:
@@ -70,9 +70,13 @@ class ReplayState(Attachment):
 
     def parameters(self, module: nn.Module) -> list[torch.Tensor | None]:
         """The unit's parameters as they are now: FSDP exchanges them, so the modules are asked each time."""
+        return [home.get(name) for home, name in self.places(module)]
+
+    def places(self, module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+        """Where its modules keep these."""
         if self._cache_parameters is None:
             self._cache_parameters = [(m._parameters, name) for m in module.modules() for name in m._parameters]
-        return [parameters.get(name) for parameters, name in self._cache_parameters]
+        return self._cache_parameters
 
     def without_memory(self, module: nn.Module) -> bool:
         """Whether the views that FullyShardedDataParallel puts in the place of parameters have lost their memory."""
@@ -107,9 +111,11 @@ class Replay:
             refuse_inference(error, state.unit)
             raise
         self.surroundings = Surroundings(state.unit, state.numpy_use)
-        self.reached = UnitState(state.memory, module, objects, self.tensors)
+        self.reached = UnitState(state.memory, module, [*objects, *user_modes()], self.tensors)
         self._over = False
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        if state.memory.code.calls_backward:
+            self.takes_gradients()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self.first is not None:
@@ -164,9 +170,9 @@ class Replay:
     def prepare(self) -> None:
         """The forward is about to run again: see that it would read what it read.
 
-        Raises InPlaceError where a parameter or a hidden tensor was changed or a module exchanged since, ConflictError
-        where the parameters are in pieces on several devices and cannot be gathered, or the forward is not over and has
-        done by now what cannot be done twice.
+        Raises InPlaceError where a parameter or a hidden tensor was changed in place or a module exchanged since,
+        ConflictError where the parameters are in pieces on several devices and cannot be gathered, or the forward is
+        not over and has done by now what cannot be done twice.
         """
         unit, before = self.state.unit, self.parameters.tensors
         if not self._over:
@@ -182,18 +188,10 @@ class Replay:
         if self.state.without_memory(self.module):
             raise _in_pieces_error(unit)
         now = self.state.parameters(self.module)
-        if all(map(operator.is_, before, now)):
-            return
-        if any(map(_in_pieces, before, now)):
-            now = self._gather()
-        if any(map(_exchanged, before, now)):
-            raise InPlaceError(
-                f"parameters of {unit} were exchanged between forward and backward, so its forward would run again on "
-                "others",
-                remedy=f"Use `save` or `offload` on {unit}; functional_call and the like do not work with recompute.",
-            )
+        if not all(map(operator.is_, before, now)) and any(map(_in_pieces, before, now)):
+            self._gather()
 
-    def _gather(self) -> list[torch.Tensor | None]:
+    def _gather(self) -> None:
         """Have FSDP2 gather this unit's parameters where it has them in pieces at present. Its own backward, or the end
         of this one, lets them go again."""
         unshard: Any = getattr(self.module, "unshard", None)
@@ -202,7 +200,6 @@ class Replay:
         now = self.state.parameters(self.module)
         if any(map(_in_pieces, self.parameters.tensors, now)):
             raise _in_pieces_error(self.state.unit)
-        return now
 
     def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         unit = self.state.unit
@@ -213,13 +210,28 @@ class Replay:
             running_again(unit),
             self.state.turn(),
             self.surroundings.restored(),
+            self._earlier_parameters(),
             self.reached.restored(),
             self._earlier_gradients(),
         ):
             return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
 
+    @contextmanager
+    def _earlier_parameters(self) -> Iterator[None]:
+        """The unit has the parameters that its forward began with: ``functional_call`` has taken them away again."""
+        now, places = self.state.parameters(self.module), self.state.places(self.module)
+        pairs = zip(places, self.parameters.tensors, now, strict=True)
+        exchanged = [(home, name, before, after) for (home, name), before, after in pairs if _exchanged(before, after)]
+        try:
+            for home, name, before, _ in exchanged:
+                home[name] = before
+            yield
+        finally:
+            for home, name, _, after in exchanged:
+                home[name] = after
+
     def takes_gradients(self) -> None:
-        """Backward was called inside of this forward: it adds to ``.grad``, which an optimizer may read there."""
+        """Backward is or may be called inside of this forward: it adds to ``.grad``, which may be read there."""
         if not self._gradients:
             leaves = {id(t): t for t in (*self.parameters.tensors, *self.reached.tensors()) if t is not None}
             trains = [t for t in leaves.values() if t.is_leaf and t.requires_grad]

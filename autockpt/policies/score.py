@@ -36,6 +36,7 @@ METADATA = frozenset(
     )
 )
 autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
+dispatch_modes: Any = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 
 Met = list[weakref.ref[torch.Tensor]]
@@ -169,7 +170,7 @@ class Learning(TorchFunctionMode):
         tape, kwargs = self._tape, kwargs or {}
         if tape.astray or func in METADATA:
             return func(*args, **kwargs)
-        if autocast_is_on() or getattr(func, "__name__", "") in HANDS_OUT:
+        if autocast_is_on() or dispatch_modes() > 1 or getattr(func, "__name__", "") in HANDS_OUT:
             tape.astray = True
             return func(*args, **kwargs)
         try:

@@ -197,11 +197,13 @@ class UnitSentinel:
         self._proven = 0  # calls
         self._code: Code | None = None
 
-    def watch(self, module: nn.Module, *, code: Code | None = None, hold: int | None = None) -> Watch | None:
-        """A call begins: its watch where it is to be checked. ``code`` of the unit if known; ``hold`` as for Watch."""
+    def watch(
+        self, module: nn.Module, *, code: Code | None = None, hold: int | None = None, anew: bool = False
+    ) -> Watch | None:
+        """A call begins: its watch where it is to be checked, ``anew`` in any case. ``hold`` as for Watch."""
         self.calls += 1
         self._code = code = code or self._code or _code_of(self.name, module)
-        if self.calls < self._due and not code.writes_unseen:
+        if self.calls < self._due and not (anew or code.writes_unseen):
             return None
         if self.sentinels.mode == "sample":
             # tried again soon where no backward follows, but not at every call: it may be an evaluation
@@ -324,10 +326,9 @@ class Watch:
 
     def error(self, wrong: list[Compared]) -> RerunMismatch:
         """The error for what differs, the first by name."""
-        last = self.sentinel.last_proven
+        name, last = self.sentinel.name, self.sentinel.last_proven
         since = f"last proven right in step {last}" if last is not None else "never proven right"
         back = f"go back to a checkpoint of step {last} or before" if last is not None else "start again"
-        name = self.sentinel.name
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         found = [*self.differences, *(f"{wrong[0].what}{more}" for _ in wrong[:1])]
         return RerunMismatch(

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
@@ -83,7 +84,7 @@ class Source:
     def keep(self, detached: torch.Tensor) -> None:
         """The same by a tensor without a graph."""
         self.held, self.version = detached, detached._version
-        self.op = None
+        self.op = self.made = None
         self.free = True
         for slot in self.waiting():  # for what is held, not for a copy that was made along with something else
             slot.value = None
@@ -204,12 +205,12 @@ def unpack(packed: Slot | Kept) -> torch.Tensor:
 
 
 class Maker:
-    """Runs ops again for one call of a unit, under the modes that are in force now."""
+    """Runs ops again for one call of a unit, under the dispatch modes that are in force now."""
 
     __slots__ = ("lock", "modes", "unit")
 
     def __init__(self, unit: str) -> None:
-        self.unit, self.modes = unit, user_modes()
+        self.unit, self.modes = unit, [mode for mode in user_modes() if isinstance(mode, TorchDispatchMode)]
         self.lock = threading.RLock()
 
     def make(self, wanted: Source) -> torch.Tensor:
@@ -264,8 +265,9 @@ class Maker:
 
 @contextmanager
 def _as_below_autograd(unit: str) -> Iterator[None]:
-    """Ops do just what their call says: no casts, no graph. Gradients are enabled as whenever a unit runs again."""
-    with torch.enable_grad(), torch._C._DisableAutocast(), running_again(unit):
+    """Ops do just what their call says: no casts, no graph, nothing that a function mode makes of it. Gradients are
+    enabled as whenever a unit runs again."""
+    with torch.enable_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction(), running_again(unit):
         yield
 
 

@@ -5,27 +5,33 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import ctypes
 import dataclasses
 import functools
 import io
 import itertools
+import mmap
+import multiprocessing
 import random
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextlib import nullcontext
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.errors import ConflictError
+from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.policies import InPlaceError
-from autockpt.policies.rerun_state import kinds
-from autockpt.policies.rerun_state.kinds import TENSORS
+from autockpt.policies.rerun_state import tensors
+from autockpt.policies.rerun_state.tensors import TENSORS
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, Segment
+from autockpt.schema.choices import RECOMPUTE, Remake, Segment
 from tests.policies.zoo import assert_equal
 
 D = 8
@@ -122,6 +128,29 @@ def of_the_class(_: Any) -> float:
     return float(Box.n)
 
 
+class Pair(ctypes.Structure):
+    _fields_ = [("p", ctypes.c_byte), ("n", ctypes.c_int)]
+
+
+def memory_of_many_kinds() -> dict[Any, Any]:
+    return {
+        "calls": 0,
+        "value": [ctypes.c_int(0), multiprocessing.Value("i", 0), multiprocessing.RawValue("i", 0)],
+        "n": [Pair()],
+        0: [(ctypes.c_int * 2)(), memoryview(bytearray(2)), mmap.mmap(-1, 16), MappingProxyType({0: [0]})[0]],
+        "error": ValueError(0),
+    }
+
+
+def later_on(kept: dict[Any, Any]) -> float:
+    """From the fourth call on all move on: changes that nobody has met on first calls."""
+    kept["calls"] += 1
+    if kept["calls"] < 4:
+        return 0.0
+    kept["error"].args = (kept["error"].args[0] + 1,)
+    return kept["error"].args[0] + sum(add(holder, name) for name in ("value", "n", 0) for holder in kept[name])
+
+
 # what makes an object, and what changes it and reads it
 OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "own class": (Box, add),
@@ -148,6 +177,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "itertools.count of halves": (lambda: itertools.count(0.5, 0.5), next),
     "tensor by .data": (lambda: [torch.zeros(())], lambda o: o[0].data.add_(1).item()),
     "thread's own": (threading.local, lambda o: setattr(o, "n", getattr(o, "n", 0) + 1) or o.n),
+    "memory and errors, late": (memory_of_many_kinds, later_on),
     "globals": (Box, of_the_module),
     "a class": (Box, of_the_class),
     "a context variable": (Box, of_the_context),
@@ -347,6 +377,24 @@ def clamped_input(unit: Any, x: Tensor) -> Tensor:
     return x
 
 
+def with_entries(unit: Any) -> None:
+    unit.entries = nn.ParameterDict({"x": torch.ones(D), "y": torch.zeros(D)})
+
+
+def swapped(unit: Any, x: Tensor) -> Tensor:
+    unit.entries["x"], unit.entries["y"] = unit.entries["y"], unit.entries["x"]
+    return x * (1 + unit.entries["x"])
+
+
+def of_gradients(unit: Any, x: Tensor) -> Tensor:
+    """Adds to a ``.grad``, by a backward for which nothing is saved, and reads it."""
+    unit.calls += 1
+    if unit.calls < 4:
+        return x
+    (unit.a.bias + 1).sum().backward()
+    return x * (1 + unit.a.bias.grad.mean())
+
+
 STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] = {
     "norm in a list": (norm_in_a_list, lambda unit, x: unit.norms[0](x)),
     "norm in a closure": (norm_in_a_closure, lambda unit, x: unit.norm(x)),
@@ -361,6 +409,8 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
     "small weight that moves on": (with_key, lambda unit, x: x * unit.k.data.mul_(0.9).sum()),
     "clamped weight": (lambda unit: None, clamped),
     "clamped input": (lambda unit: None, clamped_input),
+    "entries swapped": (with_entries, swapped),
+    "gradients taken inside, late": (lambda unit: unit.__dict__.update(calls=0), of_gradients),
 }
 
 
@@ -375,11 +425,54 @@ def test_modules_and_weights(name, choice):
 
 @each_choice
 def test_a_weight_changed_in_place_unseen_is_refused_before_harm(choice, monkeypatch):
-    monkeypatch.setattr(kinds, "SMALL_BYTES", 0)  # of small ones there is a copy
+    monkeypatch.setattr(tensors, "SMALL_BYTES", 0)  # of small ones there is a copy
     model = Stages(with_key, lambda unit, x: x * unit.k.data.mul_(0.9).sum())
     words = r"layers\.0 changes one of its parameters, layers\.0\.k"
     with attach(model, {"layers.0": choice, "layers.1": choice}), pytest.raises(ConflictError, match=words):
         model(torch.randn(4, D, D))
+
+
+class Functions(TorchFunctionMode):
+    n = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * add(self) if func is nn.functional.linear else out
+
+
+class Ops(TorchDispatchMode):
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * add(self) if func is torch.ops.aten.tanh.default else out
+
+
+@pytest.mark.parametrize("choice", [*CHOICES, Remake()], ids=str)
+@pytest.mark.parametrize("kind", [Functions, Ops])
+def test_modes_that_count(kind, choice):
+    """In force around forwards from the fourth on."""
+
+    def losses(model: nn.Module) -> list[Tensor]:
+        mode, seen = kind(), []
+        for i in range(5):
+            with mode if i > 2 else nullcontext():
+                loss = model(torch.ones(2, D, D)).sin().sum()
+            loss.backward()
+            seen += [loss.detach(), torch.tensor(mode.n), *(p.grad.clone() for p in model.parameters())]
+        return seen
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Stage(lambda unit: None, lambda unit, x: x) for _ in range(2)))
+
+    wanted, model = losses(make()), make()
+    with attach(model, {"0": choice, "1": choice}):
+        if kind is Ops and choice.kind == "remake":  # op by op, and how far the mode was is not known
+            with pytest.raises(RerunMismatch):
+                losses(model)
+        else:
+            assert all(map(torch.equal, wanted, losses(model)))
 
 
 @dataclasses.dataclass

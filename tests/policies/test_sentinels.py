@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autockpt.errors import AutockptError, RerunMismatch
 from autockpt.policies import recomputing, sentinels
 from autockpt.policies.compared import left_unwritten
-from autockpt.policies.rerun_state import kinds
+from autockpt.policies.rerun_state import tensors
 from autockpt.policies.sentinels import Rounding
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import Segment, parse_choice
@@ -193,7 +193,7 @@ def test_one_read_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_state_that_a_rerun_changes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No gradient shows it: an average that every forward moves on."""
-    monkeypatch.setattr(kinds, "SMALL_BYTES", 0)
+    monkeypatch.setattr(tensors, "SMALL_BYTES", 0)
 
     def body(unit: Any, x: Tensor) -> Tensor:
         unit.b.bias.data.add_(1e-3)

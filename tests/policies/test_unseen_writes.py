@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, ConflictError
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.rerun_state import code_of
+from autockpt.policies.rerun_state import Code, code_of
 from autockpt.runtime import attach
 from autockpt.schema.choices import from_label
 from tests.policies.zoo import assert_equal
@@ -167,9 +167,9 @@ def test_code_that_a_forward_does_not_come_to_does_not_count() -> None:
     def nothing(unit: Any, x: Tensor) -> Tensor:
         return x
 
-    assert code_of("1", Unit(nothing, 0)) == (False, False)  # ``reset`` names .data
-    assert code_of("1", Unit(an_average_by_data, 0)) == (True, False)
-    assert code_of("1", Unit(assigned, 0)) == (True, True)
+    assert code_of("1", Unit(nothing, 0)) == Code()  # ``reset`` names .data
+    assert code_of("1", Unit(an_average_by_data, 0)) == Code(writes_unseen=True)
+    assert code_of("1", Unit(assigned, 0)) == Code(writes_unseen=True, assigns=True)
 
 
 class Kept(nn.Module):

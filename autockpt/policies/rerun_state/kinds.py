@@ -10,70 +10,30 @@ import ctypes
 import gc
 import io
 import itertools
+import mmap
 import operator
 import pickle
+import queue
 import random
+import re
 import sys
 import types
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from autockpt.policies import fingerprints
-from autockpt.policies.fingerprints import quietly, stream_of
+from autockpt.policies.rerun_state.tensors import COPIED_BYTES, TENSORS, Kind, NotPutBackError
 
-COPIED_BYTES = 1 << 28
-"""Tensors and arrays up to this size are copied where that is needed to put them back."""
-SMALL_BYTES = 1 << 16
-"""Parameters up to this size are, too: counters, scales. Of what a call is given no more is copied on first calls, in
-which a step must not need more memory than in others."""
 ABSENT = object()
 _PLAIN = (bool, int, str, bytes)
-_PLAIN_TENSORS, _STRIDED = frozenset((torch.Tensor, nn.Parameter, nn.Buffer)), torch.strided
 _SEQUENCES = tuple({type(iter(kind)) for kind in ([], (), "", b"", bytearray(), range(0), range(1 << 70))})
 _COUNTED = tuple({type(iter(view)) for view in ({}.keys(), {}.values(), {}.items(), set())})
 _FORWARDS = (*(v for v in vars(itertools).values() if isinstance(v, type)), map, filter, zip, enumerate, reversed)
 ADVANCING = frozenset((*_SEQUENCES, *_COUNTED, *_FORWARDS, types.GeneratorType))
 _FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
-
-
-class NotPutBackError(Exception):
-    """What changed has no way back."""
-
-
-class Kind:
-    """What is known of a kind.
-
-    ``close``: changes by which neither identity nor version tells (``.data``, NumPy) are looked for, too.
-    ``goes_back``: whether ``put`` can do it at all.
-    """
-
-    goes_back = True
-
-    def take(self, obj: Any, *, close: bool) -> Any:
-        """What is in it, one level deep."""
-        raise NotImplementedError
-
-    def unchanged(self, obj: Any, taken: Any) -> bool:
-        """Whether it holds what was ``taken``."""
-        return self.take(obj, close=False) == taken
-
-    def same(self, obj: Any, taken: Any) -> bool | torch.Tensor:
-        """The same; a truth on a device, which the host has not waited for, where only that device knows."""
-        return self.unchanged(obj, taken)
-
-    def put(self, obj: Any, taken: Any) -> None:
-        """Make it hold that again, in place. Raises NotPutBackError."""
-        raise NotPutBackError
-
-    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
-        """What is in it, with how to get there."""
-        return ()
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -225,125 +185,6 @@ class Counts(Kind):
             words[0] = taken
 
 
-class TensorTaken(NamedTuple):
-    """``alias`` holds the memory, ``bits`` what was in it, ``print`` a fingerprint of that; None where not taken.
-
-    ``stream`` is the one that the last two were queued on.
-    """
-
-    version: int
-    place: int
-    trains: bool
-    alias: torch.Tensor | None
-    bits: torch.Tensor | None
-    print: torch.Tensor | int | None
-    stream: Any = None
-
-
-class Tensors(Kind):
-    """Tensors. Large parameters and what needs gradients are never copied, only known by their fingerprint."""
-
-    def take(self, obj: Any, *, close: bool, most: int | None = None) -> TensorTaken:
-        """``most``: bytes of what is copied."""
-        version, place = obj._version, place_of(obj)
-        if not close or not place:
-            return TensorTaken(version, place, obj.requires_grad, None, None, None)
-        weight = isinstance(obj, nn.Parameter)
-        most = SMALL_BYTES * (not without_values()) if weight else COPIED_BYTES if most is None else most
-        copied = (weight or not obj.requires_grad) and obj.nbytes <= most
-        with quietly():  # an alias is no op of the step, nor is a weight's copy, which first calls alone make
-            alias = obj.detach()
-            bits = alias.clone() if copied and weight else None
-        if copied and not weight:
-            bits = alias.clone()
-        print = None if copied else fingerprint(obj)
-        stream = None if without_values() else stream_of(obj.device)
-        return TensorTaken(version, place, obj.requires_grad, alias, bits, print, stream)
-
-    def unchanged(self, obj: Any, taken: TensorTaken) -> bool:
-        return bool(self.same(obj, taken))
-
-    def same(self, obj: Any, taken: TensorTaken) -> bool | torch.Tensor:
-        if (obj._version, obj.requires_grad, place_of(obj)) != (taken.version, taken.trains, taken.place):
-            return False
-        if without_values():
-            return True
-        if taken.bits is None:
-            return _has(obj, taken)
-        if (obj.shape, obj.dtype) != (taken.bits.shape, taken.bits.dtype):
-            return False
-        _wait_for(taken)
-        with quietly():
-            return torch.equal(obj, taken.bits) if obj.is_cpu else (obj == taken.bits).all()
-
-    def put(self, obj: Any, taken: TensorTaken) -> None:
-        if place_of(obj) != taken.place:
-            if taken.alias is None:
-                raise NotPutBackError
-            obj.data = taken.alias
-        if taken.bits is not None:
-            if obj.shape != taken.bits.shape:  # resized in place
-                raise NotPutBackError
-            _wait_for(taken)
-            obj.data.copy_(taken.bits)
-        elif obj._version != taken.version or not _has(obj, taken):
-            raise NotPutBackError
-        if obj.is_leaf:
-            obj.requires_grad_(taken.trains)
-
-
-def still_holds(taken: TensorTaken) -> bool:
-    """Whether the memory that was looked at has what it had then."""
-    return taken.alias is not None and bool(_has(taken.alias, taken))
-
-
-def _has(tensor: torch.Tensor, taken: TensorTaken) -> bool | torch.Tensor:
-    """Whether it has this fingerprint. FSDP takes the memory away between forward and backward, as it does values."""
-    if taken.print is None or (now := fingerprint(tensor)) is None:
-        return True
-    _wait_for(taken)
-    with quietly():
-        return now == taken.print
-
-
-def _wait_for(taken: TensorTaken) -> None:
-    """What is queued from now on comes after what was taken."""
-    if taken.stream is not None and (here := stream_of(taken.stream.device)) != taken.stream:
-        here.wait_event(taken.stream.record_event())
-
-
-def read(truths: Sequence[torch.Tensor]) -> list[bool]:
-    """What is true on devices; the host waits once for each."""
-    found: dict[int, bool] = {}
-    with quietly():
-        for device in {truth.device for truth in truths}:
-            places = [place for place, truth in enumerate(truths) if truth.device == device]
-            found.update(zip(places, torch.stack([truths[place] for place in places]).tolist(), strict=True))
-    return [found[place] for place in range(len(truths))]
-
-
-def place_of(tensor: torch.Tensor) -> int:
-    """The memory that a plain tensor lies in; 0 for all others, and where FSDP has taken it away."""
-    plain = type(tensor) in _PLAIN_TENSORS and tensor.layout is _STRIDED
-    return tensor.untyped_storage()._cdata if plain else 0
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor | int | None:
-    """Of a tensor's bits and where they stand, left on a device; None where it has none of its own."""
-    if not place_of(tensor) or tensor.is_meta or without_values():
-        return None
-    if not tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        return None
-    with quietly():
-        print = fingerprints.fingerprint(tensor, fingerprints.form_of(tensor))
-        return int(print) if tensor.is_cpu else print  # there nothing waits, and a tensor would count as held
-
-
-def without_values() -> bool:
-    """Whether what runs is a step on tensors without memory behind them, of which only versions tell."""
-    return any(getattr(mode, "without_values", False) for mode in _get_current_dispatch_mode_stack())
-
-
 class Arrays(Kind):
     """NumPy arrays."""
 
@@ -386,6 +227,28 @@ def _tell(file: Any) -> Any:
         return None
 
 
+def _bytes(memory: Any) -> bytes | None:
+    """What stands in memory that is handed out as such; None where that is much, closed or let go of."""
+    try:
+        with memoryview(memory) as view:
+            return view.tobytes() if view.nbytes <= COPIED_BYTES else None
+    except (ValueError, BufferError):
+        return None
+
+
+def _set_bytes(memory: Any, taken: bytes | None) -> None:
+    if taken is None or taken == _bytes(memory):
+        return
+    if not isinstance(memory, _C_DATA):
+        target = memory if isinstance(memory, mmap.mmap) else memory.cast("B")
+        target[:] = taken
+        return
+    form = re.sub(":[^:]*:", "", memoryview(memory).format)  # without the names of fields
+    if not _POINTERS.isdisjoint(form):  # the objects that they point to may be gone
+        raise NotPutBackError
+    ctypes.memmove(ctypes.addressof(memory), taken, len(taken))
+
+
 def _set_torch(generator: torch.Generator, taken: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(taken), dtype=torch.uint8))
 
@@ -397,7 +260,7 @@ def _rewind(iterator: Any, taken: Any) -> None:
 
 
 FIELDS, DICT, PARAMETERS = Fields(), Fields(form="[{!r}]"), Parameters(form="[{!r}]")
-TENSORS, ARRAYS = Tensors(), Arrays()
+ARRAYS = Arrays()
 BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(ADVANCING, State(position, None)),
     **dict.fromkeys(_SEQUENCES, State(position, _rewind)),
@@ -407,9 +270,15 @@ BY_TYPE: dict[type, Kind] = {
     io.BytesIO: State(lambda b: b.__getstate__(), lambda b, taken: b.__setstate__(taken)),
     bytearray: State(bytes, lambda b, taken: bytearray.__setitem__(b, slice(None), taken)),
     array: State(array.__copy__, lambda a, taken: array.__setitem__(a, slice(None), taken)),
+    queue.SimpleQueue: State(queue.SimpleQueue.qsize, None),
     torch.Generator: State(lambda g: bytes(g.get_state().numpy()), _set_torch),
 }
 """Kinds of these very types; those of subclasses: ``kind_of``."""
+_C_DATA: Any = ctypes.Structure.__mro__[1]
+_POINTERS = frozenset("&OPXZz")
+_MEMORY = State(_bytes, _set_bytes)
+_ARGS: Any = vars(BaseException)["args"]
+_ERROR = Names(("args",), lambda e, _: _ARGS.__get__(e), lambda e, _, args: _ARGS.__set__(e, args), object.__delattr__)
 _BUILT_IN = {kind: Elements(kind) for kind in (list, deque, set)}
 _RANDOM = State(random.Random.getstate, random.Random.setstate)
 _NUMPY_STATE = State(lambda r: pickle.dumps(r.get_state(legacy=False)), lambda r, s: r.set_state(pickle.loads(s)))
@@ -430,6 +299,10 @@ def kind_of(value: Any) -> Kind | None:
     for built_in, elements in _BUILT_IN.items():
         if issubclass(kind, built_in):
             return elements
+    if issubclass(kind, (memoryview, mmap.mmap, _C_DATA)):
+        return _MEMORY
+    if issubclass(kind, BaseException):
+        return _ERROR
     if issubclass(kind, random.Random):
         return None if issubclass(kind, random.SystemRandom) else _RANDOM
     numpy = sys.modules.get("numpy")

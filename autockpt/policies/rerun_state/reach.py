@@ -22,26 +22,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies.attachment import attached_to
-from autockpt.policies.rerun_state import kinds
 from autockpt.policies.rerun_state.kinds import (
     ABSENT,
     ADVANCING,
     FIELDS,
     PARAMETERS,
-    TENSORS,
     Elements,
     Fields,
-    Kind,
     Names,
     kind_of,
 )
 from autockpt.policies.rerun_state.structure import is_sharded, placed_before
+from autockpt.policies.rerun_state.tensors import SMALL_BYTES, TENSORS, Kind, read
 
 OBJECTS, DEPTH, SECONDS = 20_000, 24, 5.0
 """The most objects that are looked at from one unit, as many in one container, the most steps away, and for how long
-on the processor. Of all beyond a warning says that it is not looked at; ``kinds`` has the bounds in bytes."""
+on the processor. Of all beyond a warning says that it is not looked at; ``tensors`` has the bounds in bytes."""
 _NAMES = """
     torch torchvision torchaudio transformers accelerate peft deepspeed diffusers datasets tokenizers safetensors numpy
     scipy pandas bitsandbytes triton liger_kernel xformers flash_attn apex lightning pytorch_lightning tqdm rich wandb
@@ -65,7 +65,10 @@ _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
 _METHOD = re.compile(r":\w+\.(\w+)$")
 _UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
 """Names by which code comes to write to a tensor without its version counter showing it."""
-_WRAPPERS = (types.MethodType, functools.partial, staticmethod, classmethod, property, functools.cached_property)
+_WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
+_WRAPPERS += (staticmethod, classmethod, property)
+_BASES = (nn.Module, object, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
+"""Classes of libraries whose objects, and those of classes derived from them, are looked at."""
 
 
 class Node(NamedTuple):
@@ -85,7 +88,7 @@ class Node(NamedTuple):
 def changed_of(nodes: Sequence[Node]) -> list[Node]:
     """Those that are not as they were; whatever devices must be asked for that is read at once."""
     same = [node.kind.same(node.obj, node.taken) for node in nodes]
-    answers = iter(kinds.read([truth for truth in same if isinstance(truth, torch.Tensor)]))
+    answers = iter(read([truth for truth in same if isinstance(truth, torch.Tensor)]))
     known = [next(answers) if isinstance(truth, torch.Tensor) else truth for truth in same]
     return [node for node, truth in zip(nodes, known, strict=True) if not truth]
 
@@ -143,7 +146,7 @@ class Walk:
         lively = name in self._lively
         try:
             if kind is TENSORS and name == ARGUMENT and not lively:
-                taken = TENSORS.take(obj, close=self._close, most=kinds.SMALL_BYTES)
+                taken = TENSORS.take(obj, close=self._close, most=SMALL_BYTES)
             else:
                 taken = kind.take(obj, close=self._close or lively)
         except RuntimeError:  # a tensor of inference mode has no version
@@ -261,14 +264,16 @@ class Walk:
                     later.append((name, code))
             left = later
         assigns = any("data" in part.co_names and any(map(_assigns, dis.get_instructions(part))) for part in found)
-        return Code(not named.isdisjoint(_UNSEEN), assigns)
+        return Code(not named.isdisjoint(_UNSEEN), assigns, "backward" in named)
 
 
 class Code(NamedTuple):
-    """Whether code names what writes to tensors behind autograd's back, and whether it assigns to a ``.data``."""
+    """Whether code names what writes to tensors behind autograd's back, whether it assigns to a ``.data``, and whether
+    it may call ``backward``."""
 
-    writes_unseen: bool
-    assigns: bool
+    writes_unseen: bool = False
+    assigns: bool = False
+    calls_backward: bool = False
 
 
 def code_of(unit: str, module: nn.Module) -> Code:
@@ -380,6 +385,6 @@ def _in_library(name: Any) -> bool:
 
 
 def is_library(cls: type) -> bool:
-    if cls in (nn.Module, object, torch.quasirandom.SobolEngine):
+    if cls in _BASES or cls.__module__ == "multiprocessing.sharedctypes":
         return False
     return str(cls.__module__).partition(".")[0] in LIBRARIES

@@ -24,18 +24,17 @@ from torch.nn.modules import module as all_modules
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import stream_of
-from autockpt.policies.rerun_state.kinds import (
+from autockpt.policies.rerun_state.kinds import Fields, Parameters
+from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, Code, Global, Node, Walk, changed_of, said
+from autockpt.policies.rerun_state.tensors import (
     TENSORS,
-    Fields,
     NotPutBackError,
-    Parameters,
     TensorTaken,
     fingerprint,
     place_of,
     still_holds,
     without_values,
 )
-from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, Code, Global, Node, Walk, changed_of, said
 from autockpt.policies.watching import Unread
 
 _FIRST_CALLS = 2
@@ -65,7 +64,7 @@ class Memory:
         self.lively: set[str] = set()
         self.restless: Counter[str] = Counter()
         self.calls = {True: 0, False: 0}  # by the unit's `training`
-        self.code = Code(False, False)
+        self.code = Code()
         self._cache_quiet: Quiet | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,11 +73,9 @@ class Memory:
     def quiet(self, module: nn.Module) -> Quiet | None:
         """What has not changed so far; None where the unit is to be looked at closely: on its first calls, where its
         code may write unseen, and where somebody has changed something, after which it may do what it did not."""
-        if self.calls[module.training] < _FIRST_CALLS or self.code.writes_unseen:
+        if not self._knows(module) or self._cache_quiet is None:
             self._cache_quiet = None
             return None
-        if self._cache_quiet is None:
-            self._cache_quiet = Quiet(self.unit, module, self.lively)
         changed = self._cache_quiet.changed()
         for node in changed:
             self.restless[node.name] += 1
@@ -87,6 +84,14 @@ class Memory:
         if changed:
             self._cache_quiet = None
         return self._cache_quiet
+
+    def settle(self, module: nn.Module) -> None:
+        """A forward has ended that was looked at closely, or changed something for the first time. What is quiet is
+        noted now, so that the next call sees what somebody changes before it."""
+        self._cache_quiet = Quiet(self.unit, module, self.lively) if self._knows(module) else None
+
+    def _knows(self, module: nn.Module) -> bool:
+        return self.calls[module.training] >= _FIRST_CALLS and not self.code.writes_unseen
 
 
 class Quiet:
@@ -174,7 +179,7 @@ class UnitState:
     def __init__(
         self, memory: Memory, module: nn.Module, objects: Sequence[Any], tensors: Sequence[torch.Tensor] = ()
     ) -> None:
-        self._memory, self._training = memory, module.training
+        self._memory, self._module, self._training = memory, module, module.training
         self._quiet = quiet = memory.quiet(module)
         arguments = [(ARGUMENT, value) for value in objects]
         if (quiet is None or ARGUMENT in memory.lively) and not without_values():
@@ -202,6 +207,16 @@ class UnitState:
     def after(self) -> None:
         memory, quiet = self._memory, self._quiet
         memory.calls[self._training] += quiet is None
+        known = len(memory.lively)
+        try:
+            self._learn()
+        finally:
+            if quiet is None or len(memory.lively) > known:
+                memory.settle(self._module)
+
+    def _learn(self) -> None:
+        """See what the forward has changed. Raises ConflictError where that cannot be done twice."""
+        memory, quiet = self._memory, self._quiet
         changed = changed_of(self._still) + (quiet.changed() if quiet else [])
         tensors = self._changed_tensors()
         self._over = True
@@ -211,8 +226,6 @@ class UnitState:
         doubts, known = set(map(id, self.doubts)), set(memory.lively)
         changed = [node for node in changed if id(node) not in doubts]
         memory.lively.update(node.name for node in (*changed, *tensors))
-        if len(memory.lively) > len(known):
-            memory._cache_quiet = None
         for node in (*changed, *tensors):
             if node.kind is TENSORS and node.taken.alias is None and quiet is not None and node.name not in known:
                 self._lost[id(node.obj)] = _began(memory.unit, node)
