@@ -32,8 +32,6 @@ _PRODUCTS = frozenset(
     f"aten.{name}"
     for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm", "_addmm_activation")
 )
-# aten/src/ATen/native/cuda/Dropout.cu: the mask, which is returned second, is allocated first.
-_LAST_OUTPUT_FIRST = frozenset(("aten.native_dropout.default", "aten._fused_dropout.default"))
 _BUCKET = 25 * MIB  # DistributedDataParallel's bucket_cap_mb
 # bitsandbytes: blocks of 256 values share a scale; states of small tensors stay fp32.
 _BLOCK, _SMALLEST_8BIT = 256, 4096
@@ -183,9 +181,6 @@ def events(graph: Graph, cycles: int = 2) -> Iterator[Event]:
         if s.birth >= 0:
             born.setdefault(s.birth, []).append(s)
             dying.setdefault(count if s.death is None else min(s.death + 1, count), []).append(s.id)
-    for op in graph.ops:
-        if op.target in _LAST_OUTPUT_FIRST and op.index in born:
-            born[op.index].reverse()
     for cycle in range(cycles):
         for index in range(count + 1):
             for key in dying.get(index, ()):

@@ -283,16 +283,6 @@ def test_optimizer_states_come_with_the_first_step() -> None:
     assert all(key not in keys[: keys.index(9)] for key in (2, 3, 4, 5))
 
 
-@pytest.mark.parametrize(("target", "order"), [("native_dropout", [1, 0]), ("native_layer_norm", [0, 1])])
-def test_dropout_allocates_its_mask_first(target: str, order: list[int]) -> None:
-    """Which of them gets the free block that is left decides on a segment."""
-    made = op(0, "forward", outputs=(meta(0, "fp32", 1024), meta(1, "bool", 1024)))
-    storages = (Storage(id=0, bytes=4096, birth=0, death=0), Storage(id=1, bytes=1024, birth=0, death=0))
-    changed = made.model_copy(update={"target": f"aten.{target}.default"})
-    graph = Graph(resident_bytes=0, signatures=("",), ops=(changed,), storages=storages)
-    assert [key for key, nbytes in events(graph, 1) if nbytes] == order
-
-
 def test_a_large_graph_is_no_burden() -> None:
     count = 20_000
     storages = tuple(
