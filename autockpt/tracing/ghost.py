@@ -198,6 +198,9 @@ class GhostMode(Recorder):
             raise self._refusal(f"{operator.name} cannot be ghost-run: {outcome.problem}", _DEPENDS_ON_DATA)
         if operator.mutates and None not in operator.returned:
             return _written(operator, args, kwargs)
+        if operator.base == "native_dropout":  # its mask is allocated first: allocators tell who comes when
+            mask = self._result(outcome.tree[1], operator, args, kwargs, tensors)
+            return self._result(outcome.tree[0], operator, args, kwargs, tensors), mask
         return self._result(outcome.tree, operator, args, kwargs, tensors)
 
     def _result(
