@@ -13,12 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.headcall import ChunkState, HeadCall
 from autockpt.policies.lazylogits import LazyLogits, lazy_logits
+from autockpt.policies.rerun_state import user_modes
 from autockpt.schema.choices import Choice
 
 
@@ -116,6 +118,8 @@ def _unsuited(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return "because the head is called with more than its features"
     if args[0].dim() < 2 or not args[0].numel():
         return "because the head is called without a token dimension"
+    if any(isinstance(mode, TorchFunctionMode) for mode in user_modes()):
+        return "because a TorchFunctionMode is in force around it, which may count calls"
     for inner in module.modules():
         if isinstance(inner, nn.modules.dropout._DropoutNd) and inner.training and inner.p > 0:
             return "because dropout in the head would draw other numbers for chunks"

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
@@ -111,7 +112,9 @@ class Replay:
             refuse_inference(error, state.unit)
             raise
         self.surroundings = Surroundings(state.unit, state.numpy_use)
-        self.reached = UnitState(state.memory, module, [*objects, *user_modes()], self.tensors)
+        # dispatch modes that list or count ops are to see those of the second run, too
+        modes = [mode for mode in user_modes() if isinstance(mode, TorchFunctionMode)]
+        self.reached = UnitState(state.memory, module, [*objects, *modes], self.tensors)
         self._over = False
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         if state.memory.code.calls_backward:

@@ -25,6 +25,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.opkinds import kind_of
 from autockpt.policies.replay import Replay, ReplayState
+from autockpt.policies.rerun_state import user_modes
 from autockpt.policies.saved import address_of
 from autockpt.policies.triton_kernels import READS, launches, name_of
 from autockpt.policies.user_checkpoint import hooks_in_force
@@ -387,7 +388,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _other_modes() -> bool:
     """Whether other ops may run than those of plain tensors: a mode may put others in their place, as autocast does."""
-    if torch._C._is_any_autocast_enabled() or _transform() is not None:  # type: ignore[attr-defined]
+    if torch._C._is_any_autocast_enabled() or _transform() is not None or user_modes():  # type: ignore[attr-defined]
         return True
     return not all(getattr(mode, "only_records", False) for mode in _get_current_dispatch_mode_stack())
 
