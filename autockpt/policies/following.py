@@ -203,7 +203,7 @@ class Ways:
     """The ways through one unit that can be followed."""
 
     def __init__(self) -> None:
-        self._scores: dict[Any, Score] = {}
+        self._scores: dict[Any, Score | None] = {}  # None: a way that cannot be followed
         self._own: list[tuple[Any, str]] | None = None
         self._misses = 0
 
@@ -237,11 +237,16 @@ class Ways:
     def score(self, key: Any) -> Score | None:
         return self._scores.get(key)
 
+    def is_new(self, key: Any) -> bool:
+        """Whether no call that might go this way was noted yet."""
+        return key is not None and key not in self._scores
+
     def learn(self, key: Any, score: Score | None) -> None:
         """A call was noted; what can be followed of it."""
-        if score is None or len(self._scores) >= _WAYS:
+        full = len(self._scores) >= _WAYS
+        if score is None or full:
             self._misses += 1
-        else:
+        if not full:
             self._scores[key] = score
 
     def missed(self, key: Any) -> None:

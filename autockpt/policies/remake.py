@@ -122,7 +122,7 @@ def _watched(
     watch = None
     if state.sentinel is not None:
         # what later calls go by is proven first; and what a mode does with ops when they run again, each time
-        new = (key is not None and score is None) or any(isinstance(mode, TorchDispatchMode) for mode in user_modes())
+        new = ways.is_new(key) or any(isinstance(mode, TorchDispatchMode) for mode in user_modes())
         watch = state.sentinel.watch(module, code=code, hold=HELD_BYTES, anew=new)
     hooks = saved_tensors_hooks if watch is None else watch.hooks
     if watch is None and code.assigns:

@@ -76,9 +76,8 @@ class Sentinels:
 
     def __init__(self, mode: Mode = "off", rounding: Rounding | None = None) -> None:
         self.mode: Mode = mode
-        self.rounding = rounding
-        self.step = 0
-        self.repeats = True
+        self.rounding, self.step = rounding, 0
+        self.repeats, self.measured = True, False
         self.units: list[UnitSentinel] = []
         self._reset()
 
@@ -103,7 +102,8 @@ class Sentinels:
         return self.units[-1]
 
     def in_mid_training(self) -> None:
-        """Go on as if every unit's first calls were over: for steps that are timed."""
+        """Go on as if every unit's first calls were over, and no way through it new: for steps that are measured."""
+        self.measured = True
         for index, unit in enumerate(self.units):
             unit.past_first(index)
 
@@ -200,10 +200,10 @@ class UnitSentinel:
     def watch(
         self, module: nn.Module, *, code: Code | None = None, hold: int | None = None, anew: bool = False
     ) -> Watch | None:
-        """A call begins: its watch where it is to be checked, ``anew`` in any case. ``hold`` as for Watch."""
+        """A call begins: its watch where it is to be checked; ``anew``: it is. ``hold`` as for Watch."""
         self.calls += 1
         self._code = code = code or self._code or _code_of(self.name, module)
-        if self.calls < self._due and not (anew or code.writes_unseen):
+        if self.calls < self._due and not (code.writes_unseen or (anew and not self.sentinels.measured)):
             return None
         if self.sentinels.mode == "sample":
             # tried again soon where no backward follows, but not at every call: it may be an evaluation
