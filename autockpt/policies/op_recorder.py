@@ -20,7 +20,7 @@ from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.sentinels import Watch
 from autockpt.policies.tape import Maker, Op, Read, Slot, Source
-from autockpt.policies.watching import passes_by, refuse_watching
+from autockpt.policies.watching import passes_by, refuse_conditional, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
@@ -274,6 +274,7 @@ class _Taping(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
+        self.conditional: list[torch.Tensor] = []  # what torch.cond gave, no tuple
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -283,7 +284,10 @@ class _Taping(TorchDispatchMode):
         kwargs = kwargs or {}
         if passes_by(func):
             self._tape.astray = True
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func is torch.ops.higher_order.cond and isinstance(out, torch.Tensor):
+                self.conditional.append(out)
+            return out
         if not self._tape.within:
             self._tape.astray = True
         kind = kind_of(func)
@@ -350,7 +354,8 @@ def running(tape: Tape) -> Iterator[None]:
         return
     tape.running = True
     try:
-        with _Taping(tape):
+        with _Taping(tape) as taping:
             yield
+        refuse_conditional(taping.conditional, tape.unit)
     finally:
         tape.running = False

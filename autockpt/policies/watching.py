@@ -30,6 +30,19 @@ def passes_by(func: Any) -> bool:
     return isinstance(func, HigherOrderOperator) or torch.compiler.is_dynamo_compiling()
 
 
+def refuse_conditional(given: list[torch.Tensor], unit: str) -> None:
+    """Raise ConflictError where one of these results of ``torch.cond`` takes part in backward.
+
+    Under a dispatch mode torch does not compile its functions first, and its backward takes only such as return tuples.
+    """
+    if any(tensor.requires_grad for tensor in given):
+        raise ConflictError(
+            f"watching the ops within {unit} would leave torch.cond without a backward, as its functions return a "
+            "tensor, not a tuple",
+            remedy=f"Let them return tuples, or use recompute, selective, offload or save on {unit}.",
+        )
+
+
 def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
     """Raise ConflictError where this call of one of ``CHANGED_BY_WATCHING`` would give something else."""
     if func in _OF_COMPLEX and args[0].is_complex():

@@ -67,3 +67,32 @@ def test_other_choices_leave_them_alone(then, autocast, choice):
 @pytest.mark.parametrize("then", [bilinear, sparse])
 def test_outside_of_autocast_they_are_exact(then, choice):
     assert_equal(gradients(then, choice, False), gradients(then, parse_choice("save"), False))
+
+
+@pytest.fixture
+def compiler_reset():
+    """Once ``torch.cond`` has run in a mode, torch cannot compile it outside of one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("compiler_reset")
+@pytest.mark.parametrize("choice", [*WATCHING, *OTHERS], ids=str)
+@pytest.mark.parametrize("returned", ["tensor", "tuple", "constant"])
+def test_torch_cond(returned, choice):
+    """Not compiled, as under a mode, it has a backward only where its functions return tuples."""
+
+    def conditional(x: Tensor) -> Tensor:
+        if returned == "tuple":
+            return torch.cond(x.sum() > 0, lambda t: (t.sin(),), lambda t: (t.cos(),), (x,))[0]
+        with torch.set_grad_enabled(returned == "tensor"):
+            factor = torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+        return x * factor
+
+    if returned == "tensor" and choice.kind == "remake" and not choice.within:
+        with pytest.raises(ConflictError, match=r"within 0 would leave torch\.cond without a backward"):
+            gradients(conditional, choice, False)
+    else:
+        plain = gradients(conditional, parse_choice("save"), False)
+        assert_equal(gradients(conditional, choice, False), plain)
