@@ -8,6 +8,7 @@ results/<model>_<device>_<budget>_<hash of the question>/
     study.db           the Optuna study        outcome.json      what was answered, once the search had ended
     report.html        all of it on one page   graph-*.json.gz   the steps of the plan, and of recomputing everything
     plan_by_length.yaml  plan.yaml with further sets of choices for smaller batches, where lengths were searched for
+    sizes.json         several micro-batches timed side by side, in the run of the smallest one
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.lock import exclusive
+from autockpt.schema.batches import SizesTimed
 from autockpt.schema.device import Environment
 from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside
 from autockpt.schema.graph import Graph
@@ -221,6 +223,13 @@ class RunDirectory:
     def finished(self) -> FinishedSearch | None:
         """What was answered when a search came to its end; None while none has."""
         return self._model("outcome.json", FinishedSearch)
+
+    def write_sizes(self, timed: SizesTimed) -> None:
+        self.write("sizes.json", timed.model_dump_json() + "\n")
+
+    def sizes(self) -> SizesTimed | None:
+        """Micro-batches timed side by side, of which this run's is the smallest; None where none were."""
+        return self._model("sizes.json", SizesTimed)
 
     def plan(self) -> Plan | None:
         """The run's answer, None where there is none yet. Raises PlanError where its file was damaged.

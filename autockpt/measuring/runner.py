@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 import statistics
@@ -111,6 +112,12 @@ class StepRunner:
                         times[name].append(self.time_cycle())
                 self._round += 1
         return times
+
+    def of(self, workload: Step) -> StepRunner:
+        """The same runner for another batch of the same model and optimizer."""
+        other = copy.copy(self)
+        other.workload = workload
+        return other
 
     @property
     def _peak_at_once(self) -> bool:

@@ -59,3 +59,12 @@ class BatchAnswer(Data):
     trials: int = Field(description="candidates of all sizes together")
     seconds: float = Field(description="wall time of it all")
     notes: tuple[str, ...] = ()
+
+
+class SizesTimed(Data):
+    """The best plans of several micro-batches timed side by side, all by micro-batch; seconds are whole updates'."""
+
+    plans: dict[int, str] = Field(description="hashes of the plans")
+    winner: int
+    undecided: tuple[int, ...] = Field(default=(), description="sizes that cannot be told from the winner")
+    times: dict[int, tuple[float, ...]]

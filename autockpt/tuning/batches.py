@@ -7,9 +7,10 @@ its plans; those that look best are searched on with what is left of the trials.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from autockpt.devices import get_device
-from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.measuring import WorkerMeasurer, environment_of
+from autockpt.errors import InfeasibleError, UsageError
+from autockpt.measuring import Measurer, WorkerMeasurer, environment_of
 from autockpt.profiling import uniform_graphs
 from autockpt.schema import (
     Budget,
     Comparison,
-    Graph,
     Listener,
     SearchOutcome,
     SearchRequest,
@@ -37,8 +37,9 @@ from autockpt.schema.words import tally
 from autockpt.tuning.alternatives import WhatIf, on_device, predictions
 from autockpt.tuning.jobs import Described, Job, Live, with_rows
 from autockpt.tuning.opening import blocks_of, environment_here
-from autockpt.tuning.rows import SIZES, meetings
-from autockpt.tuning.search import search_step
+from autockpt.tuning.rows import dependent_rows
+from autockpt.tuning.search import live_measurer, search_step
+from autockpt.tuning.side_by_side import Meet, put_right, timed_together
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import on_hardware
 from autockpt.workload import Step
@@ -46,6 +47,7 @@ from search_spaces.spaces import load_space
 
 FEWEST = 3  # candidates of the first search of a size
 LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
+RACE = 0.1  # share of the time limit kept for timing the best sizes side by side
 KINDS = ("save", "recompute", "recompute_offload", "offload")
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
 SizeSearch = Callable[[int, int, float | None, bool], SearchOutcome]
@@ -94,12 +96,12 @@ class Climb:
     def at(self, size: int, trials: int) -> BatchSetting | None:
         """The best plan of a micro-batch; None where nothing fits. A size searched before is searched on."""
         self.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
-        left = None if self.timeout is None else self.timeout - (time.monotonic() - self.began)
-        if left is not None and self.timeout and left < self.timeout * LAST and any(self.found.values()):
+        left = self.seconds_left - RACE * (self.timeout or 0.0)
+        if self.timeout is not None and left < self.timeout * LAST and any(self.found.values()):
             return self.best(size)
         continued = self.found.get(size) is not None
         try:
-            self.found[size] = self.search(size, trials, None if left is None else max(1.0, left), continued)
+            self.found[size] = self.search(size, trials, None if left == math.inf else max(1.0, left), continued)
         except InfeasibleError:
             if not any(self.found.values()) and size == 1:
                 raise
@@ -115,6 +117,11 @@ class Climb:
         """Whether more candidates could bring more: not where saving everything fits, nor where a simulation ended."""
         outcome = self.found.get(size)
         return outcome is not None and outcome.binding and outcome.source == "measured"
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the time limit; infinite without one."""
+        return math.inf if self.timeout is None else self.timeout - (time.monotonic() - self.began)
 
     @property
     def spent(self) -> int:
@@ -141,8 +148,15 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
         return Described(variant(request.workload, rows, size), request.hardware)
 
     climb = Climb(rows, at, listener, request.timeout)
+
+    def meet(size: int) -> AbstractContextManager[Measurer]:
+        spec = variant(request.workload, rows, size)
+        return WorkerMeasurer(spec, request.device, host_budget=request.host_budget)
+
     judge = judge_of(request, [kind for kind in KINDS if kind in ("save", *request.space.choices)])
-    answer = _most_tokens(climb, job, judge, request.workload.batch_size, request.trials, THE_COMMAND)
+    apart = request.compile is not None  # compiled anew for every size
+    given = request.workload.batch_size
+    answer = _most_tokens(climb, job, judge, given, request.trials, THE_COMMAND, None if apart else meet)
     return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
 
 
@@ -190,7 +204,12 @@ def search_step_batches(
         here = get_device(str(device))
         judge = on_device(parsed, device, environment_of(here), here.used_by_others(), kinds)
         climb = Climb(rows, at, listener, timeout)
-        return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, trials, THE_STEP)
+        alone = {name: options[name] for name in ("host_budget", "others_wait") if name in options}
+
+        def meet(size: int) -> AbstractContextManager[Measurer]:
+            return live_measurer(of_rows(size), **alone)
+
+        return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, trials, THE_STEP, meet)
 
 
 def _made(step: Callable[[int], Step], size: int) -> Step:
@@ -217,9 +236,18 @@ def _of_rows(step: Step, rows: int, size: int) -> Step:
 
 
 def _most_tokens(
-    climb: Climb, job: Callable[[int], Job], judge: WhatIf, given: int | None, trials: int, remedy: str
+    climb: Climb,
+    job: Callable[[int], Job],
+    judge: WhatIf,
+    given: int | None,
+    trials: int,
+    remedy: str,
+    meet: Meet | None,
 ) -> BatchAnswer:
-    """Climb the sizes, then search on where it may bring more; ``job`` is the update in micro-batches of a size."""
+    """Climb the sizes, search on where it may bring more, and time the best side by side with ``meet``.
+
+    ``job`` is the update in micro-batches of a size.
+    """
     rows, listener = climb.rows, climb.listener
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     listener.stage("ghost-run batch sizes", 3)
@@ -234,24 +262,30 @@ def _most_tokens(
     for size in rivals:
         if left > 0 and climb.open(size):
             climb.at(size, share + max(1, left // len(rivals)))
-    top = min(rivals, key=lambda s: _seconds(climb, s))
-    outcome, best = climb.found[top], climb.best(top)
-    assert outcome is not None and best is not None
-    others = [b for s in climb.found if s != top and (b := climb.best(s)) is not None]
+    found = {s: (b, o) for s, o in climb.found.items() if o is not None and (b := climb.best(s)) is not None}
+    raced, said = None, ""
+    if meet is not None:
+        raced, said = timed_together(found, meet, climb.seconds_left, listener)
+    top = raced.winner if raced is not None else min(rivals, key=lambda s: _seconds(climb, s))
+    settings = [best for best, _ in found.values()]
     usual, highest = known.largest("recompute"), known.largest(*KINDS) or 0
     for role, size in (("given", given), ("usual", usual)):
         if size is not None and size <= highest and (row := _well_known(climb, role, size)) is not None:
-            others.append(row)
+            settings.append(row)
+    if raced is not None:
+        settings = put_right(settings, raced)
+    best = next(s for s in settings if s.role == "found" and s.batch_size == top)
+    outcome = found[top][1]
     tokens = outcome.settings.get("tokens") is not None
     return BatchAnswer(
         rows_per_update=rows,
         unit="tokens" if tokens else "rows",
         best=best,
-        others=tuple(sorted(others, key=lambda b: b.update_seconds)),
+        others=tuple(sorted((s for s in settings if s is not best), key=lambda b: b.update_seconds)),
         outcome=outcome,
         trials=climb.spent,
         seconds=time.monotonic() - climb.began,
-        notes=(*met, *NOTES),
+        notes=(*met, *filter(None, [said]), *NOTES),
     )
 
 
@@ -279,34 +313,6 @@ def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
             else:
                 patience -= 1
     return top
-
-
-def dependent_rows(job: Callable[[int], Job], judge: WhatIf, remedy: str) -> tuple[str, ...]:
-    """Notes on terms that take rows together. Raises UsageError where another micro-batch is another training.
-
-    Where the model cannot be ghost-run at these sizes a note says that this was not looked at.
-    """
-    try:
-        met = meetings(*(_plain_graph(job(size), judge) for size in SIZES))
-    except AutockptError as error:
-        return (f"Whether rows of a batch depend on each other was not looked at: {error.message}",)
-    if met and met[0].certain:
-        raise UsageError(
-            f"the rows of this model's batch depend on each other ({met[0]}): another micro-batch is another training",
-            remedy=remedy,
-        )
-    if not met:
-        return ()
-    where = ", ".join(map(str, met[:3]))
-    return (
-        f"Rows of a micro-batch are taken together ({where}), as balancing losses of experts do: with another "
-        "micro-batch this term is another one, everything else stays.",
-    )
-
-
-def _plain_graph(job: Job, judge: WhatIf) -> Graph:
-    with job.tracer(judge.device) as tracer:
-        return tracer.trace()
 
 
 def foreseen_sizes(job: Callable[[int], Job], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import Graph
 from autockpt.schema.graph import Op
+from autockpt.tuning.alternatives import WhatIf
+from autockpt.tuning.jobs import Job
 
 SIZES = (2, 3)
 """Rows of the two runs: single rows are broadcast, and batch norms refuse them."""
@@ -80,3 +83,31 @@ def _taken(graph: Graph, op: Op) -> list[int]:
 def _given(op: Op) -> list[int]:
     """The same of what it returns, empty tensors left out."""
     return [count for made in op.outputs if "f" in made.dtype and (count := math.prod(made.shape))]
+
+
+def dependent_rows(job: Callable[[int], Job], judge: WhatIf, remedy: str) -> tuple[str, ...]:
+    """Notes on terms that take rows together. Raises UsageError where another micro-batch is another training.
+
+    Where the model cannot be ghost-run at these sizes a note says that this was not looked at.
+    """
+    try:
+        met = meetings(*(_plain_graph(job(size), judge) for size in SIZES))
+    except AutockptError as error:
+        return (f"Whether rows of a batch depend on each other was not looked at: {error.message}",)
+    if met and met[0].certain:
+        raise UsageError(
+            f"the rows of this model's batch depend on each other ({met[0]}): another micro-batch is another training",
+            remedy=remedy,
+        )
+    if not met:
+        return ()
+    where = ", ".join(map(str, met[:3]))
+    return (
+        f"Rows of a micro-batch are taken together ({where}), as balancing losses of experts do: with another "
+        "micro-batch this term is another one, everything else stays.",
+    )
+
+
+def _plain_graph(job: Job, judge: WhatIf) -> Graph:
+    with job.tracer(judge.device) as tracer:
+        return tracer.trace()

@@ -168,7 +168,7 @@ def search_step(
     limits = _limits(trials, timeout, seed)
     clock = Clock(listener or Silence())
     with ExitStack() as stack:
-        measurer = stack.enter_context(LocalMeasurer(step, host_budget=host, others_wait=others_wait))
+        measurer = stack.enter_context(live_measurer(step, host_budget, others_wait=others_wait))
         with clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_step(step))
             found = traced(tracer, chosen, allow_inexact, listener=clock.listener)
@@ -206,6 +206,11 @@ def _saying_what_fits(
         return replace(bench, late=lambda: limits.seconds_left(clock) <= 0)
 
     return naming_alternatives(found, needed_on(environment.device), clock, Live(step, terms), budget, what_if)
+
+
+def live_measurer(step: Step, host_budget: str | int | None = None, *, others_wait: bool = False) -> LocalMeasurer:
+    """What measures a live step, as ``search_step`` does; the same arguments, the same errors."""
+    return LocalMeasurer(step, host_budget=_host_budget(host_budget), others_wait=others_wait)
 
 
 def _host_budget(given: str | int | None) -> int | None:

@@ -27,8 +27,9 @@ from autockpt.schema import (
 )
 from autockpt.tuning import batches, run_search
 from autockpt.tuning.alternatives import on_device
-from autockpt.tuning.batches import Climb, Sizes, climbed, dependent_rows, search_batch_sizes, search_step_batches
+from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes, search_step_batches
 from autockpt.tuning.jobs import Live, with_rows
+from autockpt.tuning.rows import dependent_rows
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
