@@ -6,6 +6,7 @@ results/<model>_<device>_<budget>_<hash of the question>/
     environment.json   device and versions     graph.json.gz     the plain step as traced
     plan.yaml          the answer              profile.json      what each choice costs
     study.db           the Optuna study        outcome.json      what was answered, once the search had ended
+    outlook.json       what ghost runs said of other budgets and other jobs, of which nothing was tried
     report.html        all of it on one page   graph-*.json.gz   the steps of the plan, and of recomputing everything
     plan_by_length.yaml  plan.yaml with further sets of choices for smaller batches, where lengths were searched for
     sizes.json         several micro-batches timed side by side, in the run of the smallest one
@@ -34,6 +35,7 @@ from autockpt.schema.batches import SizesTimed
 from autockpt.schema.device import Environment
 from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside
 from autockpt.schema.graph import Graph
+from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
 from autockpt.schema.profile import Profile
 from autockpt.schema.request import FinishedSearch, question_hash
@@ -230,6 +232,13 @@ class RunDirectory:
     def sizes(self) -> SizesTimed | None:
         """Micro-batches timed side by side, of which this run's is the smallest; None where none were."""
         return self._model("sizes.json", SizesTimed)
+
+    def write_outlook(self, outlook: Outlook) -> None:
+        self.write("outlook.json", outlook.model_dump_json() + "\n")
+
+    def outlook(self) -> Outlook | None:
+        """What ghost runs said besides; None where no search has come to its end."""
+        return self._model("outlook.json", Outlook)
 
     def plan(self) -> Plan | None:
         """The run's answer, None where there is none yet. Raises PlanError where its file was damaged.

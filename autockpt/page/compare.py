@@ -47,7 +47,7 @@ def _found(*runs: Contents) -> list[tuple[str, ...]]:
         ("peak", *of_answer(lambda p: format_binary(p.peak) if p.peak is not None else "—")),
         ("step", *of_answer(_step)),
         ("known how", *of_answer(lambda p: p.basis or "—")),
-        ("plans tried", *(str(sum(p.basis != "predicted" for p in run.plans.points.values())) for run in runs)),
+        ("plans tried", *(str(sum(p.phase != "" for p in run.plans.points.values())) for run in runs)),
         ("ended", *(run.outcome.stopped if run.outcome is not None else run.state for run in runs)),
     ]
     versions = [dict(run.environment.versions) if run.environment is not None else {} for run in runs]

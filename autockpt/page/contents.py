@@ -11,8 +11,8 @@ from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.explaining.subject import hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.page.outlook import Change, changes
-from autockpt.page.plans import Plans, Point, plans_of
-from autockpt.page.sentence import next_steps, sentence
+from autockpt.page.plans import SAID, SIMULATED, Plans, Point, plans_of
+from autockpt.page.sentence import more_budget, next_steps, sentence
 from autockpt.page.tape import Tape, tape_of
 from autockpt.profiling.roofline import peak_flops
 from autockpt.reporting.explain_words import rates
@@ -31,6 +31,7 @@ from autockpt.schema import (
 from autockpt.schema.explanation import Speed
 from autockpt.schema.known import OURS
 from autockpt.schema.names import fold, outermost, parse_pattern
+from autockpt.schema.outlook import Outlook
 from autockpt.schema.planview import set_lines
 
 # an absolute path, also behind a quote, an equals sign or a URL's scheme
@@ -65,6 +66,7 @@ class Contents:
     state: str
     sentence: str
     next_steps: tuple[str, ...]
+    more_budget: tuple[str, ...]
     budget: ResolvedBudget | None
     rows: tuple[Comparison, ...]
     plan: Plan | None
@@ -97,11 +99,13 @@ def contents_of(run: RunDirectory) -> Contents:
     plans = plans_of(
         run, profile, base, plan.hash if plan is not None else "", plan.host_budget_bytes if plan is not None else None
     )
-    state = _state(run, plans, outcome is not None)
+    outlook = run.outlook()
+    refused = outlook.infeasible if outlook is not None and outcome is None else ""
+    state = _state(run, plans, outcome is not None, refused)
     budget = outcome.budget if outcome is not None else plan.budget if plan is not None else None
     rows = _rows(outcome, plan)
     environment = run.environment()
-    source = "simulated" if any(p.basis == "simulated" for p in plans.points.values()) else "measured"
+    source = "simulated" if any(p.basis == SIMULATED for p in plans.points.values()) else "measured"
     tapes = _tapes(run, profile, base)
     settings = dict(plan.settings if plan is not None else outcome.settings if outcome is not None else {})
     device = environment.device.name if environment is not None else ""
@@ -113,8 +117,9 @@ def contents_of(run: RunDirectory) -> Contents:
             device=device + (" (simulated)" if source == "simulated" else ""),
             source=source,
             state=state,
-            sentence=sentence(rows, budget, source, state),
-            next_steps=next_steps(plans, rows, budget, source, state, run.path.resolve().name),
+            sentence=refused if state == "infeasible" else sentence(rows, budget, source, state),
+            next_steps=next_steps(plans, budget, source, state, run.path.resolve().name),
+            more_budget=more_budget(plans, budget),
             budget=budget,
             rows=rows,
             plan=plan,
@@ -122,7 +127,7 @@ def contents_of(run: RunDirectory) -> Contents:
             units=tuple(dict.fromkeys(outermost(dict.fromkeys(every)))),
             lines=_lines(plan, profile, base.blocks() if base is not None else ()),
             tapes=tapes,
-            changes=changes(tapes, settings, budget, plan),
+            changes=changes(outlook or Outlook(), tapes, settings, budget, plan),
             outcome=outcome,
             settings={k: v for k, v in settings.items() if v not in (None, "", False)},
             environment=environment,
@@ -141,14 +146,16 @@ def _sets(plan: Plan | None) -> tuple[str, ...]:
     return (f"Sets of choices by the size of the batch: {'; '.join(lines)}.",) if lines else ()
 
 
-def _state(run: RunDirectory, plans: Plans, finished: bool) -> str:
-    """finished, running, stopped (no search has come to its end) or empty."""
+def _state(run: RunDirectory, plans: Plans, finished: bool, refused: str) -> str:
+    """finished, running, infeasible, stopped (no search has come to its end) or empty."""
     try:
         if (run.path / "lock").exists():
             with run.lock():
                 pass
     except RunDirectoryError:
         return "running"
+    if refused:
+        return "infeasible"
     if not plans.points:
         return "empty"
     return "finished" if finished else "stopped"
@@ -262,6 +269,7 @@ def as_json(contents: Contents) -> dict[str, Any]:
             }
             for key, point in contents.plans.points.items()
         },
+        "said": SAID,
         "best": contents.plans.best,
         "front": list(contents.plans.front),
         "thresholds": [asdict(t) for t in contents.plans.thresholds],

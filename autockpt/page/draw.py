@@ -12,11 +12,12 @@ from html import escape
 from markupsafe import Markup
 
 from autockpt.page.contents import Contents
-from autockpt.page.plans import PHASES, Plans, Point
+from autockpt.page.plans import GHOST, PHASES, PREDICTED, SIMULATED, Plans, Point
 from autockpt.page.tape import Tape
 from autockpt.reporting.axis import Axis
 from autockpt.schema import format_binary, words
 
+SMALL = {SIMULATED: "known", GHOST: "ghost", PREDICTED: "predicted"}  # styles of plans that are no trials
 MARKS = ("circle", "square", "diamond", "triangle", "cross")
 
 
@@ -32,7 +33,7 @@ def plane(contents: Contents, other: Contents | None = None) -> Markup:
     parts = _grid(x, y, "peak of a whole step", "step time")
     for number, run in enumerate(runs):
         parts.append(_staircase(run.plans, x, y, number))
-        points = sorted((p for p in run.plans.points.values() if p.shown), key=lambda p: p.basis != "predicted")
+        points = sorted((p for p in run.plans.points.values() if p.shown), key=lambda p: p.phase != "")
         parts += [_point(p, x, y, p.key == run.plans.best, number) for p in points]
     if other is None and contents.budget is not None:
         parts.append(_handle("budget", x(contents.budget.bytes), "Memory budget"))
@@ -64,14 +65,14 @@ def _staircase(plans: Plans, x: Axis, y: Axis, number: int) -> str:
 
 def _point(point: Point, x: Axis, y: Axis, best: bool, number: int) -> str:
     px, py = x(point.peak or 0), y(point.seconds or 0)
-    style = f"{'predicted' if point.basis == 'predicted' else 'phase' + str(_phase(point))} run{number}"
+    style = f"{'phase' + str(_phase(point)) if point.phase else SMALL[point.basis]} run{number}"
     interval = ""
     if point.low is not None and point.high is not None:
         top, bottom = y(y.clipped(point.high)), y(y.clipped(point.low))
         interval = f'<line class="interval {style}" x1="{px:.2f}%" x2="{px:.2f}%" y1="{top:.2f}%" y2="{bottom:.2f}%"/>'
     title = f"{point.name}: {format_binary(point.peak or 0)}, {words.seconds(point.seconds or 0)}, {point.basis}"
-    mark = "circle" if point.basis == "predicted" else MARKS[_phase(point) % len(MARKS)]
-    size = 3 if point.basis == "predicted" else 6 if best else 4.5
+    mark = MARKS[_phase(point) % len(MARKS)] if point.phase else "circle"
+    size = 3 if not point.phase else 6 if best else 4.5
     drawn = _mark(mark, size, f"{style}{' best' if best else ''}", title)
     return f'{interval}<svg x="{px:.2f}%" y="{py:.2f}%" class="at" data-plan="{escape(point.key)}">{drawn}</svg>'
 
@@ -152,7 +153,7 @@ def _slug(tape: Tape) -> str:
 
 def progress(contents: Contents) -> Markup:
     """Best step time so far against the search's wall time, and every trial where it ended."""
-    tried = [p for p in contents.plans.points.values() if p.shown and p.basis != "predicted"]
+    tried = [p for p in contents.plans.points.values() if p.shown and p.phase]
     tried.sort(key=lambda p: p.elapsed)
     if not any(p.fits for p in tried) or max(p.elapsed for p in tried) <= 0:
         return Markup("")

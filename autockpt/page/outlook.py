@@ -7,30 +7,49 @@ from dataclasses import dataclass
 from typing import Any
 
 from autockpt.explaining.holdings import COME_AND_GO, GRADIENTS, LOGITS
+from autockpt.page.plans import GHOST
 from autockpt.page.tape import Tape
-from autockpt.schema import Plan, ResolvedBudget, format_binary
+from autockpt.schema import Plan, ResolvedBudget, format_binary, words
+from autockpt.schema.choices import ChunkedLoss
+from autockpt.schema.outlook import Outlook
+from autockpt.schema.remedy import WayOut
 
 STATES = "optimizer states"
+CHUNKED = "Head and loss in chunks"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the job, what it would do to the peak, and how to find out exactly."""
+    """A change of the job, what it would do, how that is known, and how to find out exactly."""
 
     name: str
     effect: str
     exactly: str
+    basis: str = "arithmetic"
 
 
 def changes(
-    tapes: Sequence[Tape], settings: Mapping[str, Any], budget: ResolvedBudget | None, plan: Plan | None
+    outlook: Outlook,
+    tapes: Sequence[Tape],
+    settings: Mapping[str, Any],
+    budget: ResolvedBudget | None,
+    plan: Plan | None,
 ) -> tuple[Change, ...]:
-    """Estimates at the peak of the plan's own step (else of the plain one): the peak may move elsewhere then."""
+    """What the search ghost-ran, then estimates for other changes at the peak of the plan's own step.
+
+    These are at that of the plain step where there is no plan; the peak may move elsewhere.
+    """
+    found = [_ghost_run(way) for way in outlook.changes]
+    chunked, now = outlook.chunked_peak_bytes, (plan.measured or plan.predicted) if plan is not None else None
+    if chunked is not None and now is not None:
+        less = now.peak_bytes - chunked
+        effect = f"this plan would peak at {format_binary(chunked)}, {format_binary(abs(less))} "
+        effect += f"{'less' if less >= 0 else 'more'} (gradients equal up to rounding)"
+        found.append(Change(CHUNKED, effect, "--allow-inexact", GHOST))
     if not tapes:
-        return ()
+        return tuple(found)
     tape = tapes[-1]
     held = dict(tape.held)
-    found = []
     moving = sum(held.get(name, 0) for name in COME_AND_GO)
     spare = budget.bytes - _peak(plan, tape) if budget is not None else None
     if isinstance(batch := settings.get("batch_size"), int) and batch > 0 and moving:
@@ -40,9 +59,9 @@ def changes(
         each = moving // length * 64
         effect = f"about {format_binary(each)} more for 64 tokens, if attention does not keep its scores"
         found.append(Change("Longer sequences", effect + _room(spare, each, 64), f"--seq-len {length + 64}"))
-    if logits := held.get(LOGITS, 0):
+    if (logits := held.get(LOGITS, 0)) and chunked is None and not plan_in_chunks(plan):
         effect = f"takes up to {format_binary(logits)} off this moment (gradients equal up to rounding)"
-        found.append(Change("Head and loss in chunks", effect, "--allow-inexact"))
+        found.append(Change(CHUNKED, effect, "--allow-inexact"))
     trained = held.get(GRADIENTS, 0) + held.get(STATES, 0)
     if trained and not settings.get("lora"):
         effect = f"takes nearly all of {format_binary(trained)} of gradients and optimizer states off this moment"
@@ -52,6 +71,24 @@ def changes(
         effect = f"takes about {format_binary(held_by_all // 2)} off, if weights, gradients and states are split"
         found.append(Change("Sharding over two devices", effect, "--shard 2"))
     return tuple(found)
+
+
+def plan_in_chunks(plan: Plan | None) -> bool:
+    """Whether head and loss run in chunks already."""
+    return plan is not None and any(isinstance(choice, ChunkedLoss) for choice in plan.expand_planned().values())
+
+
+def _ghost_run(way: WayOut) -> Change:
+    """A change that makes a job fit, with its figures."""
+    fits = (
+        f", {format_binary(way.spare_bytes)} to spare" if way.spare_bytes is not None and way.spare_bytes >= 0 else ""
+    )
+    effect = f"peak {format_binary(way.peak_bytes)}{fits} with {way.plan}"
+    if way.step_seconds is not None:
+        effect += f", {words.seconds(way.step_seconds)} a step"
+    effect += f", {way.relative_cost:.2f} times the seconds per token of the leanest plan of the job as it is"
+    name, _, rest = way.effect.partition(": ")
+    return Change(name[:1].upper() + name[1:], f"{effect}{f' ({rest})' if rest else ''}", way.options, GHOST)
 
 
 def _peak(plan: Plan | None, tape: Tape) -> int:

@@ -71,9 +71,10 @@
     budgetHandle.setAttribute("aria-valuemax", high);
     const stops = [...new Set([...data.thresholds.map((t) => t.bytes), data.budget_bytes])].filter((b) => b >= low && b <= high).sort((a, b) => a - b);
     let now = data.budget_bytes;
-    const tell = (plan, key, word) => {
+    const tell = (key) => {
+      const plan = data.plans[key], word = data.said[plan.basis];
       const interval = plan.low ? ` (${seconds(plan.low)} to ${seconds(plan.high)})` : "";
-      return `${word}: ${plan.name === "predicted" ? "the solver's plan" : plan.name}, ${seconds(plan.seconds)}${interval}, peak ${bytes(plan.peak)}${key === data.best ? " — the answer of this run" : ""}`;
+      return `${word}: ${plan.name}, ${seconds(plan.seconds)}${interval}, peak ${bytes(plan.peak)}${key === data.best ? " — the answer of this run" : ""}`;
     };
     const place = (budget) => {
       now = Math.round(Math.min(high, Math.max(low, budget)));
@@ -81,9 +82,9 @@
       const tried = known && known.tried, predicted = known && known.predicted;
       const more = now - data.budget_bytes;
       byId("known-budget").textContent = `Budget ${bytes(now)}${more ? ` (${more > 0 ? "+" : "−"}${bytes(Math.abs(more))})` : ", as asked"}`;
-      byId("known-tried").textContent = tried ? tell(data.plans[tried], tried, data.plans[tried].basis) : "Nothing that was tried fits this budget.";
+      byId("known-tried").textContent = tried ? tell(tried) : `No plan is known to fit this budget${predicted ? ", but:" : "."}`;
       strip(byId("known-strip"), tried);
-      byId("known-predicted").textContent = predicted ? tell(data.plans[predicted], predicted, "predicted, not tried") : "";
+      byId("known-predicted").textContent = predicted ? tell(predicted) : "";
       strip(byId("known-predicted-strip"), predicted);
       for (const mark of plane.querySelectorAll(".picked")) mark.classList.remove("picked");
       for (const point of plane.querySelectorAll("[data-plan]")) {

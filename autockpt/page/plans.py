@@ -1,23 +1,26 @@
-"""The plans of a run as a page shows them: what was tried, and what the solver would do for other budgets."""
+"""The plans of a run as a page shows them: what was tried, and what ghost runs and the solver say of other budgets."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autockpt.history.rundir import RunDirectory
-from autockpt.history.trials import measurements, pareto_front
-from autockpt.profiling import build_problem
-from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
+from autockpt.history.trials import measurements
+from autockpt.schema import Choice, Graph, Prediction, Profile, Trial, plan_hash
+from autockpt.schema.outlook import GhostRun
 from autockpt.schema.words import USELESS_NOISE
-from autockpt.solvers import exact
-from autockpt.tuning.refit import Fit, fit, priced
+from autockpt.tuning.outlook import Foreseen, OtherBudgets
 
-THRESHOLDS = 24  # plans that are asked of the solver, at most
-PATIENCE = 3.0  # seconds that they may take together
+MEASURED, SIMULATED, GHOST, PREDICTED = "measured", "simulated", "ghost run", "predicted"
+SAID = {
+    MEASURED: "measured",
+    SIMULATED: "simulated",
+    GHOST: "ghost run, time predicted",
+    PREDICTED: "predicted, never run",
+}
 WORTH = 0.005  # share of a step by which a predicted plan must be faster to be worth a mention
 
 BASELINES, SEEDS, SOLVER, REFIT, OPTUNA = (
@@ -34,7 +37,8 @@ PHASES = (BASELINES, SEEDS, SOLVER, REFIT, OPTUNA)
 class Point:
     """A plan on the page. Bytes and seconds, None where unknown; ``low`` and ``high`` are the interval's ends.
 
-    ``basis`` says what peak and seconds are: measured, simulated, predicted (nothing was tried), or nothing.
+    ``basis`` says what peak and seconds are: measured; simulated; of a ghost run, with the time predicted; predicted
+    both, by the solver's model; or nothing. ``phase`` is empty for plans that are no trials.
     """
 
     key: str
@@ -60,10 +64,15 @@ class Point:
         """Whether it can stand in a drawing of peak against time."""
         return self.peak is not None and self.seconds is not None
 
+    @property
+    def sure(self) -> bool:
+        """Whether peak and time are as good as any of this run's."""
+        return self.basis in (MEASURED, SIMULATED)
+
 
 @dataclass(frozen=True)
 class Threshold:
-    """From so many bytes on: the fastest plan that was tried, and one that is predicted to be faster, by key."""
+    """From so many bytes on, by key: the fastest plan with sure numbers, and one that is predicted to be faster."""
 
     bytes: int
     tried: str | None
@@ -74,8 +83,8 @@ class Threshold:
 class Plans:
     """All plans of a run by key. ``front`` are keys of the Pareto front, leanest first.
 
-    ``missed_bytes`` and ``missed_seconds`` are how far the solver's model was, at most, from ghost runs and from step
-    times of the plans that were tried; None where there is no model.
+    ``missed_bytes`` and ``missed_seconds`` are how far the solver's model was, at most, from ghost runs of other plans
+    of its own (where there are none, of plans that were tried) and from step times of trials; None without a model.
     """
 
     points: dict[str, Point]
@@ -89,39 +98,94 @@ class Plans:
 def plans_of(
     run: RunDirectory, profile: Profile | None, base: Graph | None, best: str = "", host_budget: int | None = None
 ) -> Plans:
-    """Trials of the run, and what the solver's model predicts for other budgets. ``best`` is the answer's hash."""
-    readings = run.readings()
-    trials = run.trials()
+    """Trials of the run, and what is known of other budgets. ``best`` is the answer's hash."""
+    readings, trials = run.readings(), run.trials()
+    simulated = bool(run.question.get("hardware"))
     points = {}
     # after the first candidate prices are fitted to what was measured
     refitted = [t.number for t in trials if t.encoding != "baseline"][1:]
     for trial in trials:
         measured = measurements([reading for reading in readings if reading.number == trial.number])
-        points[f"t{trial.number}"] = _tried(trial, trial.number in refitted, len(measured))
-    model = _Model.of(trials, profile, base, best, host_budget) if profile is not None and base is not None else None
-    scored = {t.plan_hash for t in trials if t.score is not None}
-    walked = model.walk() if model is not None else []
-    points |= {point.key: point for point in walked if plan_hash(point.choices) not in scored}
+        points[f"t{trial.number}"] = _tried(trial, trial.number in refitted, len(measured), simulated)
+    model = None
+    if profile is not None and base is not None:
+        model = OtherBudgets.of(trials, profile, base, best, host_budget)
+    tried = {t.plan_hash for t in trials}
+    outlook = run.outlook()
+    record = {plan_hash(r.choices): r for r in (outlook.plans if outlook is not None else ())}
+    for number, (key, ghost) in enumerate(record.items()):
+        if key not in tried:
+            points[f"g{number}"] = _ghost(f"g{number}", ghost, model, simulated)
+    walked, missed_bytes, missed_seconds = _predictions(model, record, simulated)
+    points |= {point.key: point for point in walked if plan_hash(point.choices) not in {*tried, *record}}
     answer = next((f"t{t.number}" for t in trials if t.plan_hash == best), None)
     return Plans(
         points=points,
-        front=tuple(f"t{t.number}" for t in pareto_front(trials)),
+        front=_front(points),
         thresholds=_thresholds(points, answer),
         best=answer,
-        missed_bytes=model.missed if model is not None else None,
-        missed_seconds=model.prices.error_seconds if model is not None else None,
+        missed_bytes=missed_bytes,
+        missed_seconds=missed_seconds,
     )
 
 
-def _tried(trial: Trial, refitted: bool, readings: int) -> Point:
-    score, measured = trial.score, trial.measured
+def _predictions(
+    model: OtherBudgets | None, record: Mapping[str, GhostRun], simulated: bool
+) -> tuple[list[Point], int | None, float | None]:
+    """The solver's plans for other budgets, and by how many bytes and seconds its model was wrong where that is known.
+
+    Its bytes are moved by what ghost runs of its plans for budgets nearby showed.
+    """
+    if model is None:
+        return [], None, None
+    walked = sorted(model.walk(), key=lambda f: f.peak)
+    known = [(f, record[key].predicted) for f in walked if (key := plan_hash(f.choices)) in record]
+    missed_bytes, missed_seconds = model.missed, model.prices.error_seconds
+    errors = []
+    for f, ghost in known:
+        others = [pair for pair in known if pair[0] is not f and model.head_of(pair[0]) == model.head_of(f)]
+        if others:
+            errors.append(abs(f.peak + _moved(f, others, model) - ghost.peak_bytes))
+        if simulated and ghost.step_seconds is not None:  # as good as a trial's
+            missed_seconds = max(missed_seconds, abs(f.seconds - ghost.step_seconds))
+    points = [
+        _untried(f"p{number}", PREDICTED, f.choices, f.peak + _moved(f, known, model), f.seconds)
+        for number, f in enumerate(walked)
+    ]
+    return points, max(errors, default=missed_bytes), missed_seconds
+
+
+def _moved(plan: Foreseen, known: Sequence[tuple[Foreseen, Prediction]], model: OtherBudgets) -> int:
+    """Bytes by which ghost runs of plans with the same output head, near this one, were off the model."""
+    same = [pair for pair in known if model.head_of(pair[0]) == model.head_of(plan)]
+    if not same:
+        return 0
+    at, by = [f.peak for f, _ in same], [ghost.peak_bytes - f.peak for f, ghost in same]
+    return int(np.interp(plan.peak, at, by))
+
+
+def _front(points: Mapping[str, Point]) -> tuple[str, ...]:
+    """Plans with sure numbers that no other is both leaner and faster than, leanest first."""
+    front: list[Point] = []
+    known = [p for p in points.values() if p.sure and p.shown]
+    for point in sorted(known, key=lambda p: (p.peak or 0, p.seconds or 0.0)):
+        if not front or (point.seconds or 0.0) < (front[-1].seconds or 0.0):
+            front.append(point)
+    return tuple(p.key for p in front)
+
+
+def _tried(trial: Trial, refitted: bool, readings: int, simulated: bool) -> Point:
+    """A trial; one that no step was taken of, because its ghost run did not fit, by that ghost run."""
+    measured = trial.measured
+    score = trial.score or (trial.predicted if trial.state == "predicted_over" else None)
+    basis = MEASURED if measured is not None else SIMULATED if simulated or trial.state == "simulated" else GHOST
     known = measured is not None and 0 < measured.noise < USELESS_NOISE
     seconds = score.step_seconds if score is not None else None
     return Point(
         key=f"t{trial.number}",
         name=f"#{trial.number} {trial.name}",
         phase=phase_of(trial, refitted),
-        basis="" if score is None else "measured" if measured is not None else "simulated",
+        basis=basis if score is not None else "",
         state=trial.state,
         fits=trial.feasible,
         peak=score.peak_bytes if score is not None else None,
@@ -150,88 +214,24 @@ def phase_of(trial: Trial, refitted: bool = False) -> str:
     return REFIT if refitted else SOLVER
 
 
-@dataclass(frozen=True)
-class _Model:
-    """The planning problem with prices fitted to the trials, and how far it is from ghost runs.
-
-    ``offset`` bytes are added to the problem's own peaks: the device's context, and what ghost runs showed besides.
-    """
-
-    profile: Profile
-    base: Graph
-    head: Unit | None
-    trials: Sequence[Trial]
-    offset: int
-    missed: int
-    host_budget: int | None
-
-    @classmethod
-    def of(
-        cls, trials: Sequence[Trial], profile: Profile, base: Graph, best: str, host_budget: int | None
-    ) -> _Model | None:
-        blocks = {unit.name for unit in base.blocks()}
-        own = next((menu for menu in profile.menus if menu.representative not in blocks), None)
-        head = Unit(name=own.representative, cls="", kind=own.kind, role="head") if own is not None else None
-        plain = cls(profile, base, head, trials, 0, 0, host_budget)._problem()
-        if not any(len(unit.options) > 1 for unit in plain.units):
-            return None
-        saving = {unit.name: SAVE for unit in plain.units}
-        errors = {
-            trial.plan_hash: trial.predicted.peak_bytes - peak_of(plain, saving | trial.choices)
-            for trial in trials
-            if trial.predicted is not None and priced(plain, trial.choices)
-        }
-        usual = int(statistics.median(errors.values())) if errors else 0
-        offset = errors.get(best, usual or profile.op_times.environment.device.overhead_bytes)
-        missed = max((abs(error - offset) for error in errors.values()), default=0)
-        return cls(profile, base, head, trials, offset, missed, host_budget)
-
-    @cached_property
-    def prices(self) -> Fit:
-        """What choices cost by the trials that have step times."""
-        return fit(self._problem(), [t for t in self.trials if t.score is not None])
-
-    def walk(self) -> list[Point]:
-        """The fastest plans by the model from saving everything downwards, each at the bytes that it needs."""
-        plain, prices = self._problem(), self.prices
-        fitted = self._problem(prices.scale)
-        found: list[Point] = []
-        began = time.monotonic()
-        most = self.profile.save_all_peak_bytes
-        least = min([self.profile.leanest_peak_bytes, *(t.predicted.peak_bytes for t in self.trials if t.predicted)])
-        grain = max(1, (most - least) // THRESHOLDS)
-        budget = max(most, max(peak_of(plain, {u.name: SAVE for u in plain.units}) + self.offset, 0))
-        while len(found) < THRESHOLDS and time.monotonic() - began < PATIENCE:
-            answer = exact(fitted.model_copy(update={"budget": budget - self.offset}), time_limit=PATIENCE)
-            if not answer.feasible:
-                break
-            peak = peak_of(plain, answer.choices) + self.offset
-            head = self.head.name if self.head is not None else None
-            choices = {n: c for n, c in answer.choices.items() if n != head or c != SAVE}
-            found.append(_predicted(f"p{len(found)}", choices, peak, prices.predict(plain, answer.choices)))
-            budget = min(peak - 1, budget - grain)
-        return found
-
-    def _problem(self, price: Mapping[str, float] | None = None) -> Problem:
-        return build_problem(
-            self.base,
-            self.profile.menus,
-            budget=0,
-            price=price,
-            host_budget=self.host_budget,
-            base_seconds=self.profile.save_all_seconds,
-            head=self.head,
-        )
+def _ghost(key: str, ghost: GhostRun, model: OtherBudgets | None, simulated: bool) -> Point:
+    """A plan that was ghost-run. In a simulated run that is all there is of any; else times are of fitted prices."""
+    seconds = ghost.predicted.step_seconds
+    if not simulated and model is not None:
+        seconds = model.seconds(ghost.choices) or seconds
+    basis = SIMULATED if simulated else GHOST
+    point = _untried(key, basis, ghost.choices, ghost.predicted.peak_bytes, seconds)
+    return replace(point, host=ghost.predicted.host_bytes)
 
 
-def _predicted(key: str, choices: Mapping[str, Choice], peak: int, seconds: float) -> Point:
-    """A plan that only the model speaks of."""
+def _untried(key: str, basis: str, choices: Mapping[str, Choice], peak: int, seconds: float | None) -> Point:
+    """A plan that is no trial."""
     return Point(
         key=key,
-        name="predicted",
+        name="the solver's plan",
         phase="",
-        basis="predicted",
-        state="predicted",
+        basis=basis,
+        state=basis,
         fits=False,
         peak=peak,
         seconds=seconds,
@@ -251,7 +251,7 @@ def _thresholds(points: Mapping[str, Point], answer: str | None) -> tuple[Thresh
     predicted: Point | None = None
     shown = (p for p in points.values() if p.peak is not None and p.seconds is not None)
     for point in sorted(shown, key=lambda p: (p.peak or 0, p.seconds or 0.0)):
-        if point.basis == "predicted":
+        if not point.sure:
             predicted = _faster(point, predicted)
         else:
             tried = point if point.key == answer and _alike(point, tried) else _faster(point, tried, answer)
@@ -267,6 +267,8 @@ def _thresholds(points: Mapping[str, Point], answer: str | None) -> tuple[Thresh
 def _faster(point: Point, known: Point | None, answer: str | None = None) -> Point:
     if known is not None and known.key == answer and _alike(point, known):
         return known
+    if point.basis == PREDICTED and known is not None and known.basis != PREDICTED:  # its bytes are less sure
+        return point if (point.seconds or 0.0) < (known.seconds or 0.0) * (1 - WORTH) else known
     return point if known is None or (point.seconds or 0.0) < (known.seconds or 0.0) else known
 
 

@@ -15,7 +15,7 @@ from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.page import draw
 from autockpt.page.contents import Contents, as_json, contents_of
-from autockpt.page.plans import PHASES, Point
+from autockpt.page.plans import PHASES, SAID, Point
 from autockpt.page.sentence import why
 from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import format_binary, words
@@ -53,14 +53,16 @@ def write_text(text: str, path: Path) -> Path:
 
 def of_run(contents: Contents) -> dict[str, Any]:
     """What the template needs besides the contents themselves."""
-    tried = [p for p in contents.plans.points.values() if p.basis != "predicted"]
+    tried = [p for p in contents.plans.points.values() if p.phase]
     fitting = sorted((p for p in tried if p.fits and p.seconds), key=lambda p: p.seconds or 0.0)
     budget = contents.budget.bytes if contents.budget is not None else 0
     return {
         "answers": answer_rows(contents.rows, budget) if contents.budget is not None else [],
         "load": loading_lines(f"{contents.run}/plan.yaml"),
         "tried": tried,
-        "why": why(contents.plans),
+        "said": SAID,
+        "small": _small(contents),
+        "why": why(contents.plans, [line.price for line in contents.lines if line.price is not None]),
         "best_few": fitting[:BEST_FEW],
         "without": [p for p in tried if not p.fits],
         "buys": _buys(contents),
@@ -78,6 +80,8 @@ def _buys(contents: Contents) -> list[dict[str, Any]]:
     rows = []
     for step in steps:
         point = contents.plans.points[step.predicted or step.tried or ""]
+        if rows and rows[-1]["point"] is point:
+            continue
         rows.append(
             {
                 "bytes": step.bytes,
@@ -93,7 +97,7 @@ def _buys(contents: Contents) -> list[dict[str, Any]]:
 def _spread(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """At most so many rows, first and last among them, evenly; what was tried stays before what is predicted."""
     while len(rows) > most:
-        inner = [i for i in range(1, len(rows) - 1) if rows[i]["point"].basis == "predicted"] or [1]
+        inner = [i for i in range(1, len(rows) - 1) if not rows[i]["point"].phase] or [1]
         del rows[min(inner, key=lambda i: rows[i + 1]["bytes"] - rows[i - 1]["bytes"] if i + 1 < len(rows) else 0)]
     return rows
 
@@ -117,6 +121,12 @@ def _letters(contents: Contents) -> list[tuple[str, str]]:
     """Letter and word of every choice on the page."""
     kinds = {c.kind for p in contents.plans.points.values() for c in p.choices.values()} | {"save"}
     return [(t.letter, t.model_fields["kind"].default) for t in CHOICE_TYPES if t.model_fields["kind"].default in kinds]
+
+
+def _small(contents: Contents) -> list[tuple[str, str]]:
+    """Style and words of the small marks that are there: plans that are no trials."""
+    there = {p.basis for p in contents.plans.points.values() if not p.phase}
+    return [(style, f"other budgets: {SAID[basis]}") for basis, style in draw.SMALL.items() if basis in there]
 
 
 def _misses(tried: list[Point]) -> dict[str, float] | None:

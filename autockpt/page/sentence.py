@@ -5,10 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autockpt.page.plans import Plans, Point
-from autockpt.schema import Comparison, Measurement, Prediction, ResolvedBudget, format_binary, words
+from autockpt.page.plans import MEASURED, SAID, WORTH, Plans, Point
+from autockpt.schema import (
+    SAVE,
+    Comparison,
+    Measurement,
+    Prediction,
+    ResolvedBudget,
+    format_binary,
+    format_decimal,
+    words,
+)
 from autockpt.schema.known import ALL, NONE, OURS
 
+MORE = 2 * 10**9  # bytes of the question that a page answers by itself
 STATES = {
     "empty": "Nothing was tried yet: the search has not come to its first trial.",
     "running": "The search is still at work; this is what it knows so far.",
@@ -63,10 +73,10 @@ def _percent(share: float) -> str:
     return f"{value:.0f} %" if value >= 9.95 else f"{value:.1f} %"
 
 
-def next_steps(
-    plans: Plans, rows: Sequence[Comparison], budget: ResolvedBudget | None, source: str, state: str, run: str
-) -> tuple[str, ...]:
+def next_steps(plans: Plans, budget: ResolvedBudget | None, source: str, state: str, run: str) -> tuple[str, ...]:
     """What is worth doing after this run, most useful first."""
+    if state == "infeasible":
+        return ("Raise the budget, or change the job: what would fit is at the end of this page.",)
     if state == "running":
         return ("Wait for the search, and write this page again.",)
     if plans.best is None or budget is None:
@@ -85,19 +95,29 @@ def next_steps(
             f"{best.name} cannot be distinguished from {names} at the noise of this machine: measure again with less "
             "else running (the same command with --again), or take the leaner one."
         )
-    steps.append(_more_budget(plans, best, budget))
     return tuple(steps)
 
 
-def why(plans: Plans) -> str:
-    """Why this plan and no other: how many were tried, whether it is the fastest of them, what a leaner one costs."""
+def more_budget(plans: Plans, budget: ResolvedBudget | None) -> tuple[str, ...]:
+    """What the nearest larger budget with a faster plan buys, and what ``MORE`` bytes buy; empty without an answer."""
+    if plans.best is None or budget is None:
+        return ()
+    best = plans.points[plans.best]
+    return tuple(filter(None, (_another(plans, best, budget), _nearest(plans, best, budget))))
+
+
+def why(plans: Plans, prices: Sequence[float]) -> str:
+    """Why this plan and no other: how many were tried, whether it is the fastest of them, what a leaner one costs.
+
+    ``prices`` are seconds per byte of what its layers give up.
+    """
     best = plans.points.get(plans.best or "")
     if best is None or not best.seconds or best.peak is None:
         return ""
-    tried = [p for p in plans.points.values() if p.basis not in ("", "predicted")]
+    tried = [p for p in plans.points.values() if p.phase and p.basis]
     fitting = [p for p in tried if p.fits and p.seconds]
     faster = [p.name for p in fitting if p.seconds and p.seconds < best.seconds]
-    said = f"Why this plan: of {words.counted(len(tried), 'plan')} with numbers {len(fitting)} fit"
+    said = f"Of {words.counted(len(tried), 'plan')} with numbers {len(fitting)} fit"
     if faster:
         said += f"; the finals chose it over {', '.join(faster)}, whose times one reading cannot distinguish."
     else:
@@ -109,7 +129,10 @@ def why(plans: Plans) -> str:
         said += (
             f" The next leaner one, {format_binary(best.peak - nearest.peak)} less, would cost {words.share(more)} more"
         )
-        said += f" time ({nearest.basis})."
+        said += f" time ({SAID[nearest.basis]})."
+    if paid := [price * 2**20 for price in prices if price > 0]:
+        least, most = words.seconds(min(paid)), words.seconds(max(paid))
+        said += f" Each MiB that its layers give up costs {least if least == most else f'{least} to {most}'} of a step."
     return said
 
 
@@ -122,7 +145,7 @@ def _undecided(plans: Plans, best: Point) -> list[str]:
         for p in plans.points.values()
         if p.key != best.key
         and p.fits
-        and p.basis == "measured"
+        and p.basis == MEASURED
         and p.low is not None
         and p.high is not None
         and p.low <= best.high
@@ -130,7 +153,7 @@ def _undecided(plans: Plans, best: Point) -> list[str]:
     ]
 
 
-def _more_budget(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
+def _nearest(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
     """The nearest larger budget that would buy a faster step."""
     for threshold in plans.thresholds:
         if threshold.bytes <= budget.bytes:
@@ -140,11 +163,32 @@ def _more_budget(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
             if point is None or not point.seconds or not best.seconds or point.seconds >= best.seconds * 0.995:
                 continue
             more, gain = threshold.bytes - budget.bytes, 1 - point.seconds / best.seconds
-            basis, missed = point.basis, plans.missed_seconds or 0.0
-            if basis == "predicted" and gain * best.seconds < missed:
-                basis = f"predicted, but predictions missed by up to {words.seconds(missed)} here"
             return (
-                f"{format_binary(more)} more budget ({format_binary(threshold.bytes)}) would make a step "
-                f"{words.share(gain)} faster ({basis}); other budgets are in the table below."
+                f"The nearest larger budget that buys time: {format_binary(more)} more "
+                f"({format_binary(threshold.bytes)}) would make a step {words.share(gain)} faster "
+                f"({_basis(plans, point, gain * best.seconds)}); others are in the table below."
             )
     return "No larger budget is known to make a step faster."
+
+
+def _another(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
+    """What ``MORE`` bytes would buy: the fastest plan that is known to fit then."""
+    known = [t for t in plans.thresholds if t.bytes <= budget.bytes + MORE]
+    if not known or not best.seconds:
+        return ""
+    point = plans.points[known[-1].predicted or known[-1].tried or ""]
+    asked = f"Another {format_decimal(MORE)} ({format_binary(budget.bytes + MORE)})"
+    gain = 1 - (point.seconds or best.seconds) / best.seconds
+    if gain < WORTH:
+        return f"{asked} would buy no time that is known of."
+    saving = all(choice == SAVE for choice in point.choices.values())
+    what = f"saving everything, {words.seconds(point.seconds or 0.0)} a step" if saving else "another plan"
+    said = f"{words.share(gain)} faster ({_basis(plans, point, gain * best.seconds)})"
+    return f"{asked} would buy {what}, {said}, which needs {format_binary(point.peak or 0)}."
+
+
+def _basis(plans: Plans, point: Point, gain: float) -> str:
+    """How a gain of so many seconds is known, and whether predictions are good enough for it."""
+    missed = plans.missed_seconds or 0.0
+    doubt = f"; predictions missed by up to {words.seconds(missed)} here"
+    return SAID[point.basis] + (doubt if not point.sure and gain < missed else "")

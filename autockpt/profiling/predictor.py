@@ -54,7 +54,7 @@ class Predictor:
         self._trace, self.needs = trace, needs
         self.op_times = op_times
         self.host_budget = host_budget
-        self._known: dict[str, Prediction] = {}
+        self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
 
     @property
     def device(self) -> DeviceInfo:
@@ -74,13 +74,13 @@ class Predictor:
         key = plan_hash(choices)
         if key not in self._known:
             self.learn(choices, self.graph(choices))
-        return self._known[key]
+        return self._known[key][1]
 
     def keep_within(self, budget: int) -> None:
         """From now on predict for a device whose allocator is kept to ``budget`` bytes; what fits it stands."""
         if self.needs is not None:
             self.needs = self.needs.within(budget)
-            self._known = {key: said for key, said in self._known.items() if said.peak_bytes <= budget}
+            self._known = {key: said for key, said in self._known.items() if said[1].peak_bytes <= budget}
 
     def least_bytes(self, graph: Graph, promised: int) -> int:
         """Bytes of a prediction by which plans near it are judged, without the device's own overhead."""
@@ -89,7 +89,13 @@ class Predictor:
 
     def known(self, choices: Mapping[str, Choice]) -> Prediction | None:
         """What came of these choices, where they were ghost-run before."""
-        return self._known.get(plan_hash(choices))
+        said = self._known.get(plan_hash(choices))
+        return said[1] if said is not None else None
+
+    @property
+    def ghost_runs(self) -> list[tuple[dict[str, Choice], Prediction]]:
+        """Every plan that a prediction is known of, with it."""
+        return [*self._known.values()]
 
     def over_host(self, choices: Mapping[str, Choice]) -> int:
         """Bytes by which a plan is over the host budget; 0 where it is not."""
@@ -97,14 +103,20 @@ class Predictor:
 
     def learn(self, choices: Mapping[str, Choice], graph: Graph) -> Prediction:
         """Keep the prediction of a plan whose ghost run is at hand."""
-        simulation = self.simulation(graph)
-        prediction = Prediction(
-            peak_bytes=self.needs(graph) if self.needs else graph.peak_bytes + self.device.overhead_bytes,
-            step_seconds=simulation.step_seconds,
+        prediction = self._said(graph, self.needs)
+        self._known[plan_hash(choices)] = (dict(choices), prediction)
+        return prediction
+
+    def elsewhere(self, choices: Mapping[str, Choice]) -> Prediction:
+        """What the plan would do within the least budget that it fits, whatever this predictor is kept to."""
+        return self._said(self.graph(choices), self.needs.smallest_budget if self.needs else None)
+
+    def _said(self, graph: Graph, needs: Callable[[Graph], int] | None) -> Prediction:
+        return Prediction(
+            peak_bytes=needs(graph) if needs else graph.peak_bytes + self.device.overhead_bytes,
+            step_seconds=self.simulation(graph).step_seconds,
             host_bytes=host_bytes_of(graph.copies, self.device.kind, self.host_budget),
         )
-        self._known[plan_hash(choices)] = prediction
-        return prediction
 
 
 SAFETY = 0.02
@@ -196,6 +208,20 @@ class MemoryModel:
         if self.most is None or promised > self.most:
             return promised
         return min(promised, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
+
+    def smallest_budget(self, graph: Graph) -> int:
+        """The least bytes that an allocator can be kept to with this ghost run, to about half a percent."""
+        free = replace(self, most=None)
+        high = free(graph)
+        low = min(high, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
+        while high - low > high // 200:
+            middle = (low + high) // 2
+            promised = replace(self, most=middle)(graph)
+            if promised <= middle:
+                high = promised
+            else:
+                low = middle
+        return high
 
     def within(self, budget: int) -> MemoryModel:
         """The same for an allocator that is kept to ``budget`` bytes."""

@@ -9,6 +9,7 @@ from autockpt.errors import InfeasibleError
 from autockpt.profiling import CostModel, uniform_graphs
 from autockpt.schema import Budget, Graph, ResolvedBudget, format_bytes
 from autockpt.schema.choices import ChunkedLoss
+from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import COMMAND_LINE, Terms, WayOut
 from autockpt.tuning.alternatives import WhatIf, alternatives
 from autockpt.tuning.jobs import Job
@@ -84,8 +85,12 @@ def naming_alternatives(
 
 
 def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[WayOut] = ()) -> InfeasibleError:
-    """The same error with another remedy."""
-    return InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak, ways=ways)
+    """The same error with another remedy; the run that it is on record in keeps the alternatives."""
+    found = InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak, ways=ways)
+    found.run = error.run
+    if ways and error.run is not None:
+        error.run.write_outlook(Outlook(infeasible=error.message, changes=tuple(ways)))
+    return found
 
 
 def in_terms(error: InfeasibleError, terms: Terms) -> InfeasibleError:

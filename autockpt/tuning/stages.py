@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from autockpt.errors import PlanError, RunDirectoryError
+from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import CostModel
 from autockpt.schema import (
@@ -28,6 +28,7 @@ from autockpt.schema import (
     Unit,
 )
 from autockpt.schema.known import ALL, NONE, OURS, known_plans
+from autockpt.schema.outlook import Outlook
 from autockpt.schema.request import question_hash
 from autockpt.solvers import refine_segmented
 from autockpt.tracing import Tracer
@@ -35,6 +36,7 @@ from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, simulated_rows
+from autockpt.tuning.outlook import look_around
 from autockpt.tuning.proposers.sampler import show_trials
 from autockpt.tuning.proposers.solver import REFEREE_CALLS, SolverProposer, smallest_peaks
 from autockpt.tuning.question import Clock, Limits, Question
@@ -239,8 +241,9 @@ def find_plan(
     trials = Trials(run)
     title = _title(question, environment, run)
     study = f"{title}: sampler"
-    proposer = SolverProposer(question, profiled, target, trials, storage, calls=referee_calls, study=study)
-    found = Loop(proposer, target, trials, question.limits, clock).run()
+    with _refusal_on_record(run):
+        proposer = SolverProposer(question, profiled, target, trials, storage, calls=referee_calls, study=study)
+        found = Loop(proposer, target, trials, question.limits, clock).run()
     rows = scored_rows(proposer.known, found.trials, found.best, question.host_budget)
     plan = None
     if found.best is not None:
@@ -253,6 +256,9 @@ def find_plan(
             run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
             if ALL in proposer.known:
                 run.write_graph(profiled.predictor.graph(proposer.known[ALL]), "recompute")
+            if not found.interrupted and question.limits.seconds_left(clock) > 0:
+                with clock.stage("other budgets"):
+                    run.write_outlook(look_around(profiled, found, tracer.head, run.outlook(), clock))
     if run is not None:
         found.notes.extend(_shown(storage, title, found))
     stages, notes = clock.stages, found.notes
@@ -260,6 +266,18 @@ def find_plan(
         question, found, rows, plan, environment.device, run, source=target.source, stages=stages, notes=notes
     )
     return finish(run, question, found, outcome)
+
+
+@contextmanager
+def _refusal_on_record(run: RunDirectory | None) -> Iterator[None]:
+    """That nothing fits is an answer, too: the run says so, and whoever finds alternatives can add them."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if run is not None:
+            run.write_outlook(Outlook(infeasible=error.message))
+            error.run = run
+        raise
 
 
 def _title(question: Question, environment: Environment, run: RunDirectory | None) -> str:

@@ -10,9 +10,10 @@ from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.page import compare_page, run_page, write_page
 from autockpt.page.contents import contents_of, without_paths
-from autockpt.page.plans import OPTUNA, SOLVER
-from autockpt.schema import FinishedSearch
-from tests.page.samples import BUDGET, make_run, trials
+from autockpt.page.plans import GHOST, OPTUNA, SOLVER
+from autockpt.schema import OFFLOAD, SAVE, FinishedSearch, Prediction
+from autockpt.schema.outlook import GhostRun, Outlook
+from tests.page.samples import BUDGET, make_run, plan_of, trials
 from tests.reporting.samples import small_graph
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
@@ -66,7 +67,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "http:" not in text and "https:" not in text and "@import" not in text and "url(" not in text
     assert "Fits 1.86 KiB (60%act) with 50 B to spare, 11 % faster than recomputing everything" in page.said
     assert "14 % slower than saving everything, which does not fit (measured by real steps)." in page.said
-    assert "of 3 plans with numbers 2 fit, and none of these is faster. The next leaner one, 150 B less" in page.said
+    assert "Of 3 plans with numbers 2 fit, and none of these is faster. The next leaner one, 150 B less" in page.said
     assert 'autockpt.apply(model, "' in page.said and "autockpt search --model" in page.said
 
 
@@ -84,7 +85,8 @@ def test_it_says_how_fast_a_step_is(tmp_path: Path) -> None:
 
 
 def test_other_budgets_are_answered_by_what_was_tried_and_by_what_is_predicted(tmp_path: Path) -> None:
-    run = contents_of(make_run(tmp_path))
+    directory = make_run(tmp_path)
+    run = contents_of(directory)
     plans = run.plans
     assert plans.best == "t2" and plans.front == ("t1", "t2", "t0")
     steps = {t.bytes: t for t in plans.thresholds}
@@ -92,9 +94,18 @@ def test_other_budgets_are_answered_by_what_was_tried_and_by_what_is_predicted(t
     assert {plans.points[k].phase for k in ("t2", "t3")} == {SOLVER, OPTUNA}
     assert plans.points["t2"].low == pytest.approx(0.16 * 0.98)
     assert all(p.basis == "predicted" for key, p in plans.points.items() if key.startswith("p"))
-    assert any("more budget (2.15 KiB) would make a step 12.5 % faster (measured)" in s for s in run.next_steps)
+    assert any("more (2.15 KiB) would make a step 12.5 % faster (measured)" in s for s in run.more_budget)
     assert plans.missed_bytes is not None and plans.missed_seconds is not None and plans.missed_seconds < 0.05
     assert {change.name for change in run.changes} >= {"One more sample in the batch", "Sharding over two devices"}
+
+    ghost = GhostRun(choices=plan_of(OFFLOAD, SAVE), predicted=Prediction(peak_bytes=2000, step_seconds=0.15))
+    directory.write_outlook(Outlook(plans=(ghost,), chunked_peak_bytes=1500))
+    run = contents_of(directory)
+    steps = {t.bytes: t for t in run.plans.thresholds}
+    point = run.plans.points[steps[2000].predicted or ""]
+    assert (point.basis, point.peak, point.seconds, dict(point.choices)) == (GHOST, 2000, 0.15, ghost.choices)
+    assert "ghost run, time predicted" in run_page(directory)
+    assert ("Head and loss in chunks", GHOST) in {(change.name, change.basis) for change in run.changes}
 
 
 def test_the_tape_says_what_is_alive_who_wrote_it_and_who_reads_it(tmp_path: Path) -> None:
@@ -127,6 +138,8 @@ def test_a_run_that_has_not_ended_says_so(tmp_path: Path) -> None:
     assert "No end of the search is on record" in stopped.said and "#2 knobs" in stopped.said
     empty = RunDirectory.enter(tmp_path, {"model": "m"}, model="m", device="cpu", budget="auto")
     assert "Nothing was tried yet" in Read(run_page(empty)).said
+    empty.write_outlook(Outlook(infeasible="nothing fits 1 <b>"))
+    assert "nothing fits 1 <b>" in Read(run_page(empty)).said
     busy = make_run(tmp_path, budget="70%act")
     with busy.lock():
         assert "still at work" in Read(run_page(busy)).said

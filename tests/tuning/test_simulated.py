@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from autockpt.errors import InfeasibleError
 from autockpt.history.rundir import RunDirectory
+from autockpt.page.render import run_page
+from autockpt.profiling import as_seen_by, simulated_memory
 from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
@@ -63,7 +66,16 @@ def test_what_it_promises_is_what_a_ghost_run_of_the_plan_shows(found: SearchOut
     assert found.plan is not None and found.plan.predicted is not None
     with Tracer.from_spec(WorkloadSpec(model="llama-tiny"), device=torch.device("cuda")) as tracer:
         graph = tracer.trace(found.plan.choices_for(tracer.units, tracer.head))
-    assert found.plan.predicted.peak_bytes >= graph.peak_bytes + card.context_bytes
+        assert found.plan.predicted.peak_bytes >= graph.peak_bytes + card.context_bytes
+        assert found.run_directory is not None
+        outlook = RunDirectory.open(found.run_directory).outlook()
+        assert outlook is not None and outlook.chunked_peak_bytes is not None
+        above = [run for run in outlook.plans if run.predicted.peak_bytes > found.budget.bytes]
+        assert above, "larger budgets than the one that was asked for"
+        ghost = min(above, key=lambda run: run.predicted.peak_bytes)
+        peak = ghost.predicted.peak_bytes
+        graph = as_seen_by(card, tracer.trace(ghost.choices), WorkloadSpec(model="llama-tiny"))
+        assert simulated_memory(card, peak)(graph) <= peak, "it fits the budget that is named for it"
 
 
 def test_the_run_is_kept_like_a_measured_one(found: SearchOutcome, card: Hardware) -> None:
@@ -108,6 +120,11 @@ def test_nothing_fits_names_ways_out_that_really_fit(tmp_path: Path) -> None:
     assert 1 <= len(ways) <= 3 and all(way.peak_bytes <= small.memory_bytes for way in ways)
     assert all(w.spare_bytes == small.memory_bytes - w.peak_bytes for w in ways)
     assert all(way.options in caught.value.remedy for way in ways) and "simulated" in caught.value.remedy
+    (run,) = map(RunDirectory.open, tmp_path.iterdir())
+    outlook = run.outlook()
+    assert outlook is not None and outlook.changes == ways and "nothing fits" in outlook.infeasible
+    page = run_page(run)
+    assert "nothing fits" in page and all(escape(way.options) in page for way in ways)
 
 
 def test_a_plan_to_start_from_is_tried_and_its_numbers_are_not_believed(

@@ -1,0 +1,176 @@
+"""Other budgets than the one that was asked for: the solver's plans for them, and what their ghost runs say."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autockpt.errors import AutockptError
+from autockpt.profiling import CostModel, build_problem
+from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
+from autockpt.schema.choices import ChunkedLoss
+from autockpt.schema.outlook import GhostRun, Outlook
+from autockpt.solvers import exact
+from autockpt.tuning.loop import SearchResult
+from autockpt.tuning.opening import CHUNKS
+from autockpt.tuning.question import Clock
+from autockpt.tuning.refit import Fit, fit, priced
+
+BUDGETS = 24  # that the solver is asked for plans for, at most
+PATIENCE = 3.0  # seconds that it may take for all of them
+FEWEST, MOST = 6, 12  # of its plans that are ghost-run
+SHARE = 0.1  # of the search's time that their ghost runs may take
+KEPT = 64  # ghost runs on record, the latest
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A plan by the solver's model alone: bytes with the device's context, and seconds at fitted prices."""
+
+    choices: dict[str, Choice]
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class OtherBudgets:
+    """The planning problem with prices fitted to the trials, and how far it is from ghost runs.
+
+    ``offset`` bytes are added to the problem's own peaks: the device's context, and what ghost runs showed besides;
+    those of plans that were tried are up to ``missed`` bytes from that.
+    """
+
+    profile: Profile
+    base: Graph
+    head: Unit | None
+    trials: Sequence[Trial]
+    offset: int
+    missed: int
+    host_budget: int | None
+
+    @classmethod
+    def of(
+        cls, trials: Sequence[Trial], profile: Profile, base: Graph, best: str, host_budget: int | None
+    ) -> OtherBudgets | None:
+        """``best`` is the hash of the answer. None where there is nothing to choose."""
+        blocks = {unit.name for unit in base.blocks()}
+        own = next((menu for menu in profile.menus if menu.representative not in blocks), None)
+        head = Unit(name=own.representative, cls="", kind=own.kind, role="head") if own is not None else None
+        plain = cls(profile, base, head, trials, 0, 0, host_budget).problem()
+        if not any(len(unit.options) > 1 for unit in plain.units):
+            return None
+        saving = {unit.name: SAVE for unit in plain.units}
+        errors = {
+            trial.plan_hash: trial.predicted.peak_bytes - peak_of(plain, saving | trial.choices)
+            for trial in trials
+            if trial.predicted is not None and priced(plain, trial.choices)
+        }
+        usual = int(statistics.median(errors.values())) if errors else 0
+        offset = errors.get(best, usual or profile.op_times.environment.device.overhead_bytes)
+        missed = max((abs(error - offset) for error in errors.values()), default=0)
+        return cls(profile, base, head, trials, offset, missed, host_budget)
+
+    @cached_property
+    def prices(self) -> Fit:
+        """What choices cost by the trials that have step times."""
+        return fit(self.problem(), [t for t in self.trials if t.score is not None])
+
+    def seconds(self, choices: Mapping[str, Choice]) -> float | None:
+        """Step seconds at the fitted prices; None where a choice has none."""
+        plain = self.problem()
+        return self.prices.predict(plain, choices) if priced(plain, choices) else None
+
+    def head_of(self, plan: Foreseen) -> Choice:
+        """What a plan does with the output head."""
+        return plan.choices.get(self.head.name, SAVE) if self.head is not None else SAVE
+
+    def walk(self) -> list[Foreseen]:
+        """The fastest plans by the model from saving everything downwards, each at the bytes that it needs."""
+        plain, prices = self.problem(), self.prices
+        fitted = self.problem(prices.scale)
+        found: list[Foreseen] = []
+        began = time.monotonic()
+        most = self.profile.save_all_peak_bytes
+        least = min([self.profile.leanest_peak_bytes, *(t.predicted.peak_bytes for t in self.trials if t.predicted)])
+        grain = max(1, (most - least) // BUDGETS)
+        budget = max(most, max(peak_of(plain, {u.name: SAVE for u in plain.units}) + self.offset, 0))
+        while len(found) < BUDGETS and time.monotonic() - began < PATIENCE:
+            answer = exact(fitted.model_copy(update={"budget": budget - self.offset}), time_limit=PATIENCE)
+            if not answer.feasible:
+                break
+            peak = peak_of(plain, answer.choices) + self.offset
+            head = self.head.name if self.head is not None else None
+            choices = {n: c for n, c in answer.choices.items() if n != head or c != SAVE}
+            found.append(Foreseen(choices, peak, prices.predict(plain, answer.choices)))
+            budget = min(peak - 1, budget - grain)
+        return found
+
+    def problem(self, price: Mapping[str, float] | None = None) -> Problem:
+        """The problem of the profile; its budget is not set."""
+        return build_problem(
+            self.base,
+            self.profile.menus,
+            budget=0,
+            price=price,
+            host_budget=self.host_budget,
+            base_seconds=self.profile.save_all_seconds,
+            head=self.head,
+        )
+
+
+def look_around(
+    profiled: CostModel, found: SearchResult, head: Unit | None, known: Outlook | None, clock: Clock
+) -> Outlook:
+    """All that ghost runs of this search said, and those of plans for other budgets, as far as time allows.
+
+    ``known`` is from an earlier search of this question. ``head`` is the model's output head: what running it and the
+    loss in chunks would change is ghost-run as well where that was not allowed.
+    """
+    assert found.best is not None
+    predictor, budget, until = profiled.predictor, found.budget.bytes, clock.elapsed * (1 + SHARE)
+    runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
+    runs |= {plan_hash(choices): GhostRun(choices=choices, predicted=p) for choices, p in predictor.ghost_runs}
+    chunked = _in_chunks(profiled, found.best, head)
+    best, trials = found.best.plan_hash, found.trials
+    model = OtherBudgets.of(trials, profiled.profile, profiled.base, best, profiled.host_budget)
+    new = 0
+    for foreseen in _spread(model.walk() if model is not None else [], budget):
+        if (key := plan_hash(foreseen.choices)) in runs:
+            continue
+        if new >= MOST or (new >= FEWEST and clock.elapsed > until):
+            break
+        runs[key] = GhostRun(choices=foreseen.choices, predicted=predictor.elsewhere(foreseen.choices))
+        new += 1
+    return Outlook(plans=tuple(runs.values())[-KEPT:], chunked_peak_bytes=chunked)
+
+
+def _spread(walked: Sequence[Foreseen], budget: int) -> Iterator[Foreseen]:
+    """The plans for the next larger and the next smaller budget first, then ever closer ones over the whole range."""
+    order = sorted(walked, key=lambda f: f.peak)
+    above = next((i for i, f in enumerate(order) if f.peak > budget), len(order))
+    first = [i for i in (above, above - 2) if 0 <= i < len(order)]
+    step = 1 << len(order).bit_length()
+    rest: list[int] = []
+    while step:
+        rest += range(step - 1 if step < len(order) else 0, len(order), step)
+        step //= 2
+    yield from (order[i] for i in dict.fromkeys([*first, *rest]))
+
+
+def _in_chunks(profiled: CostModel, best: Trial, head: Unit | None) -> int | None:
+    """Peak bytes of the same plan with head and loss in chunks; None where that was allowed, or cannot be.
+
+    Its seconds are not known: nobody has timed the ops of chunks.
+    """
+    if head is None:
+        return None
+    own = [menu for menu in profiled.profile.menus if menu.representative == head.name]
+    if any(isinstance(item.choice, ChunkedLoss) for menu in own for item in menu.items):
+        return None
+    try:
+        return profiled.predictor.elsewhere({**best.choices, head.name: ChunkedLoss(tokens=CHUNKS[1])}).peak_bytes
+    except AutockptError:
+        return None
