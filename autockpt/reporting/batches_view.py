@@ -68,6 +68,6 @@ def trainer_flags(batch_size: int, accumulate: int) -> dict[str, str]:
     rows = batch_size * accumulate
     return {
         "transformers": f"--per_device_train_batch_size {batch_size} --gradient_accumulation_steps {accumulate}",
-        "axolotl": f"micro_batch_size: {batch_size}, gradient_accumulation_steps: {accumulate}",
+        "axolotl": f"--micro-batch-size {batch_size} --gradient-accumulation-steps {accumulate}",
         "torchtitan": f"--training.local_batch_size {batch_size} --training.global_batch_size {rows}",
     }

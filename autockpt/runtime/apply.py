@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autockpt.devices import get_device
+from autockpt.devices.accelerator import AcceleratorDevice
 from autockpt.errors import ConflictError, PlanError, UsageError
 from autockpt.policies.base import device_of
 from autockpt.policies.sentinels import Mode
@@ -117,7 +118,8 @@ def apply(
 
     With ``adaptive`` the model trains by leaner choices as long as the device's own counters come close to the plan's
     budget (or to a size such as "24GB", or to what others leave of the device), and goes back where there has been room
-    for some steps. It moves between optimizer steps alone; the logger ``autockpt`` and the handle tell of each move.
+    for some steps. A batch that by what was seen would not fit what is free when its accumulation begins takes a leaner
+    set itself. All else moves between optimizer steps alone; the logger ``autockpt`` and the handle tell of each move.
     The leaner choices are the plan's own for larger batches, then recomputing what units keep. Where the device tells
     no peak while training, as a CPU, nothing is moved, and a note says so.
 
@@ -152,7 +154,9 @@ def apply(
         _check(model, each, check_batch, loss)
     meter = meter_of(device_of(model)) if adaptive else None
     if meter is not None:
-        limit = _limit(adaptive, plan, model)
+        device = get_device(str(device_of(model)))
+        context = device.context_bytes() if isinstance(device, AcceleratorDevice) else 0  # no tensors lie there
+        limit = _limit(adaptive, plan, model) - context
         spare = leaner_choices(choices)
         session = attach_sets(model, sets, leaner=spare, host_budget=plan.host_budget_bytes, sentinels=sentinels)
         session.adaptive = Adaptive(model, meter, limit, len(session.sessions))

@@ -131,9 +131,14 @@ class BatchSets:
             self._warn_of_compiled()
         size = batch_size(module, args, kwargs)
         chosen = self._for(size)
+        tokens = None if size is None else size.tokens
         if self.adaptive is not None:
-            chosen = self.adaptive.choose(chosen, None if size is None else size.tokens)
+            bound = self.bounds[chosen]
+            promised = size is not None and bound is not None and bound.covers(*size)
+            chosen = self.adaptive.choose(chosen, tokens, promised)
         chosen = self._agreed(module, chosen)
+        if self.adaptive is not None:
+            self.adaptive.runs(chosen, tokens)
         self.used[chosen] += 1
         with self._threads:
             self._await_others(chosen)

@@ -20,28 +20,30 @@ from tests.runtime.test_by_batch import batch, gradients, sets
 
 LLAMA = CASES["llama"]
 SAVES = Plan.model_validate({"choices": {"model.layers.0-2": "save"}})
-KB, BASE = 1000, 1_000_000
+MB, BASE = 10**6, 10**9
 
 
 class Made:
-    """Memory that a test decides about: tensors take ``per_token`` kB a token by set, above ``BASE``."""
+    """Memory that a test decides about: tensors take ``per_token`` MB a token by set, above ``BASE``."""
 
     def __init__(self, *per_token: int) -> None:
         self.per_token, self.sets = per_token, None
-        self.torn, self.free, self.peak, self.given_back = 0, 1 << 40, BASE, 0
+        self.torn, self.free, self.base, self.peak, self.given_back = 0, 1 << 40, BASE, BASE, 0
+        self.tears: int | None = None  # the set that makes the allocator give its cache back
 
     def step(self, tokens: int) -> None:
         assert self.sets is not None
-        self.peak = max(self.peak, BASE + self.per_token[self.sets.acting] * tokens * KB)
+        self.peak = max(self.peak, self.base + self.per_token[self.sets.acting] * tokens * MB)
+        self.torn += self.sets.acting == self.tears
 
     def read(self) -> Reading:
-        return Reading(self.peak, self.peak, self.torn, self.free)
+        return Reading(self.peak, self.peak, self.torn, 0, self.peak, self.free)
 
     def allocated(self) -> int:
-        return BASE
+        return self.base
 
     def reset(self, *, give_back: bool) -> None:
-        self.peak, self.given_back = BASE, self.given_back + give_back
+        self.peak, self.given_back = self.base, self.given_back + give_back
 
 
 class Training:
@@ -72,9 +74,9 @@ class Training:
 
 def test_it_goes_leaner_before_the_budget_and_back_when_there_is_room(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "autockpt")
-    made = Training(SAVES, meter := Made(100, 50, 10), "4500KB", monkeypatch)
+    made = Training(SAVES, meter := Made(100, 50, 10), "4500MB", monkeypatch)
     assert made.update(20, 20) == [0, 0]  # 3000 of 4500
-    meter.free = 3100 * KB  # another process takes the rest of the device
+    meter.free = 3100 * MB  # another process takes the rest of the device
     assert made.update(20, 20) == [1, 1] and meter.given_back == 1  # 2000
     assert made.handle.moves[0].step == 1 and "were held" in made.handle.moves[0].why
     for _ in range(2 * PATIENCE):
@@ -84,11 +86,11 @@ def test_it_goes_leaner_before_the_budget_and_back_when_there_is_room(monkeypatc
     assert went == [1] * (PATIENCE - 1) + [0, 0, 0]
     said = [r.getMessage() for r in caplog.records if r.name == "autockpt"]
     assert len(said) == len(made.handle.moves) == 2 and "were free for" in said[1]
-    assert "adaptive within 4.29 MiB: 2 moves so far" in str(made.handle)
+    assert "adaptive within 4.19 GiB: 2 moves so far" in str(made.handle)
 
 
 def test_it_never_moves_in_the_middle_of_an_accumulation(monkeypatch) -> None:
-    made = Training(SAVES, meter := Made(100, 50, 10), "3000KB", monkeypatch)
+    made = Training(SAVES, meter := Made(100, 50, 10), "4100MB", monkeypatch)
     for update in range(3):
         went = made.update(*[30] * 4)
         assert len(set(went)) == 1 and went[0] == min(update, 1)  # 4000, then 2500
@@ -100,26 +102,43 @@ def test_it_never_moves_in_the_middle_of_an_accumulation(monkeypatch) -> None:
 
 
 def test_torn_memory_counts_and_a_set_that_was_given_up_again_waits_longer(monkeypatch) -> None:
-    made = Training(SAVES, meter := Made(10, 10, 10), "10000KB", monkeypatch)
-    went = []
-    for _ in range(6 * PATIENCE):
-        if made.sets.acting == 0 and went:
-            meter.torn += 1  # whenever everything is saved
-        went += made.update(20)
+    made = Training(SAVES, meter := Made(10, 10, 10), "10000MB", monkeypatch)
+    meter.tears = 0  # whenever everything is saved
+    went = [made.update(20)[0] for _ in range(6 * PATIENCE)]
     returned = [n for n, (one, two) in enumerate(itertools.pairwise(went)) if (one, two) == (1, 0)]
     assert len(returned) == 2 and returned[1] - returned[0] >= 2 * PATIENCE
 
 
 def test_a_longer_batch_than_any_before_goes_leaner_by_itself(monkeypatch) -> None:
-    made = Training(SAVES, Made(100, 50, 10), "4500KB", monkeypatch)
+    made = Training(SAVES, Made(100, 50, 10), "4500MB", monkeypatch)
     made.update(20)
     made.update(20)
-    assert made.update(20, 64, 20) == [0, 1, 0]  # 7400 on the line; half of the layers have not been seen yet
+    assert made.update(20, 64, 20) == [0, 2, 0]  # 7400 on the line at least; what was never used is not tried on it
+    assert [move.tokens for move in made.handle.moves] == [64] and "64 tokens" in str(made.handle)
+
+
+def test_memory_taken_since_the_last_step_counts_before_the_next_batch_that_needs_it(monkeypatch) -> None:
+    made = Training(SAVES, meter := Made(100, 50, 10), "4500MB", monkeypatch)
+    for lengths in ((30, 10), (30, 10), (10,)):
+        assert set(made.update(*lengths)) == {0}  # 4000 of 4500 at most
+    meter.base += 800 * MB  # a tensor that somebody else holds
+    assert made.update(10) == [0] and meter.given_back == 1  # 2800
+    assert made.update(10, 30, 10) == [0, 2, 0]  # 4800 were too many: what was never used is not tried then
+    meter.base -= 800 * MB
+    assert made.update(10, 30, 10) == [0, 0, 0]
+    assert [(move.leaner, move.tokens) for move in made.handle.moves] == [(2, 30)]
+
+
+def test_what_runs_between_an_optimizers_step_and_the_next_forward_is_not_training(monkeypatch) -> None:
+    made = Training(SAVES, meter := Made(100, 50, 10), "4500MB", monkeypatch)
+    for _ in range(4):
+        assert made.update(20, 20) == [0, 0]
+        meter.peak, meter.torn = 4400 * MB, meter.torn + 1  # an evaluation
     assert not made.handle.moves
 
 
 def test_sets_by_length_move_with_their_batches(monkeypatch) -> None:
-    made = Training(sets(16, 64), Made(100, 60, 10, 10), "2500KB", monkeypatch)
+    made = Training(sets(16, 64), Made(100, 60, 10, 10), "2500MB", monkeypatch)
     assert made.update(8, 30) == [0, 1]  # 2800
     assert made.update(8, 30) == [1, 2 if len(made.sets.sessions) > 2 else 1]
 
@@ -127,7 +146,7 @@ def test_sets_by_length_move_with_their_batches(monkeypatch) -> None:
 def test_gradients_are_plain_trainings_through_all_moves(monkeypatch) -> None:
     lengths = (8, 30, 20)
     wanted = gradients(LLAMA.make(), lengths)
-    made = Training(SAVES, meter := Made(100, 50, 10), "3500KB", monkeypatch)
+    made = Training(SAVES, meter := Made(100, 50, 10), "3500MB", monkeypatch)
     for update in range(6):
         found = gradients(made.model, lengths)
         assert_equal(found, wanted)
@@ -137,7 +156,7 @@ def test_gradients_are_plain_trainings_through_all_moves(monkeypatch) -> None:
 
 
 def test_removed_and_copied_it_watches_nothing(monkeypatch) -> None:
-    made = Training(SAVES, Made(100, 50, 10), "4500KB", monkeypatch)
+    made = Training(SAVES, Made(100, 50, 10), "4500MB", monkeypatch)
     made.update(20)
     twin = copy.deepcopy(made.model)
     twin(**batch(20, 1)).loss.backward()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 
 import autockpt
 from autockpt.devices import get_device
+from tests.evidence import lengths
 from tests.standin.inside.scenarios import Model
 
 standin = torch.get_device_module("standin")
@@ -42,4 +45,33 @@ def test_it_stays_within_a_real_limit_when_others_take_memory_and_goes_back():
             optimizer.step()
         assert any(move.leaner > 0 for move in handle.moves), handle
         assert handle.moves[-1].leaner < max(move.leaner for move in handle.moves), handle
+    del other
+
+
+def test_no_batch_runs_out_of_memory_while_somebody_holds_an_eighth_of_it():
+    """A batch as long as the longest comes after the memory was taken: what it took before is no measure then."""
+    budget, draw = 57_000_000, random.Random(7)
+    model = lengths.made_model("standin")
+    plan = autockpt.Plan.model_validate(
+        {
+            "when": {"tokens": 2048},
+            "choices": {"model.layers.*": "remake"},
+            "smaller_batches": [{"when": {"tokens": 640}, "choices": {"model.layers.*": "save"}}],
+        }
+    )
+    sizes = [2 * max(lengths.documents(draw) for _ in range(lengths.ROWS)) for _ in range(60)]
+    sizes[10] = sizes[25] = sizes[35] = sizes[55] = 512
+    batches = list(lengths.made(sizes, "standin"))
+    wanted = [lengths.digest(lengths.trained(model, batch)) for batch in batches]
+    lengths.released(model)
+    optimizer, other = torch.optim.SGD(model.parameters(), lr=0.0), None
+    with get_device("standin").limit(budget), autockpt.apply(model, plan, adaptive=f"{budget // 1000}KB") as handle:
+        for number, (batch, plain) in enumerate(zip(batches, wanted, strict=True)):
+            if number == 20:
+                other = torch.empty(budget // 8, dtype=torch.uint8, device="standin")
+            if number == 40:
+                other = None
+            assert lengths.digest(lengths.trained(model, batch)) == plain, number
+            optimizer.step()
+    assert any(20 <= move.step < 40 and move.leaner > 0 for move in handle.moves), handle
     del other
