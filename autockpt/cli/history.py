@@ -94,6 +94,8 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: boo
     begun, last = run.dates()
     console.print(str(run.path), style="bold", soft_wrap=True)
     console.print(f"begun {when(begun)}, last trial {when(last)}", style="dim")
+    if refused := run.refusal():
+        console.print(refused, markup=False, soft_wrap=True)
     console.print()
     if best_count is None:
         print_trials(shown, front, console)
@@ -186,6 +188,7 @@ def _in_short(run: RunDirectory) -> dict[str, Any]:
         "trials": len(trials),
         "measured": sum(t.measured is not None for t in trials),
         "best": describe_numbers(fastest) if fastest else None,
+        "infeasible": run.refusal().partition("\n")[0] or None,
     }
 
 
@@ -207,7 +210,8 @@ def _list_runs(out: Path, as_json: bool) -> None:
         raise UsageError(f"there are no runs in {out}", remedy="Name a run's directory, or the folder with --out.")
     console = screen.results()
     for row in rows:
-        said = row.get("damaged") or f"{row['date']}  {_counted(row)}, best {row['best'] or 'none yet'}"
+        best = f"best {row.get('best') or 'none yet'}"
+        said = row.get("damaged") or f"{row['date']}  {_counted(row)}, {row.get('infeasible') or best}"
         console.print(f"{row['run']}  {said}", soft_wrap=True)
 
 

@@ -240,6 +240,11 @@ class RunDirectory:
         """What ghost runs said besides; None where no search has come to its end."""
         return self._model("outlook.json", Outlook)
 
+    def refusal(self) -> str:
+        """Why the search found no plan, where it ended because nothing fits; else empty."""
+        outlook = self.outlook() if self.finished() is None else None
+        return outlook.infeasible if outlook is not None else ""
+
     def plan(self) -> Plan | None:
         """The run's answer, None where there is none yet. Raises PlanError where its file was damaged.
 

@@ -12,7 +12,7 @@ from autockpt.explaining.subject import hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.page.outlook import Change, changes
 from autockpt.page.plans import SAID, SIMULATED, Plans, Point, plans_of
-from autockpt.page.sentence import more_budget, next_steps, sentence
+from autockpt.page.sentence import more_budget, next_steps, sentence, why
 from autockpt.page.tape import Tape, tape_of
 from autockpt.profiling.roofline import peak_flops
 from autockpt.reporting.explain_words import rates
@@ -81,6 +81,8 @@ class Contents:
     command: str
     notes: tuple[str, ...]
     rates: str = ""
+    compiled: bool = False
+    why: str = ""
 
     @property
     def answer(self) -> Point | None:
@@ -100,7 +102,7 @@ def contents_of(run: RunDirectory) -> Contents:
         run, profile, base, plan.hash if plan is not None else "", plan.host_budget_bytes if plan is not None else None
     )
     outlook = run.outlook()
-    refused = outlook.infeasible if outlook is not None and outcome is None else ""
+    refused = run.refusal()
     state = _state(run, plans, outcome is not None, refused)
     budget = outcome.budget if outcome is not None else plan.budget if plan is not None else None
     rows = _rows(outcome, plan)
@@ -110,6 +112,8 @@ def contents_of(run: RunDirectory) -> Contents:
     settings = dict(plan.settings if plan is not None else outcome.settings if outcome is not None else {})
     device = environment.device.name if environment is not None else ""
     every = [u for p in plans.points.values() for u in p.choices]
+    lines = _lines(plan, profile, base.blocks() if base is not None else ())
+    prices = [line.price for line in lines if line.price is not None]
     return _tidied(
         Contents(
             run=run.path.resolve().name,
@@ -117,7 +121,7 @@ def contents_of(run: RunDirectory) -> Contents:
             device=device + (" (simulated)" if source == "simulated" else ""),
             source=source,
             state=state,
-            sentence=refused if state == "infeasible" else sentence(rows, budget, source, state),
+            sentence=sentence(rows, budget, source, state, refused),
             next_steps=next_steps(plans, budget, source, state, run.path.resolve().name),
             more_budget=more_budget(plans, budget),
             budget=budget,
@@ -125,7 +129,7 @@ def contents_of(run: RunDirectory) -> Contents:
             plan=plan,
             plans=plans,
             units=tuple(dict.fromkeys(outermost(dict.fromkeys(every)))),
-            lines=_lines(plan, profile, base.blocks() if base is not None else ()),
+            lines=lines,
             tapes=tapes,
             changes=changes(outlook or Outlook(), tapes, settings, budget, plan),
             outcome=outcome,
@@ -136,6 +140,8 @@ def contents_of(run: RunDirectory) -> Contents:
                 *_sets(plan),
                 *(outcome.notes if outcome is not None else plan.notes if plan is not None else ()),
             ),
+            why=refused.partition("\n")[2] if state == "infeasible" else why(plans, prices),
+            compiled=bool(run.question.get("compile")),
             rates=_rates(run, base, plan, settings),
         )
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trials import measurements
-from autockpt.schema import Choice, Graph, Prediction, Profile, Trial, plan_hash
+from autockpt.schema import SAVE, Choice, Graph, Prediction, Profile, Trial, plan_hash
 from autockpt.schema.outlook import GhostRun
 from autockpt.schema.words import USELESS_NOISE
 from autockpt.tuning.outlook import Foreseen, OtherBudgets
@@ -220,7 +220,8 @@ def _ghost(key: str, ghost: GhostRun, model: OtherBudgets | None, simulated: boo
     if not simulated and model is not None:
         seconds = model.seconds(ghost.choices) or seconds
     basis = SIMULATED if simulated else GHOST
-    point = _untried(key, basis, ghost.choices, ghost.predicted.peak_bytes, seconds)
+    choices = ({u.name: SAVE for u in model.base.blocks()} if model is not None else {}) | ghost.choices
+    point = _untried(key, basis, choices, ghost.predicted.peak_bytes, seconds)
     return replace(point, host=ghost.predicted.host_bytes)
 
 

@@ -16,7 +16,6 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.page import draw
 from autockpt.page.contents import Contents, as_json, contents_of
 from autockpt.page.plans import PHASES, SAID, Point
-from autockpt.page.sentence import why
 from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import format_binary, words
 from autockpt.schema.choices import CHOICE_TYPES
@@ -62,7 +61,6 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "tried": tried,
         "said": SAID,
         "small": _small(contents),
-        "why": why(contents.plans, [line.price for line in contents.lines if line.price is not None]),
         "best_few": fitting[:BEST_FEW],
         "without": [p for p in tried if not p.fits],
         "buys": _buys(contents),
@@ -85,7 +83,7 @@ def _buys(contents: Contents) -> list[dict[str, Any]]:
         rows.append(
             {
                 "bytes": step.bytes,
-                "more": step.bytes - budget,
+                "more": step.bytes - budget if budget else None,
                 "point": point,
                 "gain": 1 - point.seconds / best.seconds if best and best.seconds and point.seconds else None,
                 "strip": words.strip(point.choices, 40),

@@ -26,8 +26,13 @@ STATES = {
 }
 
 
-def sentence(rows: Sequence[Comparison], budget: ResolvedBudget | None, source: str, state: str) -> str:
+def sentence(
+    rows: Sequence[Comparison], budget: ResolvedBudget | None, source: str, state: str, refused: str = ""
+) -> str:
     """``Fits 24GB with 0.6 GiB to spare, 9 % faster than recomputing everything`` with what is sure of it."""
+    if state == "infeasible":
+        said = refused.partition("\n")[0]
+        return f"{said[:1].upper()}{said[1:]}."
     ours = next((r for r in rows if r.name == OURS), None)
     score = _score(ours)
     if score is None or budget is None:
@@ -64,7 +69,7 @@ def compared(ours: Measurement | Prediction, other: Measurement | Prediction, na
         return f"as fast as {name}"
     said = f"{_percent(less)} {'faster' if less > 0 else 'slower'} than {name}"
     if abs(less) <= noise:
-        return f"{said}, which is within the noise of ±{_percent(noise)}"
+        return f"{said} (within the noise of ±{_percent(noise)})"
     return said
 
 
@@ -76,7 +81,7 @@ def _percent(share: float) -> str:
 def next_steps(plans: Plans, budget: ResolvedBudget | None, source: str, state: str, run: str) -> tuple[str, ...]:
     """What is worth doing after this run, most useful first."""
     if state == "infeasible":
-        return ("Raise the budget, or change the job: what would fit is at the end of this page.",)
+        return ('Raise the budget, or change the job: see "What would change the answer" below.',)
     if state == "running":
         return ("Wait for the search, and write this page again.",)
     if plans.best is None or budget is None:

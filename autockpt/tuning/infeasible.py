@@ -89,7 +89,8 @@ def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[WayOut] = ()) 
     found = InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak, ways=ways)
     found.run = error.run
     if ways and error.run is not None:
-        error.run.write_outlook(Outlook(infeasible=error.message, changes=tuple(ways)))
+        known = error.run.outlook() or Outlook(infeasible=error.message)
+        error.run.write_outlook(known.model_copy(update={"changes": tuple(ways)}))
     return found
 
 

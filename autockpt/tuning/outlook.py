@@ -132,7 +132,7 @@ def look_around(
     assert found.best is not None
     predictor, budget, until = profiled.predictor, found.budget.bytes, clock.elapsed * (1 + SHARE)
     runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
-    runs |= {plan_hash(choices): GhostRun(choices=choices, predicted=p) for choices, p in predictor.ghost_runs}
+    runs |= {plan_hash(run.choices): run for run in ghost_runs(profiled)}
     chunked = _in_chunks(profiled, found.best, head)
     best, trials = found.best.plan_hash, found.trials
     model = OtherBudgets.of(trials, profiled.profile, profiled.base, best, profiled.host_budget)
@@ -145,6 +145,11 @@ def look_around(
         runs[key] = GhostRun(choices=foreseen.choices, predicted=predictor.elsewhere(foreseen.choices))
         new += 1
     return Outlook(plans=tuple(runs.values())[-KEPT:], chunked_peak_bytes=chunked)
+
+
+def ghost_runs(profiled: CostModel) -> tuple[GhostRun, ...]:
+    """What the search ghost-ran so far."""
+    return tuple(GhostRun(choices=choices, predicted=p) for choices, p in profiled.predictor.ghost_runs)
 
 
 def _spread(walked: Sequence[Foreseen], budget: int) -> Iterator[Foreseen]:

@@ -36,7 +36,7 @@ from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, simulated_rows
-from autockpt.tuning.outlook import look_around
+from autockpt.tuning.outlook import ghost_runs, look_around
 from autockpt.tuning.proposers.sampler import show_trials
 from autockpt.tuning.proposers.solver import REFEREE_CALLS, SolverProposer, smallest_peaks
 from autockpt.tuning.question import Clock, Limits, Question
@@ -241,7 +241,7 @@ def find_plan(
     trials = Trials(run)
     title = _title(question, environment, run)
     study = f"{title}: sampler"
-    with _refusal_on_record(run):
+    with _refusal_on_record(run, profiled):
         proposer = SolverProposer(question, profiled, target, trials, storage, calls=referee_calls, study=study)
         found = Loop(proposer, target, trials, question.limits, clock).run()
     rows = scored_rows(proposer.known, found.trials, found.best, question.host_budget)
@@ -269,13 +269,13 @@ def find_plan(
 
 
 @contextmanager
-def _refusal_on_record(run: RunDirectory | None) -> Iterator[None]:
+def _refusal_on_record(run: RunDirectory | None, profiled: CostModel) -> Iterator[None]:
     """That nothing fits is an answer, too: the run says so, and whoever finds alternatives can add them."""
     try:
         yield
     except InfeasibleError as error:
         if run is not None:
-            run.write_outlook(Outlook(infeasible=error.message))
+            run.write_outlook(Outlook(plans=ghost_runs(profiled), infeasible=error.message))
             error.run = run
         raise
 

@@ -124,7 +124,7 @@ def test_nothing_fits_names_ways_out_that_really_fit(tmp_path: Path) -> None:
     outlook = run.outlook()
     assert outlook is not None and outlook.changes == ways and "nothing fits" in outlook.infeasible
     page = run_page(run)
-    assert "nothing fits" in page and all(escape(way.options) in page for way in ways)
+    assert "Nothing fits" in page and all(escape(way.options) in page for way in ways)
 
 
 def test_a_plan_to_start_from_is_tried_and_its_numbers_are_not_believed(
