@@ -39,6 +39,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
 
 
+# Tests make many objects and few cycles: the collector would look through them for a twentieth of their time.
+gc.set_threshold(1_000_000)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _what_lives_on_is_not_searched_for_garbage() -> None:
     """Half a million objects of imported libraries make each full collection take a third of a second otherwise."""

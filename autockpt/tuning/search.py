@@ -192,7 +192,7 @@ def search_step(
             known = None if again else run.finished()
             if known is not None and known.outcome.plan is not None and known.answers(trials, timeout):
                 return known.outcome
-        return _searched(question, found, measurer, run, run.storage if run else "sqlite://", clock)
+        return _searched(question, found, measurer, run, run.storage if run else None, clock)
 
 
 def _saying_what_fits(
@@ -294,7 +294,7 @@ def _searched(
     found: Traced,
     measurer: Measurer,
     run: RunDirectory | None,
-    storage: str,
+    storage: str | None,
     clock: Clock,
 ) -> SearchOutcome:
     """Profile on the device, search by real steps, write the plan."""

@@ -224,7 +224,7 @@ def find_plan(
     profiled: CostModel,
     target: Target,
     run: RunDirectory | None,
-    storage: str,
+    storage: str | None,
     clock: Clock,
     *,
     referee_calls: int = REFEREE_CALLS,
@@ -259,7 +259,7 @@ def find_plan(
             if not found.interrupted and question.limits.seconds_left(clock) > 0:
                 with clock.stage("other budgets"):
                     run.write_outlook(look_around(profiled, found, tracer.head, run.outlook(), clock))
-    if run is not None:
+    if run is not None and storage is not None:
         found.notes.extend(_shown(storage, title, found))
     stages, notes = clock.stages, found.notes
     outcome = outcome_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +24,8 @@ from autockpt.workload import Step
 from search_spaces.spaces import load_space
 from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
 from tests.policies.zoo import assert_equal
+from tests.runtime.processes import in_processes, needs_gloo
 
-ROOT = Path(__file__).parents[2]
 SPACE: SearchSpace = load_space("layers").restricted(("save", "recompute"))
 SHORT: dict[str, Any] = {"budget": "60%act", "trials": 1, "space": SPACE}
 LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
@@ -176,26 +176,30 @@ def test_where_nothing_fits_it_stops_before_the_first_step(tmp_path):
     assert next(OneWay.rows)["input_ids"].equal(ROWS[4]["input_ids"])  # a batch of two, and one drawn ahead
 
 
-def _two_processes() -> None:
-    """One of two training processes, started by the test below: training with a budget, then with the plan."""
+def _train_twice(rank: int, folder: str, port: int) -> None:
+    """In one of two training processes: with a budget, then with the plan that was found for both."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ended = []
     for way in ("budget", "plan"):
-        options = SHORT if way == "budget" else {"plan": found_plan(Path("budget"))}
-        run = trainer(Path(way), LLAMA.make(), [AutockptCallback(**options)], ddp_backend="gloo", **LOGGED)
+        options = SHORT if way == "budget" else {"plan": found_plan(Path(folder, "budget"))}
+        run = trainer(Path(folder, way), LLAMA.make(), [AutockptCallback(**options)], ddp_backend="gloo", **LOGGED)
         run.train()
         ended.append(weights(run.model))
     assert_equal(*ended)
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo and autograd sometimes abort an interpreter that shuts down
 
 
 @pytest.mark.slow
-def test_under_ddp_the_first_process_searches_for_all(tmp_path):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    code = "from tests.integrations.test_at_start import _two_processes; _two_processes()"
-    (tmp_path / "train.py").write_text(code)
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=550)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the plan was found in") == 1
+@needs_gloo
+def test_under_ddp_the_first_process_searches_for_all(tmp_path, capfd):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    in_processes(_train_twice, (str(tmp_path), port), 2)
+    assert capfd.readouterr().out.count("the plan was found in") == 1
 
 
 @pytest.mark.parametrize(

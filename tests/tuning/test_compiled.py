@@ -72,7 +72,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     run = more.pop("run", None)
     tried = Trials(run)
     target = CompiledSteps(mode, RealSteps(compiler, clock), compiler, limits, clock)  # type: ignore[arg-type]
-    storage, eager = run.storage if run else "sqlite://", more.pop("eager", lambda share: {})
+    storage, eager = run.storage if run else None, more.pop("eager", lambda share: {})
     proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager)
     return Loop(proposer, target, tried, limits, clock).run()
 

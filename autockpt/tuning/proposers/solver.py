@@ -65,7 +65,7 @@ class SolverProposer(Proposer):
         profiled: CostModel,
         target: Target,
         trials: Trials,
-        storage: str,
+        storage: str | None,
         *,
         calls: int = REFEREE_CALLS,
         study: str = "search",

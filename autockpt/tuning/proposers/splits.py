@@ -191,7 +191,7 @@ class SplitProposer(Proposer):
         layers: Sequence[str],
         target: CompiledSteps,
         trials: Trials,
-        storage: str,
+        storage: str | None,
         *,
         room: int,
         eager: EagerPlans,

@@ -68,7 +68,7 @@ def search(q: Question, seed: int, noise: float, trials: int, space: SearchSpace
     limits = asked.Limits(trials, None, seed)
     what = asked.Question("made up", None, {}, budget, space or load_space("knobs"), limits)
     tried = Trials(None)
-    return Loop(SolverProposer(what, q.beliefs[seed], target, tried, "sqlite://"), target, tried, limits, clock).run()
+    return Loop(SolverProposer(what, q.beliefs[seed], target, tried, None), target, tried, limits, clock).run()
 
 
 def rows(queues: bool, seeds: int) -> Iterator[str]:
