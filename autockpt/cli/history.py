@@ -170,7 +170,8 @@ def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
         return
     from autockpt.reporting.trials_view import print_comparison
 
-    found = [(name, *(str(row[name]) if row[name] is not None else "—" for row in rows)) for name in rows[0]]
+    told = [name for name in rows[0] if name != "infeasible" or any(row[name] for row in rows)]
+    found = [(name, *(str(row[name]) if row[name] is not None else "—" for row in rows)) for name in told]
     print_comparison(("first", "second"), found, asked, both, screen.results())  # type: ignore[arg-type]
 
 

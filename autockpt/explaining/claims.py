@@ -104,7 +104,7 @@ class Claims:
             predicted=Reading(amount=self._wide_bytes),
             note="a slip of the source: by its own formula 4 · 4096 · 16384 · 2 B are 537 MB",
         )
-        kept = self._parts(self.subject.base)
+        kept = self._largest(self.subject.base)
         if kept[FEED_FORWARD]:
             yield Rule(
                 name="scores : feed-forward",
@@ -114,7 +114,7 @@ class Claims:
                 amount=(0.8 * shape.heads * shape.length / shape.wide, 1.2 * shape.heads * shape.length / shape.wide),
                 unit="times",
                 predicted=Reading(amount=kept[SCORES] / kept[FEED_FORWARD]),
-                note=self._fused,
+                note=self._fused or "the largest tensor of each that is kept",
             )
 
     def _mixed_precision(self) -> Iterator[Rule]:
@@ -155,7 +155,7 @@ class Claims:
             unit="times",
             predicted=Reading(amount=full.peak_bytes / base.peak_bytes),
         )
-        once, twice = self._parts(base)[SCORES], self._parts(plain)[SCORES]
+        once, twice = self._largest(base)[SCORES], self._largest(plain)[SCORES]
         if once:
             yield Rule(
                 name="scores, twice the length",
@@ -220,13 +220,13 @@ class Claims:
         attention = self.subject.tracer.settings.get("attention")
         return "" if attention == "eager" else f"{attention} keeps no scores, so recomputing them frees nothing"
 
-    def _parts(self, graph: Graph) -> Counter[str]:
-        """Bytes that a plain step keeps for backward at its peak, by the part of a layer that made them."""
+    def _largest(self, graph: Graph) -> Counter[str]:
+        """Bytes of the largest tensor kept for backward at the peak of a plain step, by part of a layer."""
         ledger, part_of = Ledger(graph, self.subject.head), part_namer(graph)
         made: Counter[str] = Counter()
         for storage in ledger.alive_at(peak_op(graph)):
             if (op := ledger.makers.get(storage.id)) is not None and op.phase == "forward":
-                made[part_of(op)] += storage.bytes
+                made[part_of(op)] = max(made[part_of(op)], storage.bytes)
         return made
 
     def _seconds(self, graphs: Sequence[Graph]) -> list[float] | None:

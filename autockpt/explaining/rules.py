@@ -16,12 +16,12 @@ from autockpt.explaining.moment import peak_op
 from autockpt.explaining.subject import Question, Subject, open_subject
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.profiling.predictor import simulation_of
-from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Silence, Unit, WorkloadSpec
+from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule, Rules
 from autockpt.workload.configs import find_config
 
 PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
-SECOND, FOURTH = "every 2nd layer", "segments of 4"
+SECOND, FOURTH, MATRICES = "every 2nd layer", "segments of 4", "products kept"
 LORA_RANK = 16  # where the workload has no adapters of its own
 ROUNDS = 5
 _DEEPSPEED = ("DeepSpeed-Chat's throughput formula", "https://github.com/deepspeedai/DeepSpeedExamples")
@@ -85,6 +85,7 @@ def _plans(units: tuple[Unit, ...]) -> Plans:
         ROOT: dict.fromkeys(blocks, Segment(size=max(1, round(math.sqrt(len(blocks)))))),
         OFFLOADED: dict.fromkeys(blocks, OFFLOAD),
         SECOND: dict.fromkeys(blocks[::2], RECOMPUTE),
+        MATRICES: dict.fromkeys(blocks, Selective()),
         FOURTH: dict.fromkeys(blocks, Segment(size=4)),
     }
     if attention:
@@ -202,7 +203,7 @@ def _said(layers: int, bound: str | None) -> list[Said]:
         Said(ROOT, _CHEN, f"√{layers} of {layers} layers' memory, +33 % time", roots, time=(0.28, 0.38)),
         Said(FOURTH, common, "a quarter of activations, 19 % slower", (0.75, 0.75), time=(0.15, 0.19)),
         Said(SECOND, common, "every n-th layer: 75 % of the speed", None, time=(0.0, 1 / 0.75 - 1)),
-        Said(ATTENTION, common, "selective: 40–60 % of activations, 10 % slower", (0.40, 0.60), time=(0.05, 0.10)),
+        Said(MATRICES, common, "selective keeps 40–60 % of activations, 10 % slower", (0.40, 0.60), time=(0.05, 0.10)),
         Said(ATTENTION, common, "60–75 % of activations, 10–15 % slower", (0.60, 0.75), time=(0.10, 0.15)),
         Said(ATTENTION, _SELECTIVE, "70 % of activations, 2.7 % more work", (0.65, 0.75), time=(0.0, 0.04)),
         Said(OFFLOADED, common, "80–90 % of activations, at link speed", (0.80, 0.90)),

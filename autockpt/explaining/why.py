@@ -155,7 +155,8 @@ def budget_steps(answers: Answers, budget: Budget | None, budget_bytes: int | No
     high, low = answers.save_all.peak_bytes, answers.lean.peak_bytes
     asked = {low + (high - low) * share // 100: f"{share}%act" for share in SHARES}
     if budget_bytes is not None and budget is not None:
-        asked = {size: label for size, label in asked.items() if size != budget_bytes} | {budget_bytes: budget.text}
+        asked = {s: label for s, label in asked.items() if s != budget_bytes and label != budget.text}
+        asked[budget_bytes] = budget.text
     steps = []
     for size in sorted(asked, reverse=True):
         found = answers.lean if size == low else answers.at(size, TABLE_CALLS)
