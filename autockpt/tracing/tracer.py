@@ -173,19 +173,24 @@ def _ghost_or_recorded(
     return Tracer(start("recorded"), (f"A real step on the CPU was recorded, because {why}.",), view)
 
 
+_frozen = False  # whether objects were seen frozen by somebody else; to count them takes a while
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """No garbage collection while a graph is made: it would look again and again at records that all stay.
 
     Nor right afterwards: what was made inside counts as old, unless this process keeps objects frozen for itself.
     """
+    global _frozen
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
-            if not gc.get_freeze_count():
+            _frozen = _frozen or gc.get_freeze_count() > 0
+            if not _frozen:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
