@@ -40,6 +40,7 @@ from autockpt.schema import (
     parse_budget,
     parse_size,
 )
+from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.explanation import Explanation
 from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import CompileMode
@@ -128,10 +129,7 @@ def search(
             options = {"budget": budget, "headroom": headroom, "host_budget": host_budget, "space": space}
             options |= {"out": out, "again": again, "listener": watcher, **common}
             if global_batch is not None:
-                answer = search_step_batches(step, global_batch, **options)
-                for line in (*batch_lines(answer), *answer.notes):
-                    watcher.note(line)
-                return _plan_of(answer.outcome)
+                return _most_tokens(search_step_batches(step, global_batch, **options), watcher)
             found = search_step(step, **options) if told is None else search_step_lengths(step, told, **options)
             return _plan_of(found)
         if not isinstance(step, str):
@@ -161,12 +159,18 @@ def search(
             **common,
         )
         if global_batch is not None:
-            outcome = search_batch_sizes(request, global_batch, run_search, watcher).outcome
+            return _most_tokens(search_batch_sizes(request, global_batch, run_search, watcher), watcher)
         elif told is not None:
             outcome = search_lengths_of(request, told, run_search, watcher)
         else:
             outcome = run_search(request, watcher)
     return _plan_of(outcome)
+
+
+def _most_tokens(answer: BatchAnswer, watcher: Listener) -> Plan:
+    for line in (*batch_lines(answer), *answer.notes):
+        watcher.note(line)
+    return _plan_of(answer.outcome)
 
 
 def _plan_of(outcome: SearchOutcome) -> Plan:

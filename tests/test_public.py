@@ -38,13 +38,22 @@ def test_a_model_by_its_name_is_planned_for_a_card_explained_and_reported(
     assert "<!doctype html>" in page.read_text(encoding="utf-8")
 
 
-def test_a_live_step_shows_its_progress_and_gets_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_step_is_asked_for_its_micro_batch_shows_its_progress_and_gets_its_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)))
-    step = autockpt.Step(model, torch.ones(8, 32), loss=lambda model, batch: model(batch).sum())
-    assert autockpt.search(step, budget="100%", trials=1, space=SPACE, out=tmp_path).choices
-    assert "trace" in capsys.readouterr().err
-    (page,) = tmp_path.glob("*/report.html")
-    assert "faster than" in page.read_text() or "slower than" in page.read_text() or "as fast as" in page.read_text()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step = autockpt.Step(model, torch.randn(1, 32), loss=lambda model, batch: model(batch).square().mean())
+    plan = autockpt.search(step, budget="1MB", global_batch=2, trials=1, timeout=20, space=SPACE, out=tmp_path)
+    size, times = plan.settings["batch_size"], plan.settings["accumulate"]
+    assert (size, times) in ((1, 2), (2, 1)) and plan.status == "measured"
+    said = capsys.readouterr().err
+    assert "trace" in said and f"{size} × {times}: " in said
+    assert "rows/s (100%)" in said and "summed in another order" in said
+    pages = [page.read_text() for page in tmp_path.glob("*/report.html")]
+    assert pages and all("faster than" in p or "slower than" in p or "as fast as" in p for p in pages)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    autockpt.apply(model, plan).remove()
 
 
 @pytest.mark.parametrize(

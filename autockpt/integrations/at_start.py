@@ -100,7 +100,8 @@ class Wanted:
             if lengths is None:
                 return search_step(step, **options)
             outcome = search_step_lengths(step, lengths, **options)
-            say(outcome.notes[-1])
+            for note in outcome.notes[-2:]:  # what the sets gain, and for which batches
+                say(note)
             return outcome
 
         return self._found(ask, folder, say, terms, others_wait)

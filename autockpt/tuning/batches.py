@@ -272,6 +272,8 @@ def _most_tokens(
     for role, size in (("given", given), ("usual", usual)):
         if size is not None and size <= highest and (row := _well_known(climb, role, size)) is not None:
             settings.append(row)
+    if given is not None and (given > highest or (given in climb.found and climb.found[given] is None)):
+        met = (*met, f"Micro-batches of {given} × {rows // given}, as given, do not fit the budget.")
     if raced is not None:
         settings = put_right(settings, raced)
     best = next(s for s in settings if s.role == "found" and s.batch_size == top)
@@ -424,7 +426,8 @@ THE_COMMAND = "Keep --batch-size as it is and search without --global-batch."
 THE_STEP = "Keep the batch as it is and search without global_batch=."
 NOTES = (
     "The rows of an update stay the same: its gradient is summed in another order, so it is equal up to rounding.",
-    "Where rows hold different numbers of tokens, micro-batches have to be weighted by them, as transformers' Trainer "
-    "does; in a loop of your own, with the labels of the whole update counted before it: "
-    "loss = model(**batch, num_items_in_batch=labels).loss, not divided by the accumulation.",
+    "Where rows hold different numbers of labels, a mean over them weights micro-batches otherwise than one whole "
+    "batch does. transformers' Trainer puts that right; in a loop of your own with a causal language model count the "
+    "labels of all micro-batches first, n = sum(b['labels'][:, 1:].ne(-100).sum() for b in micro_batches), and take "
+    "model(**b, num_items_in_batch=n).loss, not divided by the accumulation.",
 )

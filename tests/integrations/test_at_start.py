@@ -139,6 +139,29 @@ def test_the_micro_batch_is_found_with_the_plan_and_training_goes_on_with_it(tmp
 
 
 @pytest.mark.slow
+def test_a_plan_for_all_lengths_of_the_data_set_trains_to_the_end_as_without(tmp_path, capfd):
+    """Rows of 13 to 64 tokens, of which the longest do not fit with everything saved; labels end where rows do."""
+    ragged = [{name: v[: 64 if n % 5 == 0 else 12 + n] for name, v in row.items()} for n, row in enumerate(ROWS)]
+
+    def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        fill = {"input_ids": 0, "labels": -100}
+        return {n: nn.utils.rnn.pad_sequence([r[n] for r in rows], True, padding_value=v) for n, v in fill.items()}
+
+    def make(folder: str, callbacks: list[Any]) -> Any:
+        run = trainer(tmp_path / folder, LLAMA.make(), callbacks, max_steps=8, **LOGGED)
+        run.train_dataset, run.data_collator = ragged, padded
+        return run
+
+    callback = AutockptCallback(**SHORT | {"budget": "1500KB", "lengths": "auto"})
+    found = train(make("found", [callback]))
+    said = capfd.readouterr().out
+    assert "lengths: 6 rows of 13 to 64 tokens" in said and "padded to 64 tokens" in said
+    assert "Over 6 rows" in said or "One set of choices" in said
+    assert callback.handle is not None and any("recompute" in how for how in callback.handle.attached.values())
+    same(found, train(make("plain", [])))
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_sft_on_texts_leaves_the_same_as_with_the_plan(tmp_path, capfd):
     """TRL's own loss and metrics; the longest texts are planned for, whichever batch comes first."""

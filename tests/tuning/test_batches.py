@@ -14,6 +14,7 @@ from torch import nn
 from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.measuring import environment_of
+from autockpt.runtime import apply
 from autockpt.schema import (
     Comparison,
     DeviceInfo,
@@ -33,6 +34,7 @@ from autockpt.tuning.rows import dependent_rows
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
+from tests.policies.zoo import CASES
 
 DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
 
@@ -189,6 +191,32 @@ def met_by(loss: Any, normed: bool = False) -> tuple[str, ...]:
         return Live(made)
 
     return dependent_rows(job, judge, "keep the batch")
+
+
+def test_the_update_of_ragged_labels_is_that_of_the_whole_batch_as_the_answer_says_it() -> None:
+    """By the loop that NOTES give; micro-batches that count equally make another update."""
+    llama = CASES["llama"]
+    ids = llama.batch()["input_ids"][:4]
+    labels = ids.where(torch.arange(ids.shape[1]) >= 15 * torch.arange(4)[:, None], -100)
+    rows = [{"input_ids": ids[n : n + 1], "labels": labels[n : n + 1]} for n in range(4)]
+    n = sum(b["labels"][:, 1:].ne(-100).sum() for b in rows)
+    assert "n = sum(b['labels'][:, 1:].ne(-100).sum() for b in micro_batches)" in batches.NOTES[1]
+
+    def update(loss: Any, micro_batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        model = llama.make()
+        for layer in model.get_submodule("model.layers").children():
+            layer.get_submodule(
+                "self_attn"
+            ).attention_dropout = 0.0  # whose random numbers differ by the size of the batch
+        with apply(model, {"model.layers.0": "recompute", "model.layers.1": "remake"}):
+            for micro_batch in micro_batches:
+                loss(model, micro_batch).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    whole = update(lambda model, b: model(**b).loss, [{"input_ids": ids, "labels": labels}])
+    torch.testing.assert_close(update(lambda model, b: model(**b, num_items_in_batch=n).loss, rows), whole)
+    equally = update(lambda model, b: model(**b).loss / 4, rows)
+    assert not all(map(torch.allclose, equally, whole))
 
 
 def test_rows_that_depend_on_each_other_are_refused_or_said_by_name() -> None:
