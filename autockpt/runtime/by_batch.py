@@ -25,6 +25,7 @@ from autockpt.policies.compiling import eagerly
 from autockpt.policies.offload import MOVING
 from autockpt.policies.sentinels import Mode as SentinelMode
 from autockpt.runtime.adaptive import Adaptive
+from autockpt.runtime.compiled import compiled_as
 from autockpt.runtime.proving import Proof, UnitProof
 from autockpt.runtime.session import Session, attach_units, look_after
 from autockpt.schema.choices import Choice
@@ -125,10 +126,10 @@ class BatchSets:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
         """A forward of the whole model begins: choose its set, and return who is to be told about it."""
         if not self._told:
+            refuse_compiled(module, self.sessions)  # they may have been compiled since the plan was applied
             self._told = True
             for number, session in enumerate(self.sessions):
                 session.take_turns(partial(self._turn, number))
-            self._warn_of_compiled()
         size = batch_size(module, args, kwargs)
         chosen = self._for(size)
         tokens = None if size is None else size.tokens
@@ -145,19 +146,6 @@ class BatchSets:
             self._act(chosen)
             self._running = True
         return self.sessions[chosen].listeners
-
-    def _warn_of_compiled(self) -> None:
-        """Say where the compiler will give up: it makes code for every layer, length and set with offload."""
-        units = (unit for session in self.sessions for unit in session.order if unit.choice.kind in MOVING)
-        compiled = next((u for u in units if getattr(u.module, "_compiled_call_impl", None) is not None), None)
-        if compiled is not None:
-            warnings.warn(
-                f"`{compiled.name}: {compiled.choice.kind}` is one of several sets of choices on layers that are "
-                "compiled: what it does around a layer soon reaches torch._dynamo's recompile_limit, and lengths that "
-                "come later run without compiled code. Gradients stay as they are; for speed take sets of save and "
-                "recompute (search with --choices save,recompute).",
-                stacklevel=6,
-            )
 
     @_outside_graphs
     def end(self) -> None:
@@ -303,6 +291,24 @@ class BatchSets:
             self.adaptive.remove()
 
 
+def refuse_compiled(model: nn.Module, sessions: Iterable[Session]) -> None:
+    """Raise ConflictError where one of several sets moves what a layer keeps that is compiled.
+
+    What moving does around a layer is compiled anew for every length and set: torch soon gives up on that layer, and
+    lengths that come later would run without compiled code, slower than any plan promised.
+    """
+    units = (unit for session in sessions for unit in session.order if unit.choice.kind in MOVING)
+    moving = {unit.name: unit.choice.kind for unit in units}
+    if compiled_as(model, moving) == "layers":
+        name = next(name for name in moving if compiled_as(model, (name,)) == "layers")
+        raise ConflictError(
+            f"`{name}: {moving[name]}` is one of several sets of choices, and the layer is compiled: for every length "
+            "and set torch would compile it anew, until it gives up (torch._dynamo's recompile_limit)",
+            remedy="Search with --choices save,recompute; or take one set (autockpt.apply(model, plan.sets[-1]), "
+            "without adaptive=); or leave the layers uncompiled.",
+        )
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether a model's weights lie on several ranks in parts: FSDP, tensor parallelism."""
     kinds = {cls.__name__ for m in module.modules() for cls in type(m).__mro__}
@@ -327,6 +333,7 @@ def attach_sets(
         for choices in (*(choices for _, choices in sets), *leaner):
             sessions.append(attach_units(model, choices, ways, sentinels))
             sessions[-1].set_aside()
+        refuse_compiled(model, sessions)
         root = Session((), ways)
         units = [unit.module for session in sessions for unit in session.order if unit.choice.kind != "save"]
         guard = look_after(model, list(dict.fromkeys(units)), root)

@@ -18,7 +18,9 @@ import numpy as np
 
 from autockpt.errors import UsageError
 from autockpt.history.rundir import BY_LENGTH
-from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest, parse_budget, words
+from autockpt.policies.offload import MOVING
+from autockpt.runtime.compiled import compiled_as
+from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest, SearchSpace, parse_budget, words
 from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
@@ -27,6 +29,8 @@ from autockpt.tuning.search import search_step
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.workload import Step
 from autockpt.workload.lengths import shortened
+from autockpt.workload.units import discover_units
+from search_spaces.spaces import load_space
 
 MOST_SETS = 4
 WORTH = 0.01
@@ -201,6 +205,8 @@ def search_lengths_of(
     spec = request.workload
     refuse_lengths(request.budget, packed=spec.packed, pad_to=spec.pad_to, compile_model=request.compile == "model")
     lengths = lengths if spec.seq_len is None else lengths.cut(spec.seq_len)
+    if request.compile is not None:
+        request = request.model_copy(update={"space": _unmoved(request.space, listener)})
 
     def at(length: int, trials: int, left: float | None) -> SearchOutcome:
         workload = spec.model_copy(update={"seq_len": length})
@@ -225,6 +231,9 @@ def search_step_lengths(
     ``options`` are those of ``search_step``. Raises UsageError for a batch that cannot be cut.
     """
     refuse_lengths(parse_budget(budget) if isinstance(budget, str) else budget)
+    if compiled_as(step.model, [unit.name for unit in discover_units(step.model)]) == "layers":
+        space = options.get("space", "knobs")
+        options["space"] = _unmoved(load_space(space) if isinstance(space, str) else space, listener)
 
     def at(length: int, trials: int, left: float | None) -> SearchOutcome:
         cut = shortened(step, length)
@@ -262,6 +271,15 @@ def _of_all(
     spent = sum(outcome.measured_trials for outcome in outcomes.values())
     more = {"plan": found.plan, "plan_path": path, "notes": (*longest.notes, *found.notes), "measured_trials": spent}
     return longest.model_copy(update=more)
+
+
+def _unmoved(space: SearchSpace, listener: Listener) -> SearchSpace:
+    """The space without choices that the runtime refuses in several sets on compiled layers."""
+    moving = [kind for kind in space.choices if kind in MOVING]
+    if not moving:
+        return space
+    listener.note(f"layers are compiled, so sets by length leave out {' and '.join(moving)}")
+    return space.restricted(tuple(kind for kind in (*space.choices, *space.head) if kind not in moving))
 
 
 def refuse_lengths(budget: Budget, **given: object) -> None:

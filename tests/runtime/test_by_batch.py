@@ -21,7 +21,7 @@ from autockpt.errors import ConflictError, PlanError
 from autockpt.policies import attached_to, recomputing
 from autockpt.runtime import remove
 from autockpt.runtime.by_batch import BatchSets, BatchSize, batch_size
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, Choice, parse_choice
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, parse_choice
 from tests.policies.zoo import CASES, assert_equal
 from tests.runtime.processes import in_two_processes, needs_gloo
 
@@ -286,12 +286,25 @@ def test_layers_that_are_compiled_in_place() -> None:
     lengths = (8, 64, 8, 64)
     wanted = gradients(LLAMA.make().eval(), lengths)
     model: Any = LLAMA.make().eval()
-    with apply(model, sets(16, 128)) as handle:
+    with apply(model, sets(16, 128, of=(SAVE, RECOMPUTE))) as handle:
         for layer in model.model.layers:
             layer.compile(backend="eager")
-        with pytest.warns(UserWarning, match=r"layers\.0: offload.*recompile_limit"):
-            assert_equal(gradients(model, lengths), wanted)
+        assert_equal(gradients(model, lengths), wanted)
         assert used(handle) == {0: 2, 1: 2}
+
+
+def test_several_sets_that_move_what_compiled_layers_keep_are_refused_by_name() -> None:
+    model: Any = LLAMA.make().eval()
+    with apply(model, sets(16, 128)):
+        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+        for _ in range(2):
+            with pytest.raises(ConflictError, match=r"layers\.0: offload.*compiled"):
+                gradients(model, (8,))
+    with pytest.raises(ConflictError, match=r"layers\.0: offload") as caught:
+        apply(model, sets(16, 128))
+    assert "--choices save,recompute" in caught.value.remedy
+    assert not any(attached_to(m) for m in model.modules())
+    apply(model, sets(16, 128).sets[-1]).remove()
 
 
 def _agree(rank: int) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.errors import UsageError
+from autockpt.errors import InfeasibleError, UsageError
 from autockpt.schema import (
     RECOMPUTE,
     SAVE,
@@ -16,12 +17,23 @@ from autockpt.schema import (
     Measurement,
     Plan,
     ResolvedBudget,
+    SearchRequest,
     Silence,
     Unit,
+    WorkloadSpec,
     parse_budget,
 )
 from autockpt.schema.lengths import Lengths
-from autockpt.tuning.lengths import MOST_SETS, WORTH, Foreseen, Histogram, refuse_lengths, search_lengths
+from autockpt.tuning.lengths import (
+    MOST_SETS,
+    WORTH,
+    Foreseen,
+    Histogram,
+    refuse_lengths,
+    search_lengths,
+    search_lengths_of,
+)
+from search_spaces.spaces import load_space
 
 UNITS = [Unit(name=f"layers.{i}", cls="Layer", kind=0) for i in range(10)]
 TAIL = Lengths(counts={100: 60, 200: 25, 400: 10, 800: 4, 1600: 1}, of="batches")
@@ -124,6 +136,30 @@ def test_the_length_up_to_which_all_is_saved_is_read_off_peaks() -> None:
     assert Foreseen({1600: made(1600), 800: made(800)}).saves_up_to == pytest.approx(400)
     assert Foreseen({1600: made(1600), 200: made(200)}).saves_up_to == pytest.approx(400)
     assert Foreseen({300: made(300)}).saves_up_to == 300 and Foreseen({1600: made(1600)}).saves_up_to is None
+
+
+def test_compiled_layers_are_not_offered_what_several_sets_cannot_move() -> None:
+    notes: list[str] = []
+    listener = Silence()
+    listener.note = notes.append  # type: ignore[method-assign]
+    asked = SearchRequest(
+        budget=parse_budget("24GB"),
+        workload=WorkloadSpec(model="llama-tiny"),
+        space=load_space("knobs"),
+        out=Path("unused"),
+        compile="layers",
+        trials=4,
+    )
+    spaces: list[tuple[str, ...]] = []
+
+    def search(request: SearchRequest, listener: Any) -> Any:
+        spaces.append(request.space.choices)
+        raise InfeasibleError("nothing fits")
+
+    with pytest.raises(InfeasibleError):
+        search_lengths_of(asked, TAIL, search, listener)
+    assert "recompute" in spaces[0] and not {"offload", "recompute_offload"} & set(spaces[0])
+    assert "leave out" in notes[0] and "offload" in notes[0]
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
