@@ -131,7 +131,7 @@ def contents_of(run: RunDirectory) -> Contents:
             units=tuple(dict.fromkeys(outermost(dict.fromkeys(every)))),
             lines=lines,
             tapes=tapes,
-            changes=changes(outlook or Outlook(), tapes, settings, budget, plan),
+            changes=changes(outlook or Outlook(), run.sizes(), tapes, settings, budget, plan),
             outcome=outcome,
             settings={k: v for k, v in settings.items() if v not in (None, "", False)},
             environment=environment,

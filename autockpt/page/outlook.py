@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from autockpt.explaining.holdings import COME_AND_GO, GRADIENTS, LOGITS
 from autockpt.page.plans import GHOST
 from autockpt.page.tape import Tape
 from autockpt.schema import Plan, ResolvedBudget, format_binary, words
+from autockpt.schema.batches import SizesTimed
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import WayOut
@@ -30,16 +32,17 @@ class Change:
 
 def changes(
     outlook: Outlook,
+    sizes: SizesTimed | None,
     tapes: Sequence[Tape],
     settings: Mapping[str, Any],
     budget: ResolvedBudget | None,
     plan: Plan | None,
 ) -> tuple[Change, ...]:
-    """What the search ghost-ran, then estimates for other changes at the peak of the plan's own step.
+    """Micro-batches that were timed, what the search ghost-ran, then estimates for other changes.
 
-    These are at that of the plain step where there is no plan; the peak may move elsewhere.
+    These are at the peak of the plan's own step, of the plain one where there is no plan; it may move elsewhere.
     """
-    found = [_ghost_run(way) for way in outlook.changes]
+    found = [*_sizes(sizes), *(_ghost_run(way) for way in outlook.changes)]
     chunked, now = outlook.chunked_peak_bytes, (plan.measured or plan.predicted) if plan is not None else None
     if chunked is not None and now is not None:
         less = now.peak_bytes - chunked
@@ -76,6 +79,15 @@ def changes(
 def plan_in_chunks(plan: Plan | None) -> bool:
     """Whether head and loss run in chunks already."""
     return plan is not None and any(isinstance(choice, ChunkedLoss) for choice in plan.expand_planned().values())
+
+
+def _sizes(sizes: SizesTimed | None) -> Iterator[Change]:
+    """Micro-batches by their updates, timed side by side."""
+    for size, times in sizes.times.items() if sizes is not None else ():
+        seconds = words.seconds(statistics.median(times))
+        best = " — the fastest" if sizes is not None and size == sizes.winner else ""
+        best = best or (" — cannot be told from the fastest" if sizes is not None and size in sizes.undecided else "")
+        yield Change(f"Micro-batches of {size}", f"an update takes {seconds}{best}", f"--batch-size {size}", "measured")
 
 
 def _ghost_run(way: WayOut) -> Change:

@@ -274,8 +274,10 @@ def _faster(point: Point, known: Point | None, answer: str | None = None) -> Poi
 
 
 def _alike(one: Point, other: Point | None) -> bool:
-    """Whether the intervals of two plans meet, or there is no other."""
+    """Whether the intervals of two plans meet, or one that is no trial is not worth a mention beside the other."""
     if other is None:
         return True
+    if not (one.phase and other.phase):
+        return abs((one.seconds or 0.0) - (other.seconds or 0.0)) < WORTH * (other.seconds or 0.0)
     ends = (one.low, one.high, other.low, other.high)
     return None not in ends and ends[0] <= ends[3] and ends[2] <= ends[1]  # type: ignore[operator]

@@ -122,14 +122,16 @@ def why(plans: Plans, prices: Sequence[float]) -> str:
     tried = [p for p in plans.points.values() if p.phase and p.basis]
     fitting = [p for p in tried if p.fits and p.seconds]
     faster = [p.name for p in fitting if p.seconds and p.seconds < best.seconds]
-    said = f"Of {words.counted(len(tried), 'plan')} with numbers {len(fitting)} fit"
+    said = f"Of {words.counted(len(tried), 'plan')} with numbers "
+    said += f"{len(fitting)} fit" if len(fitting) > 1 else "only this one fits"
     if faster:
         said += f"; the finals chose it over {', '.join(faster)}, whose times one reading cannot distinguish."
     else:
-        said += ", and none of these is faster."
+        said += ", and none of these is faster." if len(fitting) > 1 else "."
     leaner = [plans.points[t.predicted or t.tried or ""] for t in plans.thresholds if t.bytes < best.peak]
-    nearest = max((p for p in leaner if p.peak and p.seconds), key=lambda p: p.peak or 0, default=None)
-    if nearest is not None and nearest.peak and nearest.seconds and nearest.seconds > best.seconds:
+    slower = (p for p in leaner if p.peak and p.seconds and p.seconds > best.seconds)
+    nearest = max(slower, key=lambda p: p.peak or 0, default=None)
+    if nearest is not None and nearest.peak and nearest.seconds:
         more = nearest.seconds / best.seconds - 1
         said += (
             f" The next leaner one, {format_binary(best.peak - nearest.peak)} less, would cost {words.share(more)} more"

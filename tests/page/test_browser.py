@@ -61,8 +61,9 @@ def test_all_parts_are_there_and_legible(browser: Browser, page: Path, width: in
     assert dark == (theme == "dark")
 
 
-def test_the_budget_moves_by_keys_and_by_dragging(browser: Browser, page: Path) -> None:
-    browser.open(page, 1280, "light")
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1280, "light")])
+def test_the_budget_moves_by_keys_and_by_dragging(browser: Browser, page: Path, width: int, theme: str) -> None:
+    browser.open(page, width, theme)
     said = "document.getElementById('known').innerText"
     assert "as asked" in browser.js(said) and "the answer of this run" in browser.js(said)
     browser.js("document.getElementById('budget-handle').focus()")

@@ -158,6 +158,10 @@ def test_a_simulated_run_never_says_measured(tmp_path: Path) -> None:
     said = Read(run_page(run)).said
     assert "simulated, nothing was measured" in said and "autockpt verify" in said
     assert "Nothing was measured, so there is nothing to hold the predictions against." in said
+    ghost = GhostRun(choices=plan_of(OFFLOAD, SAVE), predicted=Prediction(peak_bytes=1840, step_seconds=0.1759))
+    run.write_outlook(Outlook(plans=(ghost,)))
+    known = [t.tried for t in contents_of(run).plans.thresholds if t.bytes <= BUDGET.bytes]
+    assert known[-1] == "t2", "what is hardly faster is not worth a mention beside the answer"
 
 
 def test_a_damaged_run_and_an_unwritable_page_are_errors(tmp_path: Path) -> None:
