@@ -77,7 +77,7 @@ def search(
     ] = None,
     tokens_per_update: Annotated[
         int | None,
-        opt("--tokens-per-update N", "The same, counted in tokens; needs --seq-len.", min=1),
+        opt("--tokens-per-update N", "The same, counted in tokens.", min=1),
     ] = None,
     lengths: Annotated[
         str | None,
@@ -277,7 +277,7 @@ def _workload(
 
 
 def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec) -> int | None:
-    """Sequences per update as asked for; None: not asked for.
+    """Sequences per update as asked for; None: not asked for. Without a length they are as long as the model's usual.
 
     Raises UsageError for tokens that are no whole number of sequences.
     """
@@ -285,13 +285,17 @@ def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec) -
         return rows
     if rows is not None:
         raise UsageError("--global-batch and --tokens-per-update ask the same", remedy="Leave one of them out.")
-    if spec.seq_len is None or tokens % spec.seq_len:
-        length = "no --seq-len was given" if spec.seq_len is None else f"sequences of {spec.seq_len} do not divide them"
+    from autockpt.workload import sequence_length
+
+    length = sequence_length(spec)
+    if length is None or tokens % length:
+        none = "this workload has no sequences of a known length"
+        why = none if length is None else f"sequences of {length} do not divide them"
         raise UsageError(
-            f"--tokens-per-update {tokens}: {length}",
+            f"--tokens-per-update {tokens}: {why}",
             remedy="Give --seq-len, and a multiple of it; or --global-batch in sequences.",
         )
-    return tokens // spec.seq_len
+    return tokens // length
 
 
 def _run_batches(request: SearchRequest, rows: int, log_to: Sequence[str], as_json: bool) -> SearchOutcome:

@@ -268,10 +268,13 @@ def _most_tokens(
         raced, said = timed_together(found, meet, climb.seconds_left, listener)
     top = raced.winner if raced is not None else min(rivals, key=lambda s: _seconds(climb, s))
     settings = [best for best, _ in found.values()]
-    usual, highest = known.largest("recompute"), known.largest(*KINDS) or 0
-    for role, size in (("given", given), ("usual", usual)):
-        if size is not None and size <= highest and (row := _well_known(climb, role, size)) is not None:
+    usual, highest = known.largest("recompute") or 0, known.largest(*KINDS) or 0
+    if given is not None and given <= highest and (row := _well_known(climb, "given", given)) is not None:
+        settings.append(row)
+    for size in (s for s in reversed(sizes) if s <= usual):  # the straight line may have been too hopeful
+        if (row := _well_known(climb, "usual", size)) is not None:
             settings.append(row)
+            break
     if given is not None and (given > highest or (given in climb.found and climb.found[given] is None)):
         met = (*met, f"Micro-batches of {given} × {rows // given}, as given, do not fit the budget.")
     if raced is not None:

@@ -1,7 +1,7 @@
 """What is being planned for: model sources, batches, units, and the whole training cycle."""
 
 from autockpt.schema.names import strip_prefixes
-from autockpt.workload.build import build, make_optimizer, preload, refuse_simulated
+from autockpt.workload.build import build, make_optimizer, preload, refuse_simulated, sequence_length
 from autockpt.workload.failures import explain, is_out_of_memory
 from autockpt.workload.losses import default_loss, find_loss, loss_of
 from autockpt.workload.step import Loss, Mark, Step
@@ -28,6 +28,7 @@ __all__ = [
     "nested_tensors",
     "preload",
     "refuse_simulated",
+    "sequence_length",
     "storage_bytes",
     "strip_prefixes",
 ]

@@ -58,6 +58,18 @@ def preload(spec: WorkloadSpec) -> None:
         model_class(head_of(source.config, source.architecture, source.where))
 
 
+def sequence_length(spec: WorkloadSpec) -> int | None:
+    """Tokens of the longest sequence in the batch that ``build`` would make; None where only building it tells.
+
+    Raises WorkloadError or UsageError as ``build`` does.
+    """
+    if spec.seq_len is not None or is_factory(spec.model) or spec.trust_remote_code:
+        return spec.seq_len
+    with quiet():
+        source = find_config(spec)
+        return _size(spec, source, head_of(source.config, source.architecture, source.where)).length
+
+
 def refuse_simulated(spec: WorkloadSpec) -> None:
     """Raise UsageError for a spec that no real step can follow: more than one GPU, states that are counted by rule."""
     for option, value in spec.simulated_only().items():

@@ -213,7 +213,7 @@ def test_a_global_batch_is_answered_with_the_settings_that_go_with_the_plan(auto
     replace("autockpt.tuning", run_search=None)
     replace("autockpt.tuning.batches", search_batch_sizes=batches(asked))
     tokens = ("--tokens-per-update", "8192", "--seq-len", "1024")
-    for given in (("--global-batch", "8"), tokens):
+    for given in (("--global-batch", "8"), tokens, ("--tokens-per-update", "512")):
         result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", "-b", "2", *given)
         assert result.code == 0, result.err
         rows, request = asked.pop()
@@ -225,8 +225,8 @@ def test_a_global_batch_is_answered_with_the_settings_that_go_with_the_plan(auto
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (("--tokens-per-update", "1000", "--seq-len", "512"), "do not divide"),
-        (("--tokens-per-update", "1024"), "no --seq-len"),
+        (("--tokens-per-update", "1000", "--seq-len", "512"), "sequences of 512 do not divide"),
+        (("--tokens-per-update", "1000"), "sequences of 64 do not divide"),
         (("--tokens-per-update", "1024", "--seq-len", "512", "--global-batch", "2"), "ask the same"),
     ],
 )

@@ -247,3 +247,5 @@ def test_a_simulated_search_names_the_setting_with_the_most_tokens_per_second(tm
     assert answer.best.score.peak_bytes <= 600 * 10**6
     dry = search_batch_sizes(asked.model_copy(update={"dry_run": True}), 4, run_search, Silence())
     assert dry.best.batch_size == answer.best.batch_size and dry.outcome.dry_run
+    usual = [other for other in answer.others if other.role == "usual"]
+    assert len(usual) == 1 and usual[0].plan == "recompute all"
