@@ -91,17 +91,25 @@ def _parts(graph: Graph, each: np.ndarray, hardware: Hardware | None, copying: f
 
 
 def part_namer(graph: Graph) -> Callable[[Op], str]:
-    """What names the part of a step that an op belongs to."""
+    """What names the part of a step that an op belongs to.
+
+    What runs again by itself, outside of the modules that ran it first, belongs where the first such op of its unit's
+    forward does.
+    """
     roles = {unit.name: unit.role for unit in graph.units}
     kinds = OpKinds(graph)
+    first: dict[tuple[str, int], str] = {}
+    for op in graph.ops:
+        if op.phase == "forward" and op.unit is not None:
+            first.setdefault((op.unit, op.signature), op.module)
 
     def name(op: Op) -> str:
         if op.phase == "optimizer":
             return OPTIMIZER
-        kind = kinds.of(op)
-        role = next(
-            (roles[m] for m in (op.module, *ancestors(op.module)) if roles.get(m) in ("attention", "mlp")), None
-        )
+        kind, module = kinds.of(op), op.module
+        if op.phase == "recompute" and op.unit is not None and module == op.unit:
+            module = first.get((op.unit, op.signature), module)
+        role = next((roles[m] for m in (module, *ancestors(module)) if roles.get(m) in ("attention", "mlp")), None)
         if kind == ATTENTION or (role == "attention" and (kind == "softmax" or "bmm" in op.target)):
             return SCORES
         if role is not None:

@@ -157,11 +157,14 @@ def budget_steps(answers: Answers, budget: Budget | None, budget_bytes: int | No
     if budget_bytes is not None and budget is not None:
         asked = {s: label for s, label in asked.items() if s != budget_bytes and label != budget.text}
         asked[budget_bytes] = budget.text
-    steps = []
-    for size in sorted(asked, reverse=True):
+    steps: list[BudgetStep] = []
+    best: Reach | None = None
+    for size in sorted(asked):
         found = answers.lean if size == low else answers.at(size, TABLE_CALLS)
-        steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=found, ours=size == budget_bytes))
-    return _distinct(steps)
+        # what fits less is not beaten by a slower plan: few ghost runs do not always find the best one
+        best = min((r for r in (found, best) if r is not None), key=lambda r: r.step_seconds, default=None)
+        steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=size == budget_bytes))
+    return _distinct(steps[::-1])
 
 
 def _distinct(steps: list[BudgetStep]) -> tuple[BudgetStep, ...]:

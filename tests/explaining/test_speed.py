@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.explaining import Question, explain
-from autockpt.explaining.speed import FEED_FORWARD, OPTIMIZER, SCORES
+from autockpt.explaining.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
 from autockpt.explaining.times import of_device
 from autockpt.reporting.explain_words import bound_words, speed_words
 from autockpt.schema import Plan, WorkloadSpec
@@ -31,6 +31,8 @@ def test_parts_add_up_and_what_runs_again_is_work_but_not_the_models() -> None:
     whole = sum(part.seconds for part in plain.speed.parts)
     assert whole == pytest.approx(plain.speed.seconds, rel=0.02)
     assert sum(part.flops for part in again.speed.parts) == again.speed.flops
+    remade = explain(Question(SPEC, plan=Plan(choices={"model.layers.*": "remake"}), hardware=card, limits=False))  # type: ignore[dict-item]
+    assert remade.speed is not None and all(not p.flops for p in remade.speed.parts if p.name == BETWEEN)
     assert 0 < again.speed.average_bytes <= again.peak_bytes
     assert plain.speed.utilisation is not None and 0 < plain.speed.utilisation < 1
     assert {part.bound for part in plain.speed.parts if part.name != OPTIMIZER} == {"launches"}, "so small a model"
