@@ -48,6 +48,9 @@ def call_factory(spec: WorkloadSpec) -> Step | dict[str, Any]:
     return _understood(returned, spec.model)
 
 
+_NEEDED = {"batch_size": ", which a search for a global batch needs", "seq_len": ", which a search for lengths needs"}
+
+
 def _find(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -58,7 +61,8 @@ def _find(name: str) -> Callable[..., Any]:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             raise WorkloadError(
                 f"there is no Python module {error.name!r}",
-                remedy=f"It is looked for in {os.getcwd()} and among the installed packages.",
+                remedy=f"It is looked for in {os.getcwd()} and among the installed packages."
+                + (f" A file goes by its module's name: {module_name[:-3]}:{attribute}." * module_name.endswith(".py")),
             ) from None
         raise explain(error, f"importing {module_name}", remedy=f"Is {error.name} installed here?") from None
     except (Exception, SystemExit) as error:
@@ -89,7 +93,7 @@ def _arguments(function: Callable[..., Any], spec: WorkloadSpec) -> dict[str, An
         if name not in taken and not takes_all:
             raise WorkloadError(
                 f"--{name.replace('_', '-')} has no effect on {spec.model}, which makes its own model and batch",
-                remedy=f"Leave it out, or give the function a parameter named {name}.",
+                remedy=f"Leave it out, or give the function a parameter named {name}{_NEEDED.get(name, '')}.",
             )
     if "seed" in taken:
         given["seed"] = spec.seed

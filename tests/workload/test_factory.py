@@ -163,6 +163,7 @@ def test_lora_on_a_users_model() -> None:
         ("value", "is no function"),
         ("thre", "Did you mean three"),
         ("nowhere.at.all:f", "no Python module 'nowhere'"),
+        ("nowhere.py:f", "name: nowhere:f"),
         ("imports_nothing:f", r"imports_nothing\.py:2: ModuleNotFoundError.*\n.*no_such_package installed"),
         ("does_not_parse:f", r"does_not_parse\.py:1: SyntaxError"),
     ],
