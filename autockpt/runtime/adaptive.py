@@ -272,6 +272,9 @@ class Adaptive:
         full = step.allocated + max(0, self._base - self._after) > limit * PRESSED
         over = step.reserved > limit  # what the cache holds since a richer set, or others let go of it, is no need
         taken = self._room < self._last_room * (1 - TAKEN)
+        if self._told and self._room > self._last_room * (1 + TAKEN):
+            self._told.clear()
+            self._tell(Move(self.steps, self.leaner, f"{format_binary(self._room)} are free again"), logging.INFO)
         if taken or self._room > self._last_room:
             self._last_room = self._room
         if taken:

@@ -96,9 +96,10 @@ def test_it_never_moves_in_the_middle_of_an_accumulation(monkeypatch) -> None:
         assert len(set(went)) == 1 and went[0] == min(update, 1)  # 4000, then 2500
     made.model(**batch(8, 1)).loss.backward()
     meter.torn += 1  # no optimizer steps from here on: nothing is looked at
+    meter.base += 2000 * MB
     for _ in range(3):
-        made.model(**batch(8, 1)).loss.backward()
-    assert len(made.handle.moves) == 1
+        made.model(**batch(30, 1)).loss.backward()
+    assert len(made.handle.moves) == 1 and made.sets.acting == 1
 
 
 def test_torn_memory_counts_and_a_set_that_was_given_up_again_waits_longer(monkeypatch) -> None:
@@ -126,7 +127,8 @@ def test_memory_taken_since_the_last_step_counts_before_the_next_batch_that_need
     assert made.update(10, 30, 10) == [0, 2, 0]  # 4800 were too many: what was never used is not tried then
     meter.base -= 800 * MB
     assert made.update(10, 30, 10) == [0, 0, 0]
-    assert [(move.leaner, move.tokens) for move in made.handle.moves] == [(2, 30)]
+    assert [(move.leaner, move.tokens) for move in made.handle.moves] == [(2, 30), (0, None)]
+    assert "are free again" in str(made.handle)
 
 
 def test_what_runs_between_an_optimizers_step_and_the_next_forward_is_not_training(monkeypatch) -> None:
