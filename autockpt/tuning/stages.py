@@ -296,14 +296,21 @@ def _shown(storage: str, title: str, found: SearchResult) -> tuple[str, ...]:
 
 
 def foresee_plan(
-    question: Question, tracer: Tracer, profiled: CostModel, clock: Clock, *, seconds: bool
+    question: Question,
+    tracer: Tracer,
+    profiled: CostModel,
+    clock: Clock,
+    *,
+    seconds: bool,
+    referee_calls: int = DRY_CALLS,
 ) -> SearchOutcome:
     """The solver's plan and what ghost runs say of it and of the well-known ones; nothing is tried or written.
 
-    ``seconds``: whether op times are good for more than ranking. Raises InfeasibleError.
+    ``seconds``: whether op times are good for more than ranking. ``referee_calls`` as for ``find_plan``. Raises
+    InfeasibleError.
     """
     with clock.stage("solve"):
-        found, predictions, choices = foresee(profiled, question.budget, question.space)
+        found, predictions, choices = foresee(profiled, question.budget, question.space, referee_calls)
     environment, said = profiled.profile.op_times.environment, said_of_head(tracer.head, choices)
     rows = simulated_rows(predictions, seconds=seconds, host_budget=question.host_budget)
     notes = (*question.notes, *said)
@@ -315,7 +322,7 @@ def foresee_plan(
 
 
 def foresee(
-    profiled: CostModel, budget: Budget, space: SearchSpace
+    profiled: CostModel, budget: Budget, space: SearchSpace, referee_calls: int = DRY_CALLS
 ) -> tuple[SearchResult, dict[str, Prediction], dict[str, Choice]]:
     """Predict the known plans, resolve the budget by simulated peaks, and solve: no step is measured.
 
@@ -332,7 +339,7 @@ def foresee(
     choices = known[NONE]
     if binding:
         problem = profiled.problem(resolved.bytes - device.overhead_bytes)
-        refined = refine_segmented(problem, profiled.rule, profiled.segments, max_calls=DRY_CALLS)
+        refined = refine_segmented(problem, profiled.rule, profiled.segments, max_calls=referee_calls)
         if not refined.feasible:
             raise nothing_fits(profiled, resolved, smallest)
         choices = profiled.plan(refined.choices)

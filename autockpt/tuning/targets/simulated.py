@@ -38,7 +38,7 @@ from autockpt.tuning.infeasible import naming_alternatives
 from autockpt.tuning.jobs import Described
 from autockpt.tuning.opening import Traced, blocks_of, traced
 from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import enter_run, find_plan, foresee_plan, question_of
+from autockpt.tuning.stages import DRY_CALLS, enter_run, find_plan, foresee_plan, question_of
 from autockpt.tuning.targets.base import MOST_REPEATS, Target
 from autockpt.tuning.targets.shallow_twin import DEEP, calls_per_candidate, open_twin, transplanted
 from autockpt.tuning.trials import Candidate, Score
@@ -85,12 +85,14 @@ def simulate_search(
         with clock.stage("profile"):
             profiled = _profiled(found, hardware, budget, request.host_budget)
         environment = profiled.profile.op_times.environment
+        calls = calls_per_candidate(profiled.base)
         if request.dry_run:
-            return foresee_plan(question, tracer, profiled, clock, seconds=True)
+            few = DRY_CALLS if found.twin is None else calls
+            return foresee_plan(question, tracer, profiled, clock, seconds=True, referee_calls=few)
         run, known = enter_run(stack, request, question, environment, tracer.units, device=hardware.name)
         if known is not None:
             return known
-        storage, calls = request.storage or run.storage, calls_per_candidate(profiled.base)
+        storage = request.storage or run.storage
         target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
         return find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls)
 
