@@ -93,7 +93,8 @@ def verify(
 
 def _with_set(report: VerifyReport, plan: Plan, found: VerifyReport) -> VerifyReport:
     """The report, and what was found of a set for smaller batches."""
-    named = (check.model_copy(update={"name": f"up to {plan.when}: {check.name}"}) for check in found.checks)
+    which = "" if plan.when is None else f", {plan.when.tokens:,} tokens"  # short: it stands in a column
+    named = (check.model_copy(update={"name": f"{check.name}{which}"}) for check in found.checks)
     notes = (note for note in found.notes if note not in report.notes)
     return report.model_copy(update={"checks": (*report.checks, *named), "notes": (*report.notes, *notes)})
 
