@@ -163,3 +163,15 @@ def test_a_headroom_is_left_free_and_is_in_the_plan_and_in_the_question(
     assert plan.environment is not None
     same = ask(tmp_path, card, budget="60%act").question(plan.environment)
     assert tight.question(plan.environment) == same | {"headroom": "1MB"}
+
+
+def test_a_share_that_is_more_than_the_device_has_is_searched_within_what_it_has(tmp_path: Path) -> None:
+    """The share is of this job's own peak, which the device need not hold."""
+    cpu = load_hardware("cpu")
+    whole = run_search(ask(tmp_path / "whole", cpu, budget="60%act"))
+    small = cpu.model_copy(update={"memory_bytes": whole.budget.bytes})
+    more = run_search(ask(tmp_path / "small", small, budget="90%act"))
+    assert more.budget.bytes > small.memory_bytes and more.plan is not None and whole.plan is not None
+    ours, theirs = more.plan.predicted, whole.plan.predicted
+    assert ours is not None and theirs is not None and ours.peak_bytes <= small.memory_bytes
+    assert ours.step_seconds == pytest.approx(theirs.step_seconds)

@@ -129,9 +129,9 @@ class SolverProposer(Proposer):
 
     def learn_budget(self) -> None:
         """A simulated allocator that is kept to the budget may make do with less than one that is not."""
-        self.profiled.keep_within(self.budget.bytes)
+        self.profiled.keep_within(self._most)
         for trial in self.trials.scored:
-            close = not trial.feasible and peak_of_trial(trial) <= CLOSE * self.budget.bytes
+            close = not trial.feasible and peak_of_trial(trial) <= CLOSE * self._most
             if trial.state == "simulated" and close:
                 self.trials.put(trial.model_copy(update={"predicted": self._predict(trial.choices)}))
 
@@ -229,7 +229,12 @@ class SolverProposer(Proposer):
     @property
     def _ceiling(self) -> int:
         """Most bytes that a ghost run may show: the budget less the context and less what ghost runs seem to miss."""
-        return self.budget.bytes - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
+        return self._most - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
+
+    @property
+    def _most(self) -> int:
+        """The budget, at most what the device has free: a share of this job's own peak may be more than that."""
+        return min(self.budget.bytes, self.room)
 
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
         return self.profiled.predictor.predict(choices)
@@ -237,7 +242,7 @@ class SolverProposer(Proposer):
     def _solved(self, parameters: Parameters, calls: int | None = None) -> Candidate:
         return from_knobs(
             parameters,
-            self.budget.bytes,
+            self._most,
             self._prices.scale,
             self._problem,
             self.profiled.rule,
