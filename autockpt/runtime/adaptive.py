@@ -217,11 +217,11 @@ class Adaptive:
         """Whether somebody has taken memory since training began: the plan's promise was for more."""
         return self._room < self._most_room * (1 - TAKEN)
 
-    @property
-    def _margin(self) -> int:
-        """Kept free beyond what tensors need, where the allocator may not find its memory as it was."""
+    def _margin(self, known: bool) -> int:
+        """Kept free beyond what tensors need: the allocator may not find its memory as it was, nor room in one piece
+        for a batch that is not ``known``."""
         torn = max(self._torn, default=0)
-        return torn + SEGMENT if self._less else torn * self._broke
+        return torn + SEGMENT if self._less or not known else torn * self._broke
 
     def _fits(self, number: int, tokens: int, promised: bool) -> bool:
         """Whether a batch has room by a set, as memory was when this accumulation began."""
@@ -229,11 +229,12 @@ class Adaptive:
         if needs.proven(number, tokens, room) or (promised and not self._less and not needs.seen(number, tokens)):
             return True
         takes, at_most = needs.of(number, tokens), needs.at_most(number, tokens)
-        if takes is not None and takes + max(self._margin, (1 - PRESSED) * self._limit) <= room:
+        margin = self._margin(needs.seen(number, tokens))
+        if takes is not None and takes + max(margin, (1 - PRESSED) * self._limit) <= room:
             return True
         if at_most is None:
             return not self._less
-        return not needs.known(number) and at_most + self._margin <= room
+        return not needs.known(number) and at_most + margin <= room
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._optimizers:
@@ -308,7 +309,7 @@ class Adaptive:
             self._needs.of(number - 1, tokens) if tokens else None for number, tokens in step.sets.items() if number
         ]
         known = [each for each in takes if each is not None]
-        needs = max([step.allocated, *(self._base + round(each) + self._margin for each in known)])
+        needs = max([step.allocated, *(self._base + round(each) + self._margin(True) for each in known)])
         self._calm = self._calm + 1 if needs < self._limit * ROOM else 0
         if self._calm >= self._patience:
             room = f"{format_binary(self._limit - needs)} were free for {self._calm} steps"
