@@ -21,7 +21,7 @@ from autockpt.tuning.refit import Fit, fit, priced
 
 BUDGETS = 24  # that the solver is asked for plans for, at most
 PATIENCE = 3.0  # seconds that it may take for all of them
-FEWEST, MOST = 4, 12  # of its plans that are ghost-run
+FEWEST, MOST = 2, 12  # of its plans that are ghost-run
 SHARE = 0.1  # of the search's time that their ghost runs may take
 KEPT = 64  # ghost runs on record, the latest
 
