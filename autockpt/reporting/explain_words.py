@@ -54,12 +54,17 @@ def reason_words(said: Explanation) -> list[str]:
         return []
     tilde = basis_mark(said.basis)
     chosen = why.chosen
-    lines = [f"A step takes {tilde}{words.seconds(chosen.step_seconds)}{_over(chosen, tilde)}."]
+    by_ops = f"{tilde}{words.seconds(chosen.step_seconds)}{_over(chosen, tilde)}"
     # rates of other hardware are no reason to doubt what was measured
     measured = _measured_words(said) if said.basis == "nominal" else []
     if measured:
         lines = measured
-    elif why.best is not None:
+    elif said.measured_seconds is not None:
+        took = words.seconds(said.measured_seconds)
+        lines = [f"A step took {took}, as measured with the plan. By the times of its ops, as all below: {by_ops}."]
+    else:
+        lines = [f"A step takes {by_ops}."]
+    if not measured and why.best is not None:
         saved = chosen.step_seconds - why.best.step_seconds
         lines.append(
             f"By these times another plan within the same bytes is {tilde}{words.seconds(saved)} faster a step "

@@ -230,3 +230,5 @@ def test_nominal_rates_rank_nothing_above_what_a_plan_says_was_measured() -> Non
     said = reason_words(explanation(**nominal, status="measured", measured_seconds=1.05, beside=(row,)))
     assert "faster" not in "".join(said) and "A step took 1.05 s, 5.0 % over saving everything" in said[0]
     assert "none took 1 s with 900 MiB" in said[1]
+    by_ops = reason_words(explanation(basis="measured", why=why, status="measured", measured_seconds=1.05))
+    assert "took 1.05 s, as measured" in by_ops[0] and "times of its ops, as all below: 1.12 s" in by_ops[0]
