@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import sys
 import warnings
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -96,11 +98,11 @@ def _reserve(writable: bool, sizes: tuple[int, ...]) -> mmap.mmap:
     if sys.platform == "win32":
         raise GhostError("ghost runs need POSIX memory mappings", remedy="Record a real step instead.")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    for size in sizes:
-        try:
-            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, prot=protection)
-        except (OSError, OverflowError, ValueError):
-            continue
+    for _ in range(2):
+        for size in sizes:
+            with suppress(OSError, OverflowError, ValueError):
+                return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, prot=protection)
+        gc.collect()  # cycles may hold what earlier ghost runs reserved
     raise GhostError(
         "the system grants no address space for a ghost run",
         remedy="Raise the limit on address space (`ulimit -v`, vm.overcommit_memory), or record a real step instead.",

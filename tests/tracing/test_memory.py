@@ -27,6 +27,19 @@ def test_a_terabyte_takes_no_memory() -> None:
     assert not memory.owns(torch.ones(3))
 
 
+def test_what_cycles_still_hold_is_collected_before_memory_is_refused() -> None:
+    def in_a_cycle() -> None:
+        holder: list[object] = [GhostMemory(size=1 << 46)]
+        holder.append(holder)
+
+    try:
+        in_a_cycle()
+    except GhostError:
+        pytest.skip("this system grants no 64 TiB of address space")
+    in_a_cycle()  # there is no room for two
+    in_a_cycle()
+
+
 def test_writable_memory_tells_of_writes() -> None:
     memory = GhostMemory(writable=True)
     ghost = tensor(memory.allocate(1 << 20))
