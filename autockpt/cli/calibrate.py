@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @guarded
 def calibrate(
     *,
-    out: Annotated[Path | None, opt("--out FILE", "File to write. Default: the device's name, here.")] = None,
+    out: Annotated[Path | None, opt("--hardware-out FILE", "File to write. Default: the device's name, here.")] = None,
     device: Annotated[
         str | None,
         opt("--device DEVICE", "cpu, cuda, cuda:1, xpu, … Default: the best there is."),
@@ -79,7 +79,7 @@ def _may_write(path: Path, force: bool) -> None:
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"{path} is no name for a hardware description", remedy="End it in .yaml.")
     if path.exists() and not force:
-        raise UsageError(f"{path} exists already", remedy="Give another --out, or replace it with --force.")
+        raise UsageError(f"{path} exists already", remedy="Give another --hardware-out, or replace it with --force.")
     if why := unwritable(path):
         raise UsageError(f"{path} cannot be written: {why}", remedy="Give a path you can write to.")
 

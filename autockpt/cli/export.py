@@ -18,7 +18,9 @@ def export(
     plan: Annotated[Path, typer.Argument(help="The plan file.")],
     *,
     to: Annotated[str, opt("--to TRAINER", "transformers, axolotl, torchtitan or megatron.")],
-    out: Annotated[Path | None, opt("--out FILE", "File to write, never over another. Default: print.")] = None,
+    out: Annotated[
+        Path | None, opt("--settings-out FILE", "File to write, never over another. Default: print.")
+    ] = None,
     as_json: Annotated[bool, opt("--json", "Print settings, losses and notes as JSON.")] = False,
 ) -> None:
     """Write the nearest setting of a trainer's own.
@@ -32,7 +34,9 @@ def export(
     exported = nearest(Plan.load(plan), to)
     if out is not None:
         if out.exists():
-            raise UsageError(f"{out} exists already", remedy="Give another --out, or move that file away first.")
+            raise UsageError(
+                f"{out} exists already", remedy="Give another --settings-out, or move that file away first."
+            )
         screen.write_file(out, exported.settings)
     if as_json:
         screen.print_json(exported.model_dump_json(indent=2))

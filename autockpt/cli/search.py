@@ -103,7 +103,10 @@ def search(
             min=1,
         ),
     ] = 40,
-    timeout: Annotated[str | None, opt("--timeout TIME", "Stop after this long: 90s, 10m, 1h.")] = None,
+    timeout: Annotated[
+        str | None,
+        opt("--timeout TIME", "Stop after this long: 90s, 10m, 1h. Begins once --seq-len auto has found its length."),
+    ] = None,
     seed: Annotated[int, opt("--seed N", "For weights, batch and sampler.", min=0)] = 0,
     space: Annotated[str, opt("--space NAME", "knobs, layers, or the path of your own YAML file.")] = "knobs",
     choices: Annotated[str | None, opt("--choices A,B", "Allow only these, as in save,recompute.")] = None,

@@ -74,6 +74,7 @@ def test_help_groups_options_by_panel_with_the_same_words_in_every_verb(autockpt
         found = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
         panels = [title for title in PANELS if title in found]
         assert "Output" in panels and [t for t in found if t in PANELS] == panels, verb
+        assert " --out FILE" not in text, verb  # a folder everywhere
         for option, told in shared.items():
             if (begin := text.find(f"  {option} ")) >= 0:
                 told.add(" ".join(re.split(r"\n  -|\n\n", text[begin + 3 :])[0].partition("[default")[0].split()))

@@ -25,7 +25,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_file_is_written_and_shown(autockpt, measured: list[Any], tmp_path: Path) -> None:
-    result = autockpt("calibrate", "--device", "cpu", "--quick", "--out", "new/mine.yaml")
+    result = autockpt("calibrate", "--device", "cpu", "--quick", "--hardware-out", "new/mine.yaml")
     assert result.code == 0, result.err
     assert measured == [("cpu", True)]
     hardware = load_hardware(tmp_path / "new" / "mine.yaml")
@@ -41,20 +41,20 @@ def test_without_a_name_the_device_gives_one(autockpt, measured: list[Any], tmp_
 
 def test_nothing_is_overwritten_or_measured_in_vain(autockpt, measured: list[Any], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("precious")
-    result = autockpt("calibrate", "--out", "mine.yaml")
+    result = autockpt("calibrate", "--hardware-out", "mine.yaml")
     assert result.code == 2 and "exists already" in result.err and "--force" in result.err
     assert not measured and (tmp_path / "mine.yaml").read_text() == "precious"
-    assert autockpt("calibrate", "--out", "mine.yaml", "--force").code == 0
+    assert autockpt("calibrate", "--hardware-out", "mine.yaml", "--force").code == 0
     assert load_hardware(tmp_path / "mine.yaml").kind == "cpu"
     (tmp_path / "a-cpu.yaml").write_text("precious")
     assert autockpt("calibrate").code == 2 and (tmp_path / "a-cpu.yaml").read_text() == "precious"
 
 
 def test_wrong_questions(autockpt, measured: list[Any], tmp_path: Path) -> None:
-    result = autockpt("calibrate", "--out", "mine.json")
+    result = autockpt("calibrate", "--hardware-out", "mine.json")
     assert result.code == 2 and ".yaml" in result.err
     (tmp_path / "file").write_text("")
-    assert autockpt("calibrate", "--out", "file/mine.yaml").code == 2
+    assert autockpt("calibrate", "--hardware-out", "file/mine.yaml").code == 2
     assert not measured
 
 
