@@ -33,7 +33,7 @@ BUDGET = "AUTOCKPT_BUDGET"
 _SHOWN = 3
 
 
-class Watch:
+class ModelWatch:
     """Waits for a model that the plan fits. Once the plan is attached it is out of the way of every further call.
 
     When the model that has the plan is gone (a script that trains one model after another), it waits for the next.
@@ -129,7 +129,7 @@ class Watch:
         _say(f"{self.path} was attached to nothing: {why or 'this process called no model with gradients enabled'}")
 
 
-def start() -> Watch | None:
+def start() -> ModelWatch | None:
     """What the import does. Ends the process with exit code 2 where plan or budget cannot be read."""
     path, budget = (os.environ.get(name, "").strip() for name in (VARIABLE, BUDGET))
     try:
@@ -145,7 +145,7 @@ def start() -> Watch | None:
             return None
         from autockpt.schema.plan import Plan
 
-        watch = Watch(Plan.load(path), path)
+        watch = ModelWatch(Plan.load(path), path)
     except AutockptError as error:
         _fail(error)
     watch.install()

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from autockpt.errors import UsageError, python_door
-from autockpt.explaining import Question
+from autockpt.explaining import ExplainRequest
 from autockpt.explaining import explain as explained
 from autockpt.explaining.longest import with_longest
 from autockpt.explaining.subject import hardware_for
@@ -203,7 +203,7 @@ def explain(
     if name is None:
         raise UsageError("no model was named", remedy='Give model="llama-8b", or a plan that a search made.')
     base = loaded.workload.model_dump() if loaded is not None and loaded.workload is not None else {}
-    question = Question(
+    question = ExplainRequest(
         spec=_workload(name, {**base, **workload}),
         plan=loaded,
         plan_path=None if plan is None or isinstance(plan, Plan) else Path(plan),

@@ -13,7 +13,7 @@ from autockpt.cli.options import named_hardware, opt, takes_workload, workload_s
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
-    from autockpt.diagnose import Question
+    from autockpt.diagnose import DiagnoseRequest
     from autockpt.schema import Budget
 
 
@@ -58,7 +58,7 @@ def diagnose(
     Takes the log of the failed run, a memory snapshot, or the command line alone, and the model. Nothing is run: bytes
     come from ghost runs, seconds from a roofline. Exits with 3 where no plan fits, after saying what would.
     """
-    from autockpt.diagnose import Question, read_command, read_evidence
+    from autockpt.diagnose import DiagnoseRequest, read_command, read_evidence
     from autockpt.schema.diagnosis import LogReading, SnapshotReading
 
     asked = _budget(budget)
@@ -77,7 +77,7 @@ def diagnose(
     if reading is None and spec is None:
         raise UsageError("--run names no model", remedy="Add --model.")
     _answer(
-        Question(
+        DiagnoseRequest(
             log=reading if isinstance(reading, LogReading) else None,
             snapshot=reading if isinstance(reading, SnapshotReading) else None,
             command=command,
@@ -104,7 +104,7 @@ def _budget(text: str | None) -> Budget | None:
     return asked if asked.kind == "bytes" else None
 
 
-def _answer(question: Question, as_json: bool) -> None:
+def _answer(question: DiagnoseRequest, as_json: bool) -> None:
     from autockpt.diagnose import diagnose as diagnosed
     from autockpt.reporting import listener
     from autockpt.reporting.diagnosis_view import print_diagnosis

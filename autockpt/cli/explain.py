@@ -64,14 +64,14 @@ def explain(
         raise UsageError(
             f"--hardware models a device that is not at hand; {other} needs one", remedy="Give one of them."
         )
-    from autockpt.explaining import Question
+    from autockpt.explaining import ExplainRequest
     from autockpt.explaining.subject import hardware_for
     from autockpt.history.trialplan import plan_at
 
     asked = parse_budget(budget) if budget is not None else None
     loaded = plan_at(plan) if plan is not None else None
     spec = workload_spec(workload, base=loaded.workload if loaded else None, seed=seed)
-    question = Question(
+    question = ExplainRequest(
         spec=spec,
         plan=loaded,
         plan_path=plan,

@@ -2,6 +2,6 @@
 
 from autockpt.diagnose.build import diagnose
 from autockpt.diagnose.command import read_command
-from autockpt.diagnose.question import Question, read_evidence
+from autockpt.diagnose.question import DiagnoseRequest, read_evidence
 
-__all__ = ["Question", "diagnose", "read_command", "read_evidence"]
+__all__ = ["DiagnoseRequest", "diagnose", "read_command", "read_evidence"]

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from autockpt.diagnose.advice import advice_of, verdict_of
-from autockpt.diagnose.question import Question
+from autockpt.diagnose.question import DiagnoseRequest
 from autockpt.errors import TracingError, WorkloadError
 from autockpt.schema import Listener, Silence, WorkloadSpec
 from autockpt.schema.diagnosis import DeviceFailure, Diagnosis
 
 
-def diagnose(question: Question, listener: Listener | None = None) -> Diagnosis:
+def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Diagnosis:
     """What happened, what filled the device, and what helps; no step is run.
 
     A job for which no plan fits is no error: ``ways`` say what would fit. Raises UsageError where nothing says how much
@@ -40,12 +40,12 @@ def diagnose(question: Question, listener: Listener | None = None) -> Diagnosis:
     return Diagnosis(model=question.spec.model, notes=notes, **told, **found)
 
 
-def _failure(question: Question) -> DeviceFailure | None:
+def _failure(question: DiagnoseRequest) -> DeviceFailure | None:
     return question.log.failures[0] if question.log is not None and question.log.failures else None
 
 
 def _simulated(
-    question: Question, spec: WorkloadSpec, failure: DeviceFailure | None, listener: Listener
+    question: DiagnoseRequest, spec: WorkloadSpec, failure: DeviceFailure | None, listener: Listener
 ) -> dict[str, Any]:
     """Fields of the Diagnosis that ghost runs fill."""
     from autockpt.diagnose.agreement import compare
@@ -83,7 +83,7 @@ def _simulated(
     }
 
 
-def _notes(question: Question) -> Iterator[str]:
+def _notes(question: DiagnoseRequest) -> Iterator[str]:
     for reading in (question.log, question.snapshot, question.command):
         if reading is not None:
             yield from reading.notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autockpt.diagnose.question import Question
+from autockpt.diagnose.question import DiagnoseRequest
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Budget, Choice, SearchOutcome, SearchRequest, Unit, WorkloadSpec, parse_choice
 from autockpt.schema.diagnosis import Room
@@ -28,7 +28,9 @@ class Prescription:
     smallest_peak: int | None = None
 
 
-def prescribe(question: Question, spec: WorkloadSpec, hardware: Hardware, room: Room, clock: Clock) -> Prescription:
+def prescribe(
+    question: DiagnoseRequest, spec: WorkloadSpec, hardware: Hardware, room: Room, clock: Clock
+) -> Prescription:
     """The plan for a room, all by ghost runs and modelled seconds, saved where the question wants it.
 
     Peaks are what the allocator is simulated to reserve. Raises UsageError for a model without blocks, PlanError where

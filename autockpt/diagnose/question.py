@@ -21,7 +21,7 @@ _ARCHIVES = {
 
 
 @dataclass(frozen=True)
-class Question:
+class DiagnoseRequest:
     """The evidence (a log or a snapshot, already read), the command that was run, and the job in autockpt's own words.
 
     Without ``spec`` only the evidence is told. ``budget`` is of kind bytes or auto; None: what the device has.

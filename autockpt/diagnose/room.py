@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autockpt.diagnose.question import Question
+from autockpt.diagnose.question import DiagnoseRequest
 from autockpt.errors import UsageError
 from autockpt.schema import format_binary
 from autockpt.schema.diagnosis import Backend, DeviceFailure, Room, SnapshotReading
@@ -16,7 +16,7 @@ _LEAST_CONTEXT = 100 << 20  # bytes; a process without one is not on the device 
 _FAR = 0.2  # share by which the nearest description's memory may differ before that is worth saying
 
 
-def room_of(question: Question) -> tuple[Room, Hardware, tuple[str, ...]]:
+def room_of(question: DiagnoseRequest) -> tuple[Room, Hardware, tuple[str, ...]]:
     """What a plan may use, the device with the figures that were reported, and remarks.
 
     Raises UsageError where neither evidence nor options say what the device has.
@@ -38,7 +38,9 @@ def room_of(question: Question) -> tuple[Room, Hardware, tuple[str, ...]]:
     return _room(question, question.hardware, 0, f"as {question.hardware.name} is described"), question.hardware, ()
 
 
-def _of_failure(question: Question, failure: DeviceFailure, capacity: int) -> tuple[Room, Hardware, tuple[str, ...]]:
+def _of_failure(
+    question: DiagnoseRequest, failure: DeviceFailure, capacity: int
+) -> tuple[Room, Hardware, tuple[str, ...]]:
     if failure.allowed is not None:
         capacity = min(capacity, failure.allowed + (failure.overhead or 0))
     hardware, notes = _device(question, capacity, _KINDS[failure.backend])
@@ -52,7 +54,9 @@ def _of_failure(question: Question, failure: DeviceFailure, capacity: int) -> tu
     return _room(question, hardware, failure.others or 0, said), hardware, notes
 
 
-def _of_snapshot(question: Question, snapshot: SnapshotReading, free: int) -> tuple[Room, Hardware, tuple[str, ...]]:
+def _of_snapshot(
+    question: DiagnoseRequest, snapshot: SnapshotReading, free: int
+) -> tuple[Room, Hardware, tuple[str, ...]]:
     held = snapshot.reserved + free
     hardware, notes = _device(question, held, "cuda", below=False)
     # a snapshot does not know the context, so this is what the allocator had and could have had, and a usual context
@@ -62,7 +66,7 @@ def _of_snapshot(question: Question, snapshot: SnapshotReading, free: int) -> tu
     return _room(question, hardware, 0, said), hardware, notes
 
 
-def _room(question: Question, hardware: Hardware, others: int, said: str) -> Room:
+def _room(question: DiagnoseRequest, hardware: Hardware, others: int, said: str) -> Room:
     available = hardware.memory_bytes - others
     asked = question.budget.size if question.budget is not None else None
     if asked is not None and asked < available:
@@ -84,7 +88,7 @@ def _room(question: Question, hardware: Hardware, others: int, said: str) -> Roo
 
 
 def _device(
-    question: Question, capacity: int, kind: HardwareKind, *, below: bool = True
+    question: DiagnoseRequest, capacity: int, kind: HardwareKind, *, below: bool = True
 ) -> tuple[Hardware, tuple[str, ...]]:
     if question.hardware is None:
         return _nearest(capacity, kind, below=below)

@@ -2,6 +2,6 @@
 
 from autockpt.explaining.build import explain
 from autockpt.explaining.rules import rules
-from autockpt.explaining.subject import Question
+from autockpt.explaining.subject import ExplainRequest
 
-__all__ = ["Question", "explain", "rules"]
+__all__ = ["ExplainRequest", "explain", "rules"]

@@ -10,7 +10,7 @@ from autockpt.explaining.holdings import Ledger
 from autockpt.explaining.limits import workload_limits
 from autockpt.explaining.moment import curve, moment, peak_op, telling_op
 from autockpt.explaining.speed import speed_of
-from autockpt.explaining.subject import Question, Subject, open_subject
+from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, why
 from autockpt.profiling import said_of
 from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
@@ -18,7 +18,7 @@ from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Explanation, Largest, Speed
 
 
-def explain(question: Question, listener: Listener | None = None) -> Explanation:
+def explain(question: ExplainRequest, listener: Listener | None = None) -> Explanation:
     """Where a step's bytes go under a plan, and what other plans would cost; no step is measured.
 
     Raises UsageError or WorkloadError for a model that cannot be built or has no blocks, PlanError for a plan that does
@@ -103,7 +103,7 @@ def _chosen(subject: Subject, answers: Answers, budget: ResolvedBudget | None) -
     return _Chosen(answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
 
 
-def _resolved(question: Question, answers: Answers) -> ResolvedBudget | None:
+def _resolved(question: ExplainRequest, answers: Answers) -> ResolvedBudget | None:
     """The budget in bytes: the one asked for, else the plan's own."""
     device = answers.profiled.predictor.device
     if question.budget is None:
@@ -144,7 +144,7 @@ def _limits(
     )
 
 
-def _of_device(question: Question, kind: str) -> tuple[str, ...]:
+def _of_device(question: ExplainRequest, kind: str) -> tuple[str, ...]:
     if question.hardware is not None:
         return (said_of(question.hardware),)
     if kind in WITHOUT_STREAMS:

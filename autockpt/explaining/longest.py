@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.explaining.build import explain
-from autockpt.explaining.subject import Question
+from autockpt.explaining.subject import ExplainRequest
 from autockpt.schema import Budget, Listener, WorkloadSpec, format_bytes
 from autockpt.schema.hardware import Hardware
 
@@ -28,7 +28,7 @@ def with_longest(
             f"a budget of {budget.text} is a share of this job's own peak, which grows with its sequences",
             remedy="Give the budget in bytes (24GB), or auto.",
         )
-    said = explain(Question(spec=spec, budget=budget, device=device, hardware=hardware), listener)
+    said = explain(ExplainRequest(spec=spec, budget=budget, device=device, hardware=hardware), listener)
     found = next((row for row in said.limits if row.dimension == "sequence length" and row.plan == "leanest"), None)
     if found is None:
         raise UsageError(

@@ -13,7 +13,7 @@ from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
 from autockpt.explaining.claims import COMMON, SCORES_SOURCE, bound_by, claims
 from autockpt.explaining.holdings import Ledger
 from autockpt.explaining.moment import peak_op
-from autockpt.explaining.subject import Question, Subject, open_subject
+from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
@@ -33,7 +33,7 @@ _SELECTIVE = SCORES_SOURCE
 Plans = dict[str, dict[str, Choice]]
 
 
-def rules(question: Question, listener: Listener | None = None, *, measure: bool = False) -> Rules:
+def rules(question: ExplainRequest, listener: Listener | None = None, *, measure: bool = False) -> Rules:
     """Each rule with what it says, what ghost runs and op times predict, and with ``measure`` what real steps say.
 
     Raises what ``explain`` raises; a plan that the model refuses or that does not fit the device leaves its rules open.

@@ -26,7 +26,7 @@ SPACE = "knobs"
 
 
 @dataclass(frozen=True)
-class Question:
+class ExplainRequest:
     """What to explain: a plan, or what fits a budget, or plain training.
 
     On ``device``, or on ``hardware`` as it is described. ``plan_path`` is the plan's file or run directory.
@@ -78,7 +78,7 @@ def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Har
 class Subject:
     """An open workload. ``choices`` are the plan's, by unit name."""
 
-    question: Question
+    question: ExplainRequest
     tracer: Tracer
     uniform: UniformRuns
     times: Times
@@ -103,7 +103,7 @@ class Subject:
 
 
 @contextmanager
-def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
+def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subject]:
     """Ghost-run and profile the workload of a question; the tracer's process ends with the block.
 
     Raises UsageError for a model without blocks, PlanError for a plan that does not fit the model, and what the tracer
@@ -139,7 +139,7 @@ def open_subject(question: Question, listener: Listener) -> Iterator[Subject]:
         )
 
 
-def _times(question: Question, uniform: UniformRuns, heads: Sequence[Graph]) -> tuple[Times, int]:
+def _times(question: ExplainRequest, uniform: UniformRuns, heads: Sequence[Graph]) -> tuple[Times, int]:
     """Op times, and the bytes of the device that others hold."""
     if question.hardware is not None:
         return of_hardware(question.hardware, uniform, heads), 0

@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanWanted:
     """A plan that is still to be found: the budget, and how long that may take. ``options`` are those of ``search``.
 
     ``global_batch``: rows of an update, whose micro-batch is to be found, too. ``lengths`` of the sequences to come,
@@ -161,7 +161,7 @@ def wanted(
     options: dict[str, Any],
     global_batch: int | None = None,
     lengths: Any = None,
-) -> Plan | Wanted:
+) -> Plan | PlanWanted:
     """What a trainer's callback was given: a plan, or the wish for one.
 
     Raises UsageError unless it is exactly one of both, for a malformed budget and for options that no search has;
@@ -202,7 +202,7 @@ def wanted(
     if not timeout > 0:
         raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
     told = lengths if lengths is None or lengths == OWN else as_lengths(lengths)
-    return Wanted(budget, timeout, None if out is None else Path(out), options, global_batch, told)
+    return PlanWanted(budget, timeout, None if out is None else Path(out), options, global_batch, told)
 
 
 class PlanCallback:

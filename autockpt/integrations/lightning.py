@@ -16,7 +16,7 @@ from torch import nn
 from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.at_start import (
     PlanCallback,
-    Wanted,
+    PlanWanted,
     batch_of_longest,
     found_once,
     largest_batch,
@@ -77,7 +77,7 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
             _refuse_unsearchable(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        if self.handle is None and isinstance(plan := self.plan, Wanted):
+        if self.handle is None and isinstance(plan := self.plan, PlanWanted):
             found = found_once(lambda: _search(trainer, pl_module, plan, batch, batch_idx))
             if plan.global_batch is not None:
                 _refuse_other_batches(trainer, found)
@@ -114,7 +114,7 @@ def _refuse_unsearchable(trainer: Any, module: Any) -> None:
         )
 
 
-def _search(trainer: Any, module: Any, plan: Wanted, first: Any, index: int) -> Plan:
+def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int) -> Plan:
     """Search with the module's own ``training_step``, batch and optimizer; nothing of it is another afterwards."""
     bar = trainer.progress_bar_callback
     show = bar.print if bar is not None else _log.info

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from autockpt.errors import ConflictError, UsageError
 from autockpt.integrations.at_start import (
     PlanCallback,
-    Wanted,
+    PlanWanted,
     batch_of_longest,
     found_once,
     largest_batch,
@@ -89,10 +89,10 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
-        if isinstance(self.plan, Wanted):
+        if isinstance(self.plan, PlanWanted):
             vars(calling_trainer()).pop(_EPOCH, None)
 
-    def _await_batches(self, trainer: Any, plan: Wanted) -> None:
+    def _await_batches(self, trainer: Any, plan: PlanWanted) -> None:
         """Search once the batches of the first step are there: drawn as ever, so the order of the data stays."""
 
         def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
         trainer.get_batch_samples = get_batch_samples
 
-    def _await_epoch(self, trainer: Any, plan: Wanted) -> None:
+    def _await_epoch(self, trainer: Any, plan: PlanWanted) -> None:
         """Search before the first epoch's batches are drawn, and have all epochs draw theirs in the size found."""
         args = trainer.args
         rows = plan.rows(trainer.accelerator.num_processes, trainer.get_total_train_batch_size(args))
@@ -129,7 +129,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             )
         setattr(trainer, _EPOCH, run_epoch)
 
-    def _find(self, trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
+    def _find(self, trainer: Any, plan: PlanWanted, batches: list[Any], items: Any) -> Plan:
         return found_once(lambda: _search(trainer, plan, batches, items))
 
 
@@ -179,7 +179,7 @@ def _refuse_unsearchable(trainer: Any) -> None:
         )
 
 
-def _search(trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
+def _search(trainer: Any, plan: PlanWanted, batches: list[Any], items: Any) -> Plan:
     """Search with the Trainer's own model, loss and optimizer; nothing of it is another afterwards."""
     loader = trainer.callback_handler.train_dataloader
     say = _teller(trainer)
@@ -194,7 +194,7 @@ def _search(trainer: Any, plan: Wanted, batches: list[Any], items: Any) -> Plan:
         return wanted.find(step, folder, say, TRAINER, lengths=lengths, others_wait=many)
 
 
-def _search_batches(trainer: Any, plan: Wanted, rows: int) -> Plan:
+def _search_batches(trainer: Any, plan: PlanWanted, rows: int) -> Plan:
     """The same with the micro-batch as a question, for ``rows`` of an update in this process."""
     loader = trainer.callback_handler.train_dataloader
     made = batch_of_longest(loader.dataset, loader.collate_fn)
@@ -211,7 +211,7 @@ def _search_batches(trainer: Any, plan: Wanted, rows: int) -> Plan:
         return wanted.find_batches(step, rows, trainer._train_batch_size, folder, say, TRAINER, others_wait=many)
 
 
-def _in_this(trainer: Any, plan: Wanted) -> tuple[Wanted, Path, bool]:
+def _in_this(trainer: Any, plan: PlanWanted) -> tuple[PlanWanted, Path, bool]:
     """What is wanted in this trainer, the folder for its runs, and whether other processes wait."""
     options, model, many = dict(plan.options), trainer.model, trainer.accelerator.num_processes > 1
     if many and model.device.type == "cpu":  # on other devices the allocator counts them, as they are there already

@@ -10,10 +10,10 @@ from typing import Any
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.explaining.subject import hardware_for
 from autockpt.history.rundir import RunDirectory
-from autockpt.page.outlook import Change, changes
-from autockpt.page.plans import SAID, SIMULATED, Plans, Point, plans_of
+from autockpt.page.outlook import JobChange, changes
+from autockpt.page.plans import SAID, SIMULATED, PlanPoint, Plans, plans_of
 from autockpt.page.sentence import more_budget, next_steps, sentence, why
-from autockpt.page.tape import Tape, tape_of
+from autockpt.page.tape import Timeline, tape_of
 from autockpt.profiling.roofline import peak_flops
 from autockpt.reporting.explain_words import rates
 from autockpt.schema import (
@@ -73,8 +73,8 @@ class Contents:
     plans: Plans
     units: tuple[str, ...]
     lines: tuple[Line, ...]
-    tapes: tuple[Tape, ...]
-    changes: tuple[Change, ...]
+    tapes: tuple[Timeline, ...]
+    changes: tuple[JobChange, ...]
     outcome: SearchOutcome | None
     settings: Mapping[str, Any]
     environment: Environment | None
@@ -85,7 +85,7 @@ class Contents:
     why: str = ""
 
     @property
-    def answer(self) -> Point | None:
+    def answer(self) -> PlanPoint | None:
         """The plan of the run, as a point."""
         return self.plans.points.get(self.plans.best or "")
 
@@ -176,7 +176,7 @@ def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison,
     return (*plan.baselines, ours)
 
 
-def _tapes(run: RunDirectory, profile: Profile | None, base: Graph | None) -> tuple[Tape, ...]:
+def _tapes(run: RunDirectory, profile: Profile | None, base: Graph | None) -> tuple[Timeline, ...]:
     times = profile.op_times if profile is not None else None
     named = (("save everything", base), ("recompute all", run.graph("recompute")), (OURS, run.graph("plan")))
     found = (tape_of(name, graph, times) for name, graph in named if graph is not None)

@@ -12,8 +12,8 @@ from html import escape
 from markupsafe import Markup
 
 from autockpt.page.contents import Contents
-from autockpt.page.plans import GHOST, PHASES, PREDICTED, SIMULATED, Plans, Point
-from autockpt.page.tape import Tape
+from autockpt.page.plans import GHOST, PHASES, PREDICTED, SIMULATED, PlanPoint, Plans
+from autockpt.page.tape import Timeline
 from autockpt.reporting.axis import Axis
 from autockpt.schema import format_binary, words
 
@@ -43,7 +43,7 @@ def plane(contents: Contents, other: Contents | None = None) -> Markup:
     return _svg(parts, "plane", "Peak memory against step time of every plan", extra=axes)
 
 
-def _reach(point: Point) -> tuple[float, ...]:
+def _reach(point: PlanPoint) -> tuple[float, ...]:
     """Seconds that the drawing must hold; a wide interval is cut rather than all else squeezed."""
     seconds = point.seconds or 0.0
     ends = (max(point.low or seconds, seconds * 0.75), min(point.high or seconds, seconds * 1.25))
@@ -63,7 +63,7 @@ def _staircase(plans: Plans, x: Axis, y: Axis, number: int) -> str:
     return _stretched(f'<path class="front run{number}" d="{"".join(path[:-1])}H100"/>')
 
 
-def _point(point: Point, x: Axis, y: Axis, best: bool, number: int) -> str:
+def _point(point: PlanPoint, x: Axis, y: Axis, best: bool, number: int) -> str:
     px, py = x(point.peak or 0), y(point.seconds or 0)
     style = f"{'phase' + str(_phase(point)) if point.phase else SMALL[point.basis]} run{number}"
     interval = ""
@@ -77,7 +77,7 @@ def _point(point: Point, x: Axis, y: Axis, best: bool, number: int) -> str:
     return f'{interval}<svg x="{px:.2f}%" y="{py:.2f}%" class="at" data-plan="{escape(point.key)}">{drawn}</svg>'
 
 
-def _phase(point: Point) -> int:
+def _phase(point: PlanPoint) -> int:
     return PHASES.index(point.phase) if point.phase in PHASES else len(PHASES) - 1
 
 
@@ -100,7 +100,7 @@ def _mark(kind: str, r: float, style: str, title: str) -> str:
     return f'{shapes[kind]} class="mark {style}"><title>{escape(title)}</title></{tag}>'
 
 
-def steps(tapes: Sequence[Tape], budget: int | None, still: bool = False) -> Markup:
+def steps(tapes: Sequence[Timeline], budget: int | None, still: bool = False) -> Markup:
     """Bytes through the step of each tape, overlaid on one axis of time (of ops, where times are not known).
 
     ``still``: no moment can be chosen.
@@ -143,11 +143,11 @@ def steps(tapes: Sequence[Tape], budget: int | None, still: bool = False) -> Mar
     return _svg(parts, "steps", "Bytes on the device through the step", extra=f'data-longest="{longest}"')
 
 
-def _length(tape: Tape) -> float:
+def _length(tape: Timeline) -> float:
     return tape.seconds if tape.seconds is not None else float(max(tape.ops) + 1)
 
 
-def _slug(tape: Tape) -> str:
+def _slug(tape: Timeline) -> str:
     return {"save everything": "none", "recompute all": "all", "first run": "all"}.get(tape.name, "ours")
 
 

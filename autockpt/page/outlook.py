@@ -9,7 +9,7 @@ from typing import Any
 
 from autockpt.explaining.holdings import COME_AND_GO, GRADIENTS, LOGITS
 from autockpt.page.plans import GHOST
-from autockpt.page.tape import Tape
+from autockpt.page.tape import Timeline
 from autockpt.schema import Plan, ResolvedBudget, format_binary, words
 from autockpt.schema.batches import SizesTimed
 from autockpt.schema.choices import ChunkedLoss
@@ -21,7 +21,7 @@ CHUNKED = "Head and loss in chunks"
 
 
 @dataclass(frozen=True)
-class Change:
+class JobChange:
     """A change of the job, what it would do, how that is known, and how to find out exactly."""
 
     name: str
@@ -33,11 +33,11 @@ class Change:
 def changes(
     outlook: Outlook,
     sizes: SizesTimed | None,
-    tapes: Sequence[Tape],
+    tapes: Sequence[Timeline],
     settings: Mapping[str, Any],
     budget: ResolvedBudget | None,
     plan: Plan | None,
-) -> tuple[Change, ...]:
+) -> tuple[JobChange, ...]:
     """Micro-batches that were timed, what the search ghost-ran, then estimates for other changes.
 
     These are at the peak of the plan's own step, of the plain one where there is no plan; it may move elsewhere.
@@ -48,7 +48,7 @@ def changes(
         less = now.peak_bytes - chunked
         effect = f"this plan would peak at {format_binary(chunked)}, {format_binary(abs(less))} "
         effect += f"{'less' if less >= 0 else 'more'} (gradients equal up to rounding)"
-        found.append(Change(CHUNKED, effect, "--allow-inexact", GHOST))
+        found.append(JobChange(CHUNKED, effect, "--allow-inexact", GHOST))
     if not tapes:
         return tuple(found)
     tape = tapes[-1]
@@ -57,22 +57,22 @@ def changes(
     spare = budget.bytes - _peak(plan, tape) if budget is not None else None
     if isinstance(batch := settings.get("batch_size"), int) and batch > 0 and moving:
         effect = f"about {format_binary(moving // batch)} more" + _room(spare, moving // batch)
-        found.append(Change("One more sample in the batch", effect, f"--batch-size {batch + 1}"))
+        found.append(JobChange("One more sample in the batch", effect, f"--batch-size {batch + 1}"))
     if isinstance(length := settings.get("seq_len"), int) and length > 0 and moving:
         each = moving // length * 64
         effect = f"about {format_binary(each)} more for 64 tokens, if attention does not keep its scores"
-        found.append(Change("Longer sequences", effect + _room(spare, each, 64), f"--seq-len {length + 64}"))
+        found.append(JobChange("Longer sequences", effect + _room(spare, each, 64), f"--seq-len {length + 64}"))
     if (logits := held.get(LOGITS, 0)) and chunked is None and not plan_in_chunks(plan):
         effect = f"takes up to {format_binary(logits)} off this moment (gradients equal up to rounding)"
-        found.append(Change(CHUNKED, effect, "--allow-inexact"))
+        found.append(JobChange(CHUNKED, effect, "--allow-inexact"))
     trained = held.get(GRADIENTS, 0) + held.get(STATES, 0)
     if trained and not settings.get("lora"):
         effect = f"takes nearly all of {format_binary(trained)} of gradients and optimizer states off this moment"
-        found.append(Change("Adapters instead of all weights", effect, "--lora 16"))
+        found.append(JobChange("Adapters instead of all weights", effect, "--lora 16"))
     held_by_all = trained + held.get("weights", 0)
     if held_by_all:
         effect = f"takes about {format_binary(held_by_all // 2)} off, if weights, gradients and states are split"
-        found.append(Change("Sharding over two devices", effect, "--shard 2"))
+        found.append(JobChange("Sharding over two devices", effect, "--shard 2"))
     return tuple(found)
 
 
@@ -81,16 +81,18 @@ def plan_in_chunks(plan: Plan | None) -> bool:
     return plan is not None and any(isinstance(choice, ChunkedLoss) for choice in plan.expand_planned().values())
 
 
-def _sizes(sizes: SizesTimed | None) -> Iterator[Change]:
+def _sizes(sizes: SizesTimed | None) -> Iterator[JobChange]:
     """Micro-batches by their updates, timed side by side."""
     for size, times in sizes.times.items() if sizes is not None else ():
         seconds = words.seconds(statistics.median(times))
         best = " — the fastest" if sizes is not None and size == sizes.winner else ""
         best = best or (" — cannot be told from the fastest" if sizes is not None and size in sizes.undecided else "")
-        yield Change(f"Micro-batches of {size}", f"an update takes {seconds}{best}", f"--batch-size {size}", "measured")
+        yield JobChange(
+            f"Micro-batches of {size}", f"an update takes {seconds}{best}", f"--batch-size {size}", "measured"
+        )
 
 
-def _ghost_run(way: WayOut) -> Change:
+def _ghost_run(way: WayOut) -> JobChange:
     """A change that makes a job fit, with its figures."""
     fits = (
         f", {format_binary(way.spare_bytes)} to spare" if way.spare_bytes is not None and way.spare_bytes >= 0 else ""
@@ -100,10 +102,10 @@ def _ghost_run(way: WayOut) -> Change:
         effect += f", {words.seconds(way.step_seconds)} a step"
     effect += f", {way.relative_cost:.2f} times the seconds per token of the leanest plan of the job as it is"
     name, _, rest = way.effect.partition(": ")
-    return Change(name[:1].upper() + name[1:], f"{effect}{f' ({rest})' if rest else ''}", way.options, GHOST)
+    return JobChange(name[:1].upper() + name[1:], f"{effect}{f' ({rest})' if rest else ''}", way.options, GHOST)
 
 
-def _peak(plan: Plan | None, tape: Tape) -> int:
+def _peak(plan: Plan | None, tape: Timeline) -> int:
     said = (plan.measured or plan.predicted) if plan is not None else None
     return said.peak_bytes if said is not None else tape.peak
 

@@ -10,7 +10,7 @@ import numpy as np
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trials import measurements
 from autockpt.schema import SAVE, Choice, Graph, Prediction, Profile, Trial, plan_hash
-from autockpt.schema.outlook import GhostRun
+from autockpt.schema.outlook import GhostAnswer
 from autockpt.schema.words import USELESS_NOISE
 from autockpt.tuning.outlook import Foreseen, OtherBudgets
 
@@ -34,7 +34,7 @@ PHASES = (BASELINES, SEEDS, SOLVER, REFIT, OPTUNA)
 
 
 @dataclass(frozen=True)
-class Point:
+class PlanPoint:
     """A plan on the page. Bytes and seconds, None where unknown; ``low`` and ``high`` are the interval's ends.
 
     ``basis`` says what peak and seconds are: measured; simulated; of a ghost run, with the time predicted; predicted
@@ -87,7 +87,7 @@ class Plans:
     of its own (where there are none, of plans that were tried) and from step times of trials; None without a model.
     """
 
-    points: dict[str, Point]
+    points: dict[str, PlanPoint]
     front: tuple[str, ...]
     thresholds: tuple[Threshold, ...]
     best: str | None
@@ -130,8 +130,8 @@ def plans_of(
 
 
 def _predictions(
-    model: OtherBudgets | None, record: Mapping[str, GhostRun], simulated: bool
-) -> tuple[list[Point], int | None, float | None]:
+    model: OtherBudgets | None, record: Mapping[str, GhostAnswer], simulated: bool
+) -> tuple[list[PlanPoint], int | None, float | None]:
     """The solver's plans for other budgets, and by how many bytes and seconds its model was wrong where that is known.
 
     Its bytes are moved by what ghost runs of its plans for budgets nearby showed.
@@ -164,9 +164,9 @@ def _moved(plan: Foreseen, known: Sequence[tuple[Foreseen, Prediction]], model: 
     return int(np.interp(plan.peak, at, by))
 
 
-def _front(points: Mapping[str, Point]) -> tuple[str, ...]:
+def _front(points: Mapping[str, PlanPoint]) -> tuple[str, ...]:
     """Plans with sure numbers that no other is both leaner and faster than, leanest first."""
-    front: list[Point] = []
+    front: list[PlanPoint] = []
     known = [p for p in points.values() if p.sure and p.shown]
     for point in sorted(known, key=lambda p: (p.peak or 0, p.seconds or 0.0)):
         if not front or (point.seconds or 0.0) < (front[-1].seconds or 0.0):
@@ -174,14 +174,14 @@ def _front(points: Mapping[str, Point]) -> tuple[str, ...]:
     return tuple(p.key for p in front)
 
 
-def _tried(trial: Trial, refitted: bool, readings: int, simulated: bool) -> Point:
+def _tried(trial: Trial, refitted: bool, readings: int, simulated: bool) -> PlanPoint:
     """A trial; one that no step was taken of, because its ghost run did not fit, by that ghost run."""
     measured = trial.measured
     score = trial.score or (trial.predicted if trial.state == "predicted_over" else None)
     basis = MEASURED if measured is not None else SIMULATED if simulated or trial.state == "simulated" else GHOST
     known = measured is not None and 0 < measured.noise < USELESS_NOISE
     seconds = score.step_seconds if score is not None else None
-    return Point(
+    return PlanPoint(
         key=f"t{trial.number}",
         name=f"#{trial.number} {trial.name}",
         phase=phase_of(trial, refitted),
@@ -214,7 +214,7 @@ def phase_of(trial: Trial, refitted: bool = False) -> str:
     return REFIT if refitted else SOLVER
 
 
-def _ghost(key: str, ghost: GhostRun, model: OtherBudgets | None, simulated: bool) -> Point:
+def _ghost(key: str, ghost: GhostAnswer, model: OtherBudgets | None, simulated: bool) -> PlanPoint:
     """A plan that was ghost-run. In a simulated run that is all there is of any; else times are of fitted prices."""
     seconds = ghost.predicted.step_seconds
     if not simulated and model is not None:
@@ -225,9 +225,9 @@ def _ghost(key: str, ghost: GhostRun, model: OtherBudgets | None, simulated: boo
     return replace(point, host=ghost.predicted.host_bytes)
 
 
-def _untried(key: str, basis: str, choices: Mapping[str, Choice], peak: int, seconds: float | None) -> Point:
+def _untried(key: str, basis: str, choices: Mapping[str, Choice], peak: int, seconds: float | None) -> PlanPoint:
     """A plan that is no trial."""
-    return Point(
+    return PlanPoint(
         key=key,
         name="the solver's plan",
         phase="",
@@ -242,14 +242,14 @@ def _untried(key: str, basis: str, choices: Mapping[str, Choice], peak: int, sec
     )
 
 
-def _thresholds(points: Mapping[str, Point], answer: str | None) -> tuple[Threshold, ...]:
+def _thresholds(points: Mapping[str, PlanPoint], answer: str | None) -> tuple[Threshold, ...]:
     """Where the best known plan changes as the budget grows, leanest first.
 
     The run's answer, which finals decided on, stands against plans that cannot be distinguished from it.
     """
     steps: list[Threshold] = []
-    tried: Point | None = None
-    predicted: Point | None = None
+    tried: PlanPoint | None = None
+    predicted: PlanPoint | None = None
     shown = (p for p in points.values() if p.peak is not None and p.seconds is not None)
     for point in sorted(shown, key=lambda p: (p.peak or 0, p.seconds or 0.0)):
         if not point.sure:
@@ -265,7 +265,7 @@ def _thresholds(points: Mapping[str, Point], answer: str | None) -> tuple[Thresh
     return tuple(steps)
 
 
-def _faster(point: Point, known: Point | None, answer: str | None = None) -> Point:
+def _faster(point: PlanPoint, known: PlanPoint | None, answer: str | None = None) -> PlanPoint:
     if known is not None and known.key == answer and _alike(point, known):
         return known
     if point.basis == PREDICTED and known is not None and known.basis != PREDICTED:  # its bytes are less sure
@@ -273,7 +273,7 @@ def _faster(point: Point, known: Point | None, answer: str | None = None) -> Poi
     return point if known is None or (point.seconds or 0.0) < (known.seconds or 0.0) else known
 
 
-def _alike(one: Point, other: Point | None) -> bool:
+def _alike(one: PlanPoint, other: PlanPoint | None) -> bool:
     """Whether the intervals of two plans meet, or one that is no trial is not worth a mention beside the other."""
     if other is None:
         return True

@@ -15,7 +15,7 @@ from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.page import draw
 from autockpt.page.contents import Contents, as_json, contents_of
-from autockpt.page.plans import PHASES, SAID, Point
+from autockpt.page.plans import PHASES, SAID, PlanPoint
 from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import format_binary, words
 from autockpt.schema.choices import CHOICE_TYPES
@@ -100,7 +100,7 @@ def _spread(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _phases(tried: list[Point]) -> list[dict[str, Any]]:
+def _phases(tried: list[PlanPoint]) -> list[dict[str, Any]]:
     """Per phase of the search: trials, the best that fits, and by how much it lowered the best before it."""
     best: float | None = None
     rows = []
@@ -127,7 +127,7 @@ def _small(contents: Contents) -> list[tuple[str, str]]:
     return [(style, f"other budgets: {SAID[basis]}") for basis, style in draw.SMALL.items() if basis in there]
 
 
-def _misses(tried: list[Point]) -> dict[str, float] | None:
+def _misses(tried: list[PlanPoint]) -> dict[str, float] | None:
     """The largest error of a prediction that was held against measured steps, in bytes and as a share of the time."""
     both = [p for p in tried if p.basis == "measured" and p.predicted_peak is not None and p.peak is not None]
     if not both:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autockpt.page.plans import MEASURED, SAID, WORTH, Plans, Point
+from autockpt.page.plans import MEASURED, SAID, WORTH, PlanPoint, Plans
 from autockpt.schema import (
     SAVE,
     Comparison,
@@ -143,7 +143,7 @@ def why(plans: Plans, prices: Sequence[float]) -> str:
     return said
 
 
-def _undecided(plans: Plans, best: Point) -> list[str]:
+def _undecided(plans: Plans, best: PlanPoint) -> list[str]:
     """Names of other plans that fit and whose interval meets that of the best."""
     if best.low is None or best.high is None:
         return []
@@ -160,7 +160,7 @@ def _undecided(plans: Plans, best: Point) -> list[str]:
     ]
 
 
-def _nearest(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
+def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
     """The nearest larger budget that would buy a faster step."""
     for threshold in plans.thresholds:
         if threshold.bytes <= budget.bytes:
@@ -178,7 +178,7 @@ def _nearest(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
     return "No larger budget is known to make a step faster."
 
 
-def _another(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
+def _another(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
     """What ``MORE`` bytes would buy: the fastest plan that is known to fit then."""
     known = [t for t in plans.thresholds if t.bytes <= budget.bytes + MORE]
     if not known or not best.seconds:
@@ -194,7 +194,7 @@ def _another(plans: Plans, best: Point, budget: ResolvedBudget) -> str:
     return f"{asked} would buy {what}, {said}, which needs {format_binary(point.peak or 0)}."
 
 
-def _basis(plans: Plans, point: Point, gain: float) -> str:
+def _basis(plans: Plans, point: PlanPoint, gain: float) -> str:
     """How a gain of so many seconds is known, and whether predictions are good enough for it."""
     missed = plans.missed_seconds or 0.0
     doubt = f"; predictions missed by up to {words.seconds(missed)} here"

@@ -20,7 +20,7 @@ LISTED = 900  # storages that are listed one by one; smaller ones are summed up
 
 
 @dataclass(frozen=True)
-class Tape:
+class Timeline:
     """One step. Moments are samples: op indices at which the bytes of their stretch are the most.
 
     ``at`` is when each begins, as a share of the step's ``seconds`` (None: times are not known, shares are of ops);
@@ -48,7 +48,7 @@ class Tape:
     repeated: int
 
 
-def tape_of(name: str, graph: Graph, times: OpTimes | None, head: str | None = None) -> Tape | None:
+def tape_of(name: str, graph: Graph, times: OpTimes | None, head: str | None = None) -> Timeline | None:
     """The tape of a traced step; None for one without ops. Bytes include the context of the device."""
     if not graph.ops:
         return None
@@ -68,7 +68,7 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None, head: str | None = N
     kinds, words = _Index(), _Index()
     rows = _rows(ledger, listed, units, kinds, words)
     lasts = np.diff(np.append(begins, 1.0))
-    return Tape(
+    return Timeline(
         name=name,
         ops=tuple(ops),
         at=tuple(round(float(begins[i]), 5) for i in ops),

@@ -24,7 +24,7 @@ from autockpt.policies.saved_outputs import alias
 from autockpt.schema.choices import Choice
 
 if TYPE_CHECKING:
-    from autockpt.policies.sentinels import Watch
+    from autockpt.policies.sentinels import CheckedCall
 
 # Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
 _ALIGNED = 16
@@ -79,7 +79,7 @@ class _Given(Rows):
     choice = "chunked_softmax"
     exact = True
 
-    def __init__(self, state: _SoftmaxState, watch: Watch | None) -> None:
+    def __init__(self, state: _SoftmaxState, watch: CheckedCall | None) -> None:
         self.unit, self._chunks, self.watch = state.unit, state.chunks, watch
 
     def chunk(self, rows: int) -> int:

@@ -29,16 +29,16 @@ from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.score import (
     METADATA,
     PLAIN,
+    FunctionCall,
     Met,
-    Score,
-    Step,
+    RecordedCall,
     autocast_is_on,
     dispatch_modes,
     is_plain,
     leaves_of,
 )
-from autockpt.policies.sentinels import Watch
-from autockpt.policies.tape import Maker, Slot, Source
+from autockpt.policies.sentinels import CheckedCall
+from autockpt.policies.tape import Maker, Origin, RemadeSlot
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
 _WAYS = 16  # of one unit, by the forms of what it is given
@@ -51,7 +51,7 @@ class _Call:
 
     __slots__ = ("held", "maker", "score", "settled", "slots", "versions")
 
-    def __init__(self, unit: str, score: Score) -> None:
+    def __init__(self, unit: str, score: RecordedCall) -> None:
         self.maker, self.score = Maker(unit), score
         self.held: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
@@ -75,7 +75,7 @@ class _Call:
             return living
 
 
-class _Slot(Slot):
+class _Slot(RemadeSlot):
     """A slot whose source is put together when it is asked for. ``storage``: what it was dropped from."""
 
     __slots__ = ("_call", "_number", "storage")
@@ -85,7 +85,7 @@ class _Slot(Slot):
         self._number, self.geometry, self.entry = number, geometry, entry
         self.storage = weakref.ref(tensor.untyped_storage())
 
-    def settle(self, sources: list[Source]) -> None:
+    def settle(self, sources: list[Origin]) -> None:
         assert self._call is not None
         self.maker, self.value, self.version = self._call.maker, None, 0
         self.source = sources[self._number]
@@ -98,13 +98,15 @@ class _Slot(Slot):
         return super().unpack()
 
 
-_END = Step(None, (), {}, -1, 0)
+_END = FunctionCall(None, (), {}, -1, 0)
 
 
 class Following(TorchFunctionMode):
     """A call that follows a score, as far as it does the same. ``pack`` is the hook for what autograd saves."""
 
-    def __init__(self, unit: str, score: Score, outside: Sequence[torch.Tensor], watch: Watch | None) -> None:
+    def __init__(
+        self, unit: str, score: RecordedCall, outside: Sequence[torch.Tensor], watch: CheckedCall | None
+    ) -> None:
         super().__init__()
         self._unit, self._watch = unit, watch
         self._packs = score.packs
@@ -114,7 +116,7 @@ class Following(TorchFunctionMode):
         self.lost = False
         self._steps = iter(score.steps)
         self._next = next(self._steps, _END)
-        for number in score.holds:  # of the form that they had, as ``Ways.key`` says
+        for number in score.holds:  # of the form that they had, as ``RecordedCalls.key`` says
             self._call.hold(number, outside[number])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,7 +146,7 @@ class Following(TorchFunctionMode):
             self._returned(step, leaves_of(out))
         return out
 
-    def _returned(self, step: Step, leaves: Sequence[torch.Tensor]) -> None:
+    def _returned(self, step: FunctionCall, leaves: Sequence[torch.Tensor]) -> None:
         if len(leaves) != step.leaves:
             self.leave()
         for tensor in leaves:
@@ -159,7 +161,7 @@ class Following(TorchFunctionMode):
         else:
             self.leave()
 
-    def pack(self, tensor: torch.Tensor) -> Slot | Kept:
+    def pack(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
         """The hook for autograd's packing."""
         number = self.packed
         self.packed = number + 1
@@ -199,11 +201,11 @@ class Following(TorchFunctionMode):
                     source.hold(self._call.maker.make(source) if tensor is None else tensor)
 
 
-class Ways:
+class RecordedCalls:
     """The ways through one unit that can be followed."""
 
     def __init__(self) -> None:
-        self._scores: dict[Any, Score | None] = {}  # None: a way that cannot be followed
+        self._scores: dict[Any, RecordedCall | None] = {}  # None: a way that cannot be followed
         self._own: list[tuple[Any, str]] | None = None
         self._misses = 0
 
@@ -234,14 +236,14 @@ class Ways:
         shared = tuple(map(storages.index, storages)) if len(set(storages)) < len(storages) else ()
         return (torch.get_default_dtype(), shared, *forms) if len(forms) == len(outside) else None
 
-    def score(self, key: Any) -> Score | None:
+    def score(self, key: Any) -> RecordedCall | None:
         return self._scores.get(key)
 
     def is_new(self, key: Any) -> bool:
         """Whether no call that might go this way was noted yet."""
         return key is not None and key not in self._scores
 
-    def learn(self, key: Any, score: Score | None) -> None:
+    def learn(self, key: Any, score: RecordedCall | None) -> None:
         """A call was noted; what can be followed of it."""
         full = len(self._scores) >= _WAYS
         if score is None or full:

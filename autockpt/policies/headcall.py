@@ -21,7 +21,7 @@ from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state import under, user_modes
 
 if TYPE_CHECKING:
-    from autockpt.policies.sentinels import Entry, Watch
+    from autockpt.policies.sentinels import CheckedCall, WatchedTensor
 
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
@@ -38,7 +38,7 @@ class Rows:
     choice: ClassVar[str]
     exact: ClassVar[bool]
     unit: str
-    watch: Watch | None
+    watch: CheckedCall | None
     trained: tuple[nn.Parameter, ...] = ()
 
     def check(self) -> None:
@@ -298,7 +298,7 @@ def _of_chunk(
     gradient: Tensor,
     trained: list[nn.Parameter],
     wanted: Tensor | None,
-    entry: Entry | None,
+    entry: WatchedTensor | None,
     autocast: Autocast,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     """Gradients of one chunk: of its rows (where ``wanted``), and of the weights; under backward's own ``autocast``."""

@@ -35,13 +35,13 @@ class _Family:
         self.derived = 0
         self.chunked = False
         self.watchers: list[Callable[..., Any]] = []
-        self.sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self.sources: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
         self.losses: list[weakref.ref[MemoryWatch]] = []
         self.handed_out: list[tuple[tuple[Elementwise, ...], Tensor, MemoryWatch]] = []
         self.open_to_writes = False
         self._ways: set[object] = set()
 
-    def way(self, source: Source) -> Callable[[], None]:
+    def way(self, source: LogitsSource) -> Callable[[], None]:
         """To be called when backward comes by what was made of these logits, as often as it does.
 
         Raises ConflictError then where another way was taken, too, and bits would differ: plain training takes a step
@@ -62,7 +62,7 @@ class _Family:
 
         return passing
 
-    def hand_out(self, source: Source, logits: Tensor) -> None:
+    def hand_out(self, source: LogitsSource, logits: Tensor) -> None:
         """Somebody gets these logits of the source, whole, and may write to them unseen."""
         if logits.untyped_storage()._cdata != source.hidden.untyped_storage()._cdata:
             if all(logits is not known for _, known, _ in self.handed_out):
@@ -84,7 +84,7 @@ class _Family:
 
 
 @dataclass(eq=False)
-class Source:
+class LogitsSource:
     """What lazy logits are made of: features of their rows, and what is done to the head's output."""
 
     call: Rows
@@ -172,7 +172,7 @@ class Source:
 class LazyLogits(Tensor):
     """Stands for logits. Also a node of autograd's graph, so that gradients are right whatever C++ code uses it."""
 
-    _source: Source
+    _source: LogitsSource
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -212,10 +212,10 @@ class LazyLogits(Tensor):
 
 def lazy_logits(call: Rows, hidden: Tensor, like: Tensor) -> LazyLogits:
     """Logits of ``hidden`` (… × features) with the last size and type of ``like``."""
-    return _stand_in(Source(call, hidden, (), like.dtype, like.shape[-1], _Family(), version=hidden._version))
+    return _stand_in(LogitsSource(call, hidden, (), like.dtype, like.shape[-1], _Family(), version=hidden._version))
 
 
-def _stand_in(source: Source) -> LazyLogits:
+def _stand_in(source: LogitsSource) -> LazyLogits:
     return _StandIn.apply(source, source.hidden, *source.call.trained)  # type: ignore[return-value]
 
 
@@ -223,7 +223,7 @@ class _StandIn(torch.autograd.Function):
     """Makes lazy logits; its backward is that of the whole logits, for users that Python does not see."""
 
     @staticmethod
-    def forward(ctx: Any, source: Source, hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, source: LogitsSource, hidden: Tensor, *trained: Tensor) -> Tensor:
         ctx.source = source
         lazy = Tensor._make_wrapper_subclass(LazyLogits, source.shape, dtype=source.dtype, device=hidden.device)  # type: ignore[attr-defined]
         lazy._source = source
@@ -231,7 +231,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        source: Source = ctx.source
+        source: LogitsSource = ctx.source
         refuse_twice(source.call)
         with torch.enable_grad():
             hidden = source.hidden.detach().requires_grad_()

@@ -17,10 +17,10 @@ from torch import Tensor
 from autockpt.policies.headcall import Autocast, CrossEntropy, Elementwise
 
 if TYPE_CHECKING:
-    from autockpt.policies.lazylogits import LazyLogits, Source
+    from autockpt.policies.lazylogits import LazyLogits, LogitsSource
 
 
-def _view(source: Source, *shape: Any, **more: Any) -> Any:
+def _view(source: LogitsSource, *shape: Any, **more: Any) -> Any:
     """Another shape of the rows. In plain training it may share memory with the original, as here."""
     if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         shape = tuple(shape[0])
@@ -39,7 +39,7 @@ def _view(source: Source, *shape: Any, **more: Any) -> Any:
     return source.derive(hidden=source.hidden.reshape(*shape[:-1], source.hidden.shape[-1]))
 
 
-def _flatten(source: Source, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(source: LogitsSource, start_dim: int = 0, end_dim: int = -1) -> Any:
     dims = source.hidden.dim()
     end = end_dim + dims if end_dim < 0 else end_dim
     start = start_dim + dims if start_dim < 0 else start_dim
@@ -48,11 +48,11 @@ def _flatten(source: Source, start_dim: int = 0, end_dim: int = -1) -> Any:
     return source.derive(hidden=source.hidden.flatten(start, end))
 
 
-def _contiguous(source: Source, **more: Any) -> Any:
+def _contiguous(source: LogitsSource, **more: Any) -> Any:
     return NotImplemented if more else source.derive()
 
 
-def _index(source: Source, index: Any) -> Any:
+def _index(source: LogitsSource, index: Any) -> Any:
     """Some of the rows: slices, positions and masks that leave the vocabulary alone."""
     hidden = source.hidden
     if isinstance(index, Tensor):
@@ -77,13 +77,13 @@ def _index(source: Source, index: Any) -> Any:
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(source: Source, **more: Any) -> Any:
+    def cast(source: LogitsSource, **more: Any) -> Any:
         return NotImplemented if more else _step(source, lambda logits: logits.to(dtype), dtype)
 
     return cast
 
 
-def _to(source: Source, *args: Any, **kwargs: Any) -> Any:
+def _to(source: LogitsSource, *args: Any, **kwargs: Any) -> Any:
     try:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
     except TypeError:
@@ -96,7 +96,7 @@ def _to(source: Source, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_number(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    def apply(source: Source, other: Any, **more: Any) -> Any:
+    def apply(source: LogitsSource, other: Any, **more: Any) -> Any:
         if more or type(other) not in (int, float):
             return NotImplemented
         return _step(source, lambda logits: function(logits, other), source.dtype)
@@ -104,21 +104,21 @@ def _by_number(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return apply
 
 
-def _tanh(source: Source, **more: Any) -> Any:
+def _tanh(source: LogitsSource, **more: Any) -> Any:
     return NotImplemented if more else _step(source, torch.tanh, source.dtype)
 
 
-def _step(source: Source, step: Elementwise, dtype: torch.dtype) -> LazyLogits:
+def _step(source: LogitsSource, step: Elementwise, dtype: torch.dtype) -> LazyLogits:
     return source.derive(steps=(*source.steps, step), dtype=dtype)
 
 
-def _detached(source: Source) -> Tensor:
+def _detached(source: LogitsSource) -> Tensor:
     with torch.no_grad():
         return source.whole("").detach()
 
 
 def _cross_entropy(
-    source: Source,
+    source: LogitsSource,
     target: Any,
     weight: Any = None,
     size_average: Any = None,

@@ -18,8 +18,8 @@ from autockpt.policies.compute_ops import draws_random_numbers, is_attention
 from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
-from autockpt.policies.sentinels import Watch
-from autockpt.policies.tape import Maker, Op, Read, Slot, Source
+from autockpt.policies.sentinels import CheckedCall
+from autockpt.policies.tape import Maker, Origin, Read, RemadeSlot, RerunOp
 from autockpt.policies.watching import passes_by, refuse_conditional, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
@@ -46,7 +46,7 @@ class Tape:
     """
 
     def __init__(
-        self, unit: str, inputs: Iterable[torch.Tensor], keep: Collection[str] = (), watch: Watch | None = None
+        self, unit: str, inputs: Iterable[torch.Tensor], keep: Collection[str] = (), watch: CheckedCall | None = None
     ) -> None:
         self.unit = unit
         self._watch = watch
@@ -54,8 +54,8 @@ class Tape:
         self.named = 0  # modules running whose products are kept
         self.running = False
         self._maker = Maker(unit)
-        self._sources: dict[int, Source] = {}
-        self._ops: list[Op] = []
+        self._sources: dict[int, Origin] = {}
+        self._ops: list[RerunOp] = []
         self._unwatched: set[int] = set()
         self.packed = 0
         # for what follows in later calls: functions begun, whether one runs, what was done with each saved tensor, and
@@ -63,7 +63,7 @@ class Tape:
         self.step = 0
         self.within = self.astray = True
         self._written: dict[int, int] = {}
-        self.log: list[tuple[int, Source | None, Geometry | None, torch.dtype]] = []
+        self.log: list[tuple[int, Origin | None, Geometry | None, torch.dtype]] = []
         self._small = max((t.nbytes for t in inputs if t.layout is torch.strided), default=0) // SMALL
 
     @property
@@ -93,13 +93,13 @@ class Tape:
     def _keeps(self, func: Any) -> bool:
         return self._everything or self.named > 0 or (self._attention and is_attention(func))
 
-    def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
+    def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RerunOp | None:
         """The op as it would run again; None where it reads what a tape cannot follow."""
         read = [self._noted(arg) for arg in args]
         named = {name: self._noted(arg) for name, arg in kwargs.items()}
         if _LOST in read or _LOST in named.values():
             return None
-        op = Op(len(self._ops), func, tuple(read), named)
+        op = RerunOp(len(self._ops), func, tuple(read), named)
         self._ops.append(op)
         return op
 
@@ -119,7 +119,7 @@ class Tape:
         if source is None:  # it comes from outside, or was changed in place: what it is now is held
             if tensor.is_inference() or storage._cdata in self._unwatched:
                 return _LOST
-            source = self._sources[storage._cdata] = Source(tensor, storage)
+            source = self._sources[storage._cdata] = Origin(tensor, storage)
             source.born = self.step
             source.hold(tensor)
         if tensor.dtype is not source.dtype:
@@ -127,21 +127,21 @@ class Tape:
         source.read = True
         return Read(source, geometry_of(tensor))
 
-    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Source | None:
+    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Origin | None:
         """The source that a tensor looks into, unless it was changed in place since."""
         source = self._sources.get(storage._cdata)
         if source is None or source.storage() is not storage or source.version != tensor._version:
             return None
         return source
 
-    def _add(self, tensor: torch.Tensor, index: int, op: Op | None, free: bool) -> None:
+    def _add(self, tensor: torch.Tensor, index: int, op: RerunOp | None, free: bool) -> None:
         storage = tensor.untyped_storage()
         known = self._sources.get(storage._cdata)
         if known is not None and known.storage() is storage:
             return  # nothing new, but memory that was there before
         if tensor.is_inference():
             return  # it has no version counter, and autograd never saves it
-        source = self._sources[storage._cdata] = Source(tensor, storage)
+        source = self._sources[storage._cdata] = Origin(tensor, storage)
         source.born = self.step
         if op is not None:
             source.op, source.index, source.free = op, index, free
@@ -182,7 +182,7 @@ class Tape:
         if source is not None and (source.read or source.slots):
             self._cut(source, tensor)
 
-    def _cut(self, changing: Source, written: torch.Tensor) -> None:
+    def _cut(self, changing: Origin, written: torch.Tensor) -> None:
         """What is made from a source, or is itself waited for, is held as it is: only then does backward meet a change
         by way of ``.data`` where plain training does. ``written``: the tensor by which the source is changed; where no
         other is left, backward refuses the source as changed."""
@@ -211,31 +211,31 @@ class Tape:
 
     # Deciding what is held.
 
-    def pack(self, tensor: torch.Tensor) -> Slot | Kept:
+    def pack(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
         """The hook for autograd's packing."""
         self.packed += 1
         packed = self._packed(tensor)
         if not self.astray:
-            source, geometry = (packed.source, packed.geometry) if isinstance(packed, Slot) else (None, None)
+            source, geometry = (packed.source, packed.geometry) if isinstance(packed, RemadeSlot) else (None, None)
             self.log.append((self.step, source, geometry, tensor.dtype))
         return packed
 
-    def _packed(self, tensor: torch.Tensor) -> Slot | Kept:
+    def _packed(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
             return Kept(tensor, self.unit)
         source = self._find(tensor, tensor.untyped_storage())
         if source is None or source.held is not None or source.dtype is not tensor.dtype:
             return Kept(tensor, self.unit)
-        memo: dict[Source, float] = {}
+        memo: dict[Origin, float] = {}
         if source.nbytes <= self._small or self._by_making(source, memo, _DEPTH) >= source.nbytes:
             kept = Kept(tensor, self.unit)
             source.keep(kept.tensor)
             return kept
         self._commit(source, memo)
         entry = self._watch.packed(tensor) if self._watch is not None else None
-        return Slot(self._maker, source, geometry_of(tensor), entry)
+        return RemadeSlot(self._maker, source, geometry_of(tensor), entry)
 
-    def _by_making(self, source: Source, memo: dict[Source, float], depth: int) -> float:
+    def _by_making(self, source: Origin, memo: dict[Origin, float], depth: int) -> float:
         """Bytes that must be held besides for an op to make this; infinite where none can."""
         if source.free:
             return 0
@@ -243,7 +243,7 @@ class Tape:
             return _NOWHERE
         return sum(self._by_any_way(read, memo, depth - 1) for read in set(source.op.reads()))
 
-    def _by_any_way(self, source: Source, memo: dict[Source, float], depth: int) -> float:
+    def _by_any_way(self, source: Origin, memo: dict[Origin, float], depth: int) -> float:
         """The same, or the bytes of the source itself where that is less."""
         if source not in memo:
             making = self._by_making(source, memo, depth)
@@ -251,7 +251,7 @@ class Tape:
             memo[source] = min(making, holding)
         return memo[source]
 
-    def _commit(self, source: Source, memo: dict[Source, float]) -> None:
+    def _commit(self, source: Origin, memo: dict[Origin, float]) -> None:
         """Hold what the making of this rests on."""
         if source.free:
             return

@@ -14,7 +14,7 @@ from autockpt.policies.attachment import acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.conflicts import refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import without_cache
-from autockpt.policies.region import Call
+from autockpt.policies.region import UnitCall
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.schema.choices import Choice
 
@@ -55,4 +55,4 @@ def run_twice(
     """The unit's forward, and in backward once more; ``make`` is the replay that does both. Errors as ``recompute``."""
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)
-    return Call(make(module, state, args, kwargs)).run()
+    return UnitCall(make(module, state, args, kwargs)).run()

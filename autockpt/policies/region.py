@@ -66,7 +66,7 @@ class _Inside:
 
     __slots__ = ("_trains", "_watched", "call", "leaf")
 
-    def __init__(self, call: Call, leaf: int, tensor: torch.Tensor, unit: str) -> None:
+    def __init__(self, call: UnitCall, leaf: int, tensor: torch.Tensor, unit: str) -> None:
         self.call, self.leaf = call, leaf
         self._watched, self._trains = Watched(tensor, unit), tensor.requires_grad
 
@@ -80,10 +80,10 @@ def _as_input(value: torch.Tensor, trains: bool) -> torch.Tensor:
     return value.detach().requires_grad_() if trains else value
 
 
-Find = Callable[[torch.Tensor], "tuple[Call, int] | None"]
+Find = Callable[[torch.Tensor], "tuple[UnitCall, int] | None"]
 
 
-class Call:
+class UnitCall:
     """One call of a unit: what it needs to run again, and the slots that wait for it.
 
     ``number`` orders the calls of one region; ``readers`` are the numbers of later calls that read an output;
@@ -172,9 +172,9 @@ class Call:
                     call.outputs.clear()
                 raise
 
-    def _with_ancestors(self) -> list[Call]:
+    def _with_ancestors(self) -> list[UnitCall]:
         """The calls that must run, in their order, this one last: those whose outputs are needed and not there."""
-        found: dict[int, Call] = {}
+        found: dict[int, UnitCall] = {}
         open_ends = [self]
         while open_ends:
             call = open_ends.pop()
@@ -189,7 +189,7 @@ class Call:
     def _waits(self) -> bool:
         return any(slot.waits for ref in self._slots if (slot := ref()) is not None)
 
-    def _run_again(self, target: Call, fill: bool) -> None:
+    def _run_again(self, target: UnitCall, fill: bool) -> None:
         """Run as in forward; ``target`` is the last call of this refill, which ends as soon as its slots are full."""
         filler = Filler(self.unit, self._slots, fills=fill, stops=self is target)
         tensors = self._inputs()
@@ -230,7 +230,7 @@ class Call:
             take_apart(output, tensors, [])
             self.outputs |= {leaf: tensors[leaf].detach() for leaf in wanted}
 
-    def _drop_inputs(self, target: Call) -> None:
+    def _drop_inputs(self, target: UnitCall) -> None:
         """Let go of the outputs of other calls that no call needs any more.
 
         With one level those are needed until the target has run; with two, until every reader before it has had its own
@@ -258,24 +258,24 @@ class Recording:
         self._levels = levels
         self._lock = threading.RLock()
         self._calls = 0
-        self._known: dict[_Layout, tuple[weakref.ref[torch.UntypedStorage], int, Call, int]] = {}
+        self._known: dict[_Layout, tuple[weakref.ref[torch.UntypedStorage], int, UnitCall, int]] = {}
 
     def run(self, replay: Replay) -> Any:
-        """A call of a unit: its first, ordinary forward. Raises as ``Call.run``."""
-        call = Call(replay, self._calls, self._levels, self._lock, self._find)
+        """A call of a unit: its first, ordinary forward. Raises as ``UnitCall.run``."""
+        call = UnitCall(replay, self._calls, self._levels, self._lock, self._find)
         self._calls += 1
         output = call.run()
         self._learn(call, output)
         return output
 
-    def _learn(self, call: Call, output: Any) -> None:
+    def _learn(self, call: UnitCall, output: Any) -> None:
         tensors: list[torch.Tensor] = []
         take_apart(output, tensors, [])
         for leaf, tensor in enumerate(tensors):
             if (layout := _layout(tensor)) is not None:
                 self._known[layout] = (weakref.ref(tensor.untyped_storage()), tensor._version, call, leaf)
 
-    def _find(self, tensor: torch.Tensor) -> tuple[Call, int] | None:
+    def _find(self, tensor: torch.Tensor) -> tuple[UnitCall, int] | None:
         layout = _layout(tensor) if self._known else None
         if layout is None or (known := self._known.get(layout)) is None:
             return None

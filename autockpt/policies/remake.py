@@ -24,7 +24,7 @@ from autockpt.policies.attachment import Attachment, acts, call_inner, call_plai
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_by_message, refuse_native
-from autockpt.policies.following import Following, Ways
+from autockpt.policies.following import Following, RecordedCalls
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
 from autockpt.policies.rerun_state import Code, code_of, user_modes
 from autockpt.policies.score import Learning
@@ -48,7 +48,7 @@ class RemakeState(Attachment):
         self.keep = tuple(keep)
         self.everywhere = everywhere
         self._cache_checked: set[tuple[int, ...]] | None = None
-        self._cache_ways: Ways | None = None
+        self._cache_ways: RecordedCalls | None = None
         self._cache_code: Code | None = None
 
     def code(self, module: nn.Module) -> Code:
@@ -57,10 +57,10 @@ class RemakeState(Attachment):
             self._cache_code = code_of(self.unit, module)
         return self._cache_code
 
-    def ways(self) -> Ways:
+    def ways(self) -> RecordedCalls:
         """The ways through the unit that later calls can follow."""
         if self._cache_ways is None:
-            self._cache_ways = Ways()
+            self._cache_ways = RecordedCalls()
         return self._cache_ways
 
     def is_new(self, path: tuple[int, ...]) -> bool:

@@ -19,7 +19,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
-from autockpt.policies.rerun_state import Memory, NumpyUse, Structure, Surroundings, UnitState, user_modes
+from autockpt.policies.rerun_state import Memory, NumpyUse, Surroundings, UnitState, UnitStructure, user_modes
 from autockpt.policies.slots import as_it_is
 
 _current = threading.local()
@@ -50,7 +50,7 @@ class ReplayState(Attachment):
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
-        self._cache_structure: Structure | None = None
+        self._cache_structure: UnitStructure | None = None
         self._learn_anew()
 
     def _learn_anew(self) -> None:
@@ -59,14 +59,14 @@ class ReplayState(Attachment):
         self._cache_parameters: list[tuple[dict[str, Any], str]] | None = None
         self._cache_views: list[tuple[dict[str, Any], str]] | None = None
 
-    def structure(self, module: nn.Module) -> Structure:
+    def structure(self, module: nn.Module) -> UnitStructure:
         """The unit's modules as they are now. Where they are others, what calls taught is forgotten."""
         known = self._cache_structure
         if known is not None and known.still_is():
             return known
         if known is not None:
             self._learn_anew()
-        self._cache_structure = Structure(module)
+        self._cache_structure = UnitStructure(module)
         return self._cache_structure
 
     def parameters(self, module: nn.Module) -> list[torch.Tensor | None]:

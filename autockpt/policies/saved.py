@@ -25,7 +25,7 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_late_written
 
 if TYPE_CHECKING:
-    from autockpt.policies.sentinels import Entry, Watch
+    from autockpt.policies.sentinels import CheckedCall, WatchedTensor
 
 SMALL_BYTES = 16 << 10
 """Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
@@ -151,7 +151,7 @@ class Moved:
 
     __slots__ = ("_entry", "_layout", "_probe", "_storage", "_version")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: Entry | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: WatchedTensor | None = None) -> None:
         self._storage, self._entry = storage, entry
         self._layout = _Layout(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
         self._probe, self._version = probe_of(tensor), tensor._version
@@ -253,7 +253,7 @@ class Packer:
         device: torch.device,
         outside: Iterable[torch.Tensor],
         parameters: Iterable[nn.Parameter],
-        watch: Watch | None = None,
+        watch: CheckedCall | None = None,
     ) -> None:
         self._group, self._transport, self._device, self._watch = group, transport, device, watch
         self._parameters = parameters

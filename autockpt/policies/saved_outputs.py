@@ -129,7 +129,7 @@ def given_up() -> Iterator[dict[str, int]]:
         _observers[:] = [other for other in _observers if other is not counts]
 
 
-class Frame:
+class CallOutputs:
     """Kept outputs of one call of a unit, by the order in which its scopes are entered and their functions and ops run.
 
     An output that is changed in place is not handed out: its op runs again. ``whole``: functions may be left out as a
@@ -213,7 +213,7 @@ class Frame:
 
 
 def _launched(kernel: Any, launch: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    frame: Frame | None = getattr(_current, "frame", None)
+    frame: CallOutputs | None = getattr(_current, "frame", None)
     if frame is not None and frame.recording:
         frame.launched(name_of(kernel), (*args, *kwargs.values()))
     return launch(kernel, *args, **kwargs)
@@ -224,7 +224,7 @@ class _Scope(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, frame: Frame, number: int, wanted: Callable[[Any], bool]) -> None:
+    def __init__(self, frame: CallOutputs, number: int, wanted: Callable[[Any], bool]) -> None:
         super().__init__()
         self._frame, self._number, self._wanted = frame, number, wanted
         self._functions = self._ops = 0
@@ -271,7 +271,7 @@ class KeepingReplay(Replay):
 
     def __init__(self, module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(module, state, args, kwargs)
-        self.frame = Frame(state.unit)
+        self.frame = CallOutputs(state.unit)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self.first is None and not self._over:
@@ -288,7 +288,7 @@ class _Calls(TorchFunctionMode):
     """Opens a scope around calls of functions that may run a wanted op: seeing functions costs far less than seeing
     every op. Functions that are known to run nothing but one such op need no scope, nor a second call."""
 
-    def __init__(self, frame: Frame, wanted: Callable[[Any], bool]) -> None:
+    def __init__(self, frame: CallOutputs, wanted: Callable[[Any], bool]) -> None:
         super().__init__()
         self._frame, self._attention = frame, wanted is is_attention
         self._scope = frame.scope(wanted)
@@ -443,7 +443,7 @@ class ScopeState(Attachment):
 
 def run_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
     """The module's forward, with the outputs of its heavy ops kept where its unit is being kept track of."""
-    frame: Frame | None = getattr(_current, "frame", None)
+    frame: CallOutputs | None = getattr(_current, "frame", None)
     if not state.active or frame is None or frame.unit != state.unit or frame.inside:
         return call_inner(module, state, args, kwargs)
     with _Calls(frame, is_attention if state.attention else is_heavy):

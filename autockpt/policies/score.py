@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.op_recorder import HANDS_OUT, Tape, is_wrapped
 from autockpt.policies.saved_outputs import Geometry, geometry_of
-from autockpt.policies.tape import Op, Read, Source
+from autockpt.policies.tape import Origin, Read, RerunOp
 
 PLAIN = (torch.Tensor, nn.Parameter)
 _EXACT = frozenset(
@@ -47,7 +47,7 @@ class _Unfit(Exception):
     """Arguments that cannot be compared."""
 
 
-class Place(int):
+class Ordinal(int):
     """Stands for a tensor: the how manieth that the call has met."""
 
 
@@ -56,7 +56,7 @@ class _Parts(NamedTuple):
     parts: tuple[Any, ...]
 
 
-class Step:
+class FunctionCall:
     """One call of a function of torch's. ``packs``: tensors saved before it; ``first``: the number of the first tensor
     that it gives, of ``leaves``; ``holds``: which of them are held, with their form."""
 
@@ -65,8 +65,8 @@ class Step:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], packs: int, first: int) -> None:
         self.func, self.packs, self.first = func, packs, first
         self._count, self._kwargs = len(args), kwargs
-        self._places = [(position, int(arg)) for position, arg in enumerate(args) if type(arg) is Place]
-        self._rest = [(position, arg) for position, arg in enumerate(args) if type(arg) is not Place]
+        self._places = [(position, int(arg)) for position, arg in enumerate(args) if type(arg) is Ordinal]
+        self._rest = [(position, arg) for position, arg in enumerate(args) if type(arg) is not Ordinal]
         self.leaves = 0
         self.holds: dict[int, tuple[Geometry, torch.dtype]] = {}
 
@@ -95,7 +95,7 @@ def fits(value: Any, pattern: Any, met: Met) -> bool:
     if value is pattern:
         return True
     kind = type(pattern)
-    if kind is Place:
+    if kind is Ordinal:
         return value is not None and met[pattern]() is value
     if kind is not _Parts:
         return type(value) is kind and value == pattern and (kind is not float or repr(value) == repr(pattern))
@@ -129,7 +129,7 @@ class Places:
         if kind in _EXACT:
             return value
         if kind in PLAIN and (number := self.of(value)) >= 0:
-            return Place(number)
+            return Ordinal(number)
         if kind is slice:
             return _Parts(kind, tuple(map(self.pattern, (value.start, value.stop, value.step))))
         if kind in (tuple, list):
@@ -159,10 +159,10 @@ class Learning(TorchFunctionMode):
         if all(map(is_plain, outside)):
             tape.learn()
         self._places = Places(outside)
-        self._steps: list[Step] = []
+        self._steps: list[FunctionCall] = []
         # of each storage the tensor by which it was met first
         self._first: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Geometry, torch.dtype]] = {}
-        self._owner: list[Step | None] = [None] * len(outside)
+        self._owner: list[FunctionCall | None] = [None] * len(outside)
         for number, tensor in enumerate(outside if not tape.astray else ()):
             self._meet(tensor, number)
 
@@ -178,7 +178,7 @@ class Learning(TorchFunctionMode):
         except _Unfit:
             tape.astray = True
             return func(*args, **kwargs)
-        step = Step(func, *patterns, tape.packed, self._places.count)
+        step = FunctionCall(func, *patterns, tape.packed, self._places.count)
         self._steps.append(step)
         tape.step, tape.within = len(self._steps), True
         try:
@@ -203,18 +203,18 @@ class Learning(TorchFunctionMode):
         if known is None or known[0]() is not storage:
             self._first[storage._cdata] = (weakref.ref(storage), number, geometry_of(tensor), tensor.dtype)
 
-    def score(self) -> Score | None:
+    def score(self) -> RecordedCall | None:
         """What later calls can follow; None where this one did what cannot be told from functions."""
         tape = self._tape
         if tape.astray:
             return None
         try:
-            return self._score(Score(self._steps, tape.path[0]))
+            return self._score(RecordedCall(self._steps, tape.path[0]))
         except _Unfit:
             return None
 
-    def _score(self, score: Score) -> Score:
-        known: dict[Source, int] = {}
+    def _score(self, score: RecordedCall) -> RecordedCall:
+        known: dict[Origin, int] = {}
         for _, source, _, _ in self._tape.log:
             if source is not None and source.held is None:  # what is held in any case need not be made
                 known.setdefault(source, len(known))
@@ -238,9 +238,9 @@ class Learning(TorchFunctionMode):
         return score
 
     @staticmethod
-    def _leading_to(known: dict[Source, int]) -> list[Op]:
+    def _leading_to(known: dict[Origin, int]) -> list[RerunOp]:
         """The ops that make sources, in order; what they are made from is added to ``known``. Raises _Unfit."""
-        ops: dict[int, Op] = {}
+        ops: dict[int, RerunOp] = {}
         open_ends = [source for source in known if source.held is None]
         while open_ends:
             op = open_ends.pop().op
@@ -252,7 +252,7 @@ class Learning(TorchFunctionMode):
             open_ends += [read for read in new if read.held is None]
         return [ops[number] for number in sorted(ops)]
 
-    def _held(self, source: Source, score: Score) -> int:
+    def _held(self, source: Origin, score: RecordedCall) -> int:
         """The number of the tensor by which a later call has the bytes of a held source; -1 for one that is made."""
         if source.held is None:
             return -1
@@ -283,41 +283,41 @@ class _At(NamedTuple):
     geometry: Geometry
 
 
-def _numbered(arg: Any, known: dict[Source, int]) -> Any:
+def _numbered(arg: Any, known: dict[Origin, int]) -> Any:
     if type(arg) is Read:
         return _At(known[arg.source], arg.geometry)
     return [_numbered(part, known) for part in arg] if type(arg) is list else arg
 
 
-def _sourced(arg: Any, sources: list[Source]) -> Any:
+def _sourced(arg: Any, sources: list[Origin]) -> Any:
     if type(arg) is _At:
         return Read(sources[arg.source], arg.geometry)
     return [_sourced(part, sources) for part in arg] if type(arg) is list else arg
 
 
-class Score:
+class RecordedCall:
     """One way through a unit: its functions, what is done with each saved tensor, and how those dropped are made.
 
     ``packs``: after how many functions a tensor is saved, its layout and type, and its source by number, -1 where it is
     kept. ``holds``: what is held of the tensors that a call is given. ``noted``: ops. It holds no tensor itself.
     """
 
-    def __init__(self, steps: list[Step], noted: int) -> None:
+    def __init__(self, steps: list[FunctionCall], noted: int) -> None:
         self.steps, self.noted = steps, noted
         self.packs: list[tuple[int, Geometry | None, torch.dtype, int]] = []
         self.holds: dict[int, tuple[Geometry, torch.dtype]] = {}
         self.sources: list[_Form] = []
         self.ops: list[tuple[int, Any, tuple[Any, ...], dict[str, Any], list[int]]] = []
 
-    def sources_of(self, held: dict[int, torch.Tensor], versions: dict[int, int]) -> list[Source]:
+    def sources_of(self, held: dict[int, torch.Tensor], versions: dict[int, int]) -> list[Origin]:
         """The sources of one call, with the ops that make them, from what it holds."""
-        sources = [Source.formed(form.nbytes, form.dtype, form.form, form.index) for form in self.sources]
+        sources = [Origin.formed(form.nbytes, form.dtype, form.form, form.index) for form in self.sources]
         for source, form in zip(sources, self.sources, strict=True):
             if form.held in held:
                 source.held, source.version = held[form.held], versions[form.held]
         for number, func, args, kwargs, outputs in self.ops:
             read = tuple([_sourced(arg, sources) for arg in args])
-            op = Op(number, func, read, {name: _sourced(arg, sources) for name, arg in kwargs.items()})
+            op = RerunOp(number, func, read, {name: _sourced(arg, sources) for name, arg in kwargs.items()})
             for index in outputs:
                 sources[index].op = op
                 op.outputs.append(weakref.ref(sources[index]))

@@ -83,8 +83,8 @@ class Sentinels:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[weakref.ref[Watch]] = []
-        self._pending: dict[int, dict[int, Watch]] = {}
+        self._open: list[weakref.ref[CheckedCall]] = []
+        self._pending: dict[int, dict[int, CheckedCall]] = {}
         self._in_a_thread: RerunMismatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,11 +130,11 @@ class Sentinels:
             if (watch := ref()) is not None:
                 watch.look_again()
 
-    def opened(self, watch: Watch) -> None:
+    def opened(self, watch: CheckedCall) -> None:
         """A watched forward has begun."""
         self._open.append(weakref.ref(watch))
 
-    def judge_at_end(self, watch: Watch) -> None:
+    def judge_at_end(self, watch: CheckedCall) -> None:
         """Judge a watch when the present backward ends, or now outside of any."""
         task = torch._C._current_graph_task_id()
         if task == -1:
@@ -151,11 +151,11 @@ class Sentinels:
             watches = list(self._pending.pop(task, {}).values())
         self._judge(watches)
 
-    def _judge(self, watches: list[Watch]) -> None:
+    def _judge(self, watches: list[CheckedCall]) -> None:
         """The one read. Raises RerunMismatch for the first unit with tensors that differ."""
         seen = [(watch, compared) for watch in watches for compared in watch.take()]
         verdicts = read([compared for _, compared in seen])
-        wrong: dict[Watch, list[Compared]] = {}
+        wrong: dict[CheckedCall, list[Compared]] = {}
         for (watch, compared), (same, away) in zip(seen, verdicts, strict=True):
             if same:
                 continue
@@ -199,8 +199,8 @@ class UnitSentinel:
 
     def watch(
         self, module: nn.Module, *, code: Code | None = None, hold: int | None = None, anew: bool = False
-    ) -> Watch | None:
-        """A call begins: its watch where it is to be checked; ``anew``: it is. ``hold`` as for Watch."""
+    ) -> CheckedCall | None:
+        """A call begins: its watch where it is to be checked; ``anew``: it is. ``hold`` as for CheckedCall."""
         self.calls += 1
         self._code = code = code or self._code or _code_of(self.name, module)
         if self.calls < self._due and not (code.writes_unseen or (anew and not self.sentinels.measured)):
@@ -211,11 +211,11 @@ class UnitSentinel:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
-        watch = Watch(self, hold and hold * code.writes_unseen, Assignments(self.name) if code.assigns else None)
+        watch = CheckedCall(self, hold and hold * code.writes_unseen, Assignments(self.name) if code.assigns else None)
         self.sentinels.opened(watch)
         return watch
 
-    def proven(self, watch: Watch, tensors: int) -> None:
+    def proven(self, watch: CheckedCall, tensors: int) -> None:
         """All that a backward was given in a watched call's place was right."""
         self.checks += 1
         self.tensors += tensors
@@ -237,7 +237,7 @@ class UnitSentinel:
             self._due = self.calls + 1 + (index + 1) * WINDOW // (len(self.sentinels.units) + 1)
 
 
-class Watch:
+class CheckedCall:
     """One call that is checked. ``step`` is the step that it belongs to.
 
     With ``hold`` no more than so many bytes of what is saved are held until the forward has ended; what is beyond is
@@ -250,7 +250,7 @@ class Watch:
         self.differences: list[str] = []
         self.proven = False
         self._room = hold
-        self._entries: list[Entry] = []
+        self._entries: list[WatchedTensor] = []
         self._compared: list[Compared] = []
         self._state: list[tuple[str, torch.Tensor, Form, torch.Tensor]] = []
         self.known: dict[Place, torch.Tensor] = {}  # fingerprints of the unit's own state, as it is now
@@ -262,9 +262,9 @@ class Watch:
         return (self._assignments.hooks if self._assignments is not None else saved_tensors_hooks)(pack, unpack)
 
     @eagerly
-    def packed(self, tensor: torch.Tensor) -> Entry:
+    def packed(self, tensor: torch.Tensor) -> WatchedTensor:
         """Autograd saves a tensor, and something else will be handed out for it."""
-        entry = Entry(self, len(self._entries), tensor)
+        entry = WatchedTensor(self, len(self._entries), tensor)
         self._entries.append(entry)
         if self._room is not None and entry.held is not None:
             self._room -= tensor.nbytes
@@ -338,7 +338,7 @@ class Watch:
         )
 
 
-class Entry:
+class WatchedTensor:
     """A saved tensor of a watched call: what its memory holds, by fingerprint, and how to look at it while it lives.
 
     ``held`` is the tensor itself until the unit's forward has ended.
@@ -349,7 +349,7 @@ class Entry:
         *("_sketch", "_storage", "_stream", "_version", "_watch", "held"),
     )
 
-    def __init__(self, watch: Watch, number: int, tensor: torch.Tensor) -> None:
+    def __init__(self, watch: CheckedCall, number: int, tensor: torch.Tensor) -> None:
         self._watch, self._number = watch, number
         self._print: torch.Tensor | None = None
         self._sketch: torch.Tensor | None = None

@@ -16,8 +16,8 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_late_written
 
 if TYPE_CHECKING:
-    from autockpt.policies.region import Call
-    from autockpt.policies.sentinels import Entry
+    from autockpt.policies.region import UnitCall
+    from autockpt.policies.sentinels import WatchedTensor
 
 
 class Enough(Exception):
@@ -30,12 +30,12 @@ class Slot:
 
     __slots__ = ("__weakref__", "entry", "form", "maker", "value", "version")
 
-    def __init__(self, maker: Call, tensor: torch.Tensor) -> None:
+    def __init__(self, maker: UnitCall, tensor: torch.Tensor) -> None:
         self.maker = maker
         self.form = (tensor.size(), tensor.dtype, tensor.device)
         self.value: torch.Tensor | None = None
         self.version = 0
-        self.entry: Entry | None = None
+        self.entry: WatchedTensor | None = None
 
     @property
     def waits(self) -> bool:

@@ -32,10 +32,10 @@ from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
 from autockpt.policies.slots import differs
 
 if TYPE_CHECKING:
-    from autockpt.policies.sentinels import Entry
+    from autockpt.policies.sentinels import WatchedTensor
 
 
-class Source:
+class Origin:
     """One storage that a unit's forward made or read, and how to have it in backward.
 
     ``held`` is a tensor on it that is kept until then; else ``op`` makes it, as its output number ``index``; with
@@ -57,17 +57,17 @@ class Source:
         self.made: weakref.ref[torch.Tensor] | None = weakref.ref(tensor)
         self.version = tensor._version
         self.held: torch.Tensor | None = None
-        self.op: Op | None = None
+        self.op: RerunOp | None = None
         self.index = 0
         self.free = False
-        self.slots: list[weakref.ref[Slot]] = []
+        self.slots: list[weakref.ref[RemadeSlot]] = []
         self.read = False
         self.born = 0
         self._again: weakref.ref[torch.Tensor] | None = None
         self._again_version = 0
 
     @classmethod
-    def formed(cls, nbytes: int, dtype: torch.dtype, form: Geometry, index: int) -> Source:
+    def formed(cls, nbytes: int, dtype: torch.dtype, form: Geometry, index: int) -> Origin:
         """A source of a call whose ops nobody has noted: by what is known of an earlier one's."""
         source = cls.__new__(cls)
         source.nbytes, source.dtype, source.form, source.index = nbytes, dtype, form, index
@@ -113,7 +113,7 @@ class Source:
         for slot in self.waiting():
             slot.fill(tensor)
 
-    def waiting(self) -> list[Slot]:
+    def waiting(self) -> list[RemadeSlot]:
         """The slots for it in graphs that are alive."""
         return [slot for ref in self.slots if (slot := ref()) is not None]
 
@@ -122,16 +122,16 @@ class Source:
         self.op, self.free = None, False
 
 
-class Op:
+class RerunOp:
     """An op that can run again. ``args`` and ``kwargs`` have sources in the place of tensors."""
 
     __slots__ = ("args", "func", "kwargs", "number", "outputs")
 
     def __init__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.number, self.func, self.args, self.kwargs = number, func, args, kwargs
-        self.outputs: list[weakref.ref[Source]] = []
+        self.outputs: list[weakref.ref[Origin]] = []
 
-    def reads(self) -> Iterator[Source]:
+    def reads(self) -> Iterator[Origin]:
         """Its sources, each as often as it is read."""
         for arg in (*self.args, *self.kwargs.values()):
             if type(arg) is Read:
@@ -139,7 +139,7 @@ class Op:
             elif type(arg) is list:
                 yield from (part.source for part in arg if type(part) is Read)
 
-    def run(self, value: Callable[[Source], torch.Tensor]) -> Any:
+    def run(self, value: Callable[[Origin], torch.Tensor]) -> Any:
         """Its result; ``value`` gives tensors on the sources."""
         args = [_filled(arg, value) for arg in self.args]
         kwargs = {name: _filled(arg, value) for name, arg in self.kwargs.items()}
@@ -151,11 +151,11 @@ class Read:
 
     __slots__ = ("geometry", "source")
 
-    def __init__(self, source: Source, geometry: Geometry) -> None:
+    def __init__(self, source: Origin, geometry: Geometry) -> None:
         self.source, self.geometry = source, geometry
 
 
-def _filled(arg: Any, value: Callable[[Source], torch.Tensor]) -> Any:
+def _filled(arg: Any, value: Callable[[Origin], torch.Tensor]) -> Any:
     if type(arg) is Read:
         return _laid_out(value(arg.source), arg.geometry)
     return [_filled(part, value) for part in arg] if type(arg) is list else arg
@@ -166,7 +166,7 @@ def _laid_out(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return base if geometry_of(base) == geometry else base.as_strided(*geometry)
 
 
-class Slot:
+class RemadeSlot:
     """Stands in an autograd graph for a tensor that will be made again; ``value`` is there until its use.
 
     ``entry``: where a sentinel compares it.
@@ -174,7 +174,7 @@ class Slot:
 
     __slots__ = ("__weakref__", "entry", "geometry", "maker", "source", "value", "version")
 
-    def __init__(self, maker: Maker, source: Source, geometry: Geometry, entry: Entry | None = None) -> None:
+    def __init__(self, maker: Maker, source: Origin, geometry: Geometry, entry: WatchedTensor | None = None) -> None:
         self.entry = entry
         self.maker, self.source, self.geometry = maker, source, geometry
         self.value: torch.Tensor | None = None
@@ -199,7 +199,7 @@ class Slot:
         return tensor
 
 
-def unpack(packed: Slot | Kept) -> torch.Tensor:
+def unpack(packed: RemadeSlot | Kept) -> torch.Tensor:
     """The hook for autograd's unpacking."""
     return packed.unpack()
 
@@ -213,15 +213,15 @@ class Maker:
         self.unit, self.modes = unit, [mode for mode in user_modes() if isinstance(mode, TorchDispatchMode)]
         self.lock = threading.RLock()
 
-    def make(self, wanted: Source) -> torch.Tensor:
+    def make(self, wanted: Origin) -> torch.Tensor:
         """A tensor on the storage of a source, in its form.
 
         Raises InPlaceError where what it is made from was changed since, ConflictError where an op does not make again
         what it made.
         """
-        values: dict[Source, torch.Tensor] = {}
+        values: dict[Origin, torch.Tensor] = {}
         ops = self._needed(wanted, values)
-        readers: dict[Source, int] = {wanted: 1}
+        readers: dict[Origin, int] = {wanted: 1}
         for op in ops:
             for source in op.reads():
                 readers[source] = readers.get(source, 0) + 1
@@ -230,9 +230,9 @@ class Maker:
                 self._run(op, values, readers)
         return values[wanted]
 
-    def _needed(self, wanted: Source, values: dict[Source, torch.Tensor]) -> list[Op]:
+    def _needed(self, wanted: Origin, values: dict[Origin, torch.Tensor]) -> list[RerunOp]:
         """The ops that lead to a source, in their order; what is at hand is put into ``values``."""
-        found: dict[int, Op] = {}
+        found: dict[int, RerunOp] = {}
         open_ends = [wanted]
         while open_ends:
             source = open_ends.pop()
@@ -247,7 +247,7 @@ class Maker:
                 open_ends.extend(source.op.reads())
         return [found[number] for number in sorted(found)]
 
-    def _run(self, op: Op, values: dict[Source, torch.Tensor], readers: dict[Source, int]) -> None:
+    def _run(self, op: RerunOp, values: dict[Origin, torch.Tensor], readers: dict[Origin, int]) -> None:
         """Run an op, fill what waits for its outputs, and let go of what nobody reads any more."""
         made = op.run(values.__getitem__)
         outputs = made if type(made) in (tuple, list) else (made,)

@@ -21,7 +21,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProbeSizes:
     """How large the probes are. Bytes; matrix dimensions and tokens in elements."""
 
     squares: tuple[int, ...]
@@ -38,7 +38,7 @@ class Sizes:
 
 
 SIZES = {
-    ("cpu", False): Sizes(
+    ("cpu", False): ProbeSizes(
         squares=(64, 128, 256, 512, 1024),
         skinny=((768, 256, 688), (1024, 32, 1024), (512, 1024, 64), (16, 512, 512)),
         traffic=(MIB // 4, MIB, 4 * MIB, 12 * MIB, 32 * MIB, 96 * MIB, 256 * MIB),
@@ -51,7 +51,7 @@ SIZES = {
         large_copy=32 * MIB,
         repeats=9,
     ),
-    ("cpu", True): Sizes(
+    ("cpu", True): ProbeSizes(
         squares=(128, 256, 512),
         skinny=((1024, 32, 1024), (512, 512, 64)),
         traffic=(MIB, 8 * MIB, 32 * MIB, 128 * MIB),
@@ -64,7 +64,7 @@ SIZES = {
         large_copy=16 * MIB,
         repeats=3,
     ),
-    ("accelerator", False): Sizes(
+    ("accelerator", False): ProbeSizes(
         squares=(256, 512, 1024, 2048, 4096, 8192),
         skinny=((4096, 64, 4096), (8192, 256, 1024), (2048, 4096, 256), (64, 4096, 4096)),
         traffic=(MIB, 8 * MIB, 32 * MIB, 128 * MIB, 512 * MIB, 1536 * MIB),
@@ -77,7 +77,7 @@ SIZES = {
         large_copy=256 * MIB,
         repeats=9,
     ),
-    ("accelerator", True): Sizes(
+    ("accelerator", True): ProbeSizes(
         squares=(512, 2048, 4096),
         skinny=((4096, 64, 4096), (2048, 4096, 256)),
         traffic=(8 * MIB, 128 * MIB, 768 * MIB),
@@ -117,8 +117,8 @@ def measure_machine(device: Device, *, quick: bool = False, tell: Tell = lambda 
         device.release()
 
 
-def _measure(device: Device, sizes: Sizes, tell: Tell, started: float, environment: Environment) -> Machine:
-    clock = probes.Clock(device.torch_device, sizes.repeats)
+def _measure(device: Device, sizes: ProbeSizes, tell: Tell, started: float, environment: Environment) -> Machine:
+    clock = probes.Stopwatch(device.torch_device, sizes.repeats)
     half = _attention_dtype(device)
     tell("matrix products")
     products = _products(clock, sizes, _dtypes(device))
@@ -159,7 +159,7 @@ def _measure(device: Device, sizes: Sizes, tell: Tell, started: float, environme
     )
 
 
-def _products(clock: probes.Clock, sizes: Sizes, dtypes: tuple[str, ...]) -> tuple[ProductTime, ...]:
+def _products(clock: probes.Stopwatch, sizes: ProbeSizes, dtypes: tuple[str, ...]) -> tuple[ProductTime, ...]:
     """Squares and skinny products in every type; only one small square where a type turns out to be emulated."""
     found: list[ProductTime] = []
     for dtype in dtypes:
@@ -194,7 +194,7 @@ def _kind(device: Device) -> str:
     return "rocm" if device.kind == "cuda" and torch.version.hip is not None else device.kind
 
 
-def _kernel_seconds(clock: probes.Clock) -> float:
+def _kernel_seconds(clock: probes.Stopwatch) -> float:
     """A chain of kernels without work, long enough for the queue to be deep, recorded once and replayed as a graph."""
     x = torch.zeros(SMALL_KERNEL, device=clock.device)
     x.add_(1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autockpt.profiling.segments import Segment, segment_peaks, segments
+from autockpt.profiling.segments import OpRange, segment_peaks, segments
 from autockpt.schema.choices import SAVE, Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.profile import Menu, MenuItem
@@ -78,7 +78,7 @@ class _Run:
 
     graph: Graph
     units: Sequence[str]
-    parts: tuple[Segment, ...]
+    parts: tuple[OpRange, ...]
     peaks: dict[tuple, int]
     simulation: Simulation
 
@@ -88,7 +88,7 @@ class _Run:
         peaks = {s.key: peak for s, peak in zip(parts, segment_peaks(graph, parts), strict=True)}
         return cls(graph, units, parts, peaks, simulation(graph))
 
-    def peak(self, key: tuple, parts: Sequence[Segment]) -> int:
+    def peak(self, key: tuple, parts: Sequence[OpRange]) -> int:
         """Most bytes in a segment of another run's ``parts``; where this run has none, in the nearest before it."""
         keys = [s.key for s in parts]
         return next(self.peaks[k] for k in reversed(keys[: keys.index(key) + 1]) if k in self.peaks)
@@ -167,7 +167,7 @@ def _byte_changes(plain: _Run, variant: _Run, index: int) -> tuple[int, int, int
     return max(f[0] for f in found), max(f[1] for f in found), max(f[2] for f in found)
 
 
-def _places(parts: Sequence[Segment], m: int, index: int) -> tuple[tuple | None, dict, dict]:
+def _places(parts: Sequence[OpRange], m: int, index: int) -> tuple[tuple | None, dict, dict]:
     """Where the kept bytes of a unit show in micro-batch ``m``, its own segments, and those of units run meanwhile."""
     forwards = [s for s in parts if s.micro_batch == m and s.place == "forward"]
     backwards = [s for s in parts if s.micro_batch == m and s.place == "backward"]
@@ -190,7 +190,7 @@ def _places(parts: Sequence[Segment], m: int, index: int) -> tuple[tuple | None,
     return (rest or own_forward).key, own, neighbours
 
 
-def _differences(plain: _Run, variant: _Run, parts: Sequence[Segment]) -> list[int]:
+def _differences(plain: _Run, variant: _Run, parts: Sequence[OpRange]) -> list[int]:
     return [variant.peaks[s.key] - plain.peaks[s.key] for s in parts if s.key in variant.peaks]
 
 
@@ -244,7 +244,7 @@ def _saved_levels(plain: _Run, index: int, name: str) -> tuple[int, int, int]:
     return kept, _most(own, forward), _most(own, backward) if backward else 0
 
 
-def _most(own: Sequence[tuple[int, int, int]], span: Segment) -> int:
+def _most(own: Sequence[tuple[int, int, int]], span: OpRange) -> int:
     """Most bytes of the given (birth, death, bytes) alive at any op of a segment."""
     change: dict[int, int] = {}
     for birth, death, size in own:

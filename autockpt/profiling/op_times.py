@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
 from autockpt.devices.disk import DiskTransport
-from autockpt.profiling.probes import Clock, by_transport, watch_seconds
+from autockpt.profiling.probes import Stopwatch, by_transport, watch_seconds
 from autockpt.schema.choices import parse_choices
 from autockpt.tracing import signature
 
@@ -126,7 +126,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         "optimizer_seconds": statistics.median(optimizer),
         "host_seconds": max(0.0, statistics.median(residue)),
         # an accelerator's host works ahead of it as a rule, and hides that
-        "watch_seconds": watch_seconds(Clock(device), WATCH_ROUNDS) if device.type == "cpu" else 0.0,
+        "watch_seconds": watch_seconds(Stopwatch(device), WATCH_ROUNDS) if device.type == "cpu" else 0.0,
         "copy_out_bandwidth": out,
         "copy_in_bandwidth": back,
         "disk_out_bandwidth": disk[0],

@@ -28,7 +28,7 @@ LEAST_SAMPLE = 2e-3  # seconds: shorter samples are repeated until they last tha
 
 
 @dataclass(frozen=True)
-class Clock:
+class Stopwatch:
     """Seconds of a function on one device: the median of ``repeats`` samples after a warm-up.
 
     On one CPU thread the processor's own time counts, so that what else runs on the machine is no part of it; on an
@@ -62,7 +62,7 @@ class Clock:
         return clock() - start
 
 
-def time_product(clock: Clock, dtype: str, m: int, k: int, n: int) -> ProductTime:
+def time_product(clock: Stopwatch, dtype: str, m: int, k: int, n: int) -> ProductTime:
     """A matrix product; ``tf32`` is one in fp32 with TF32 allowed."""
     kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
     a = torch.randn(m, k, device=clock.device).to(kind)
@@ -75,7 +75,7 @@ def time_product(clock: Clock, dtype: str, m: int, k: int, n: int) -> ProductTim
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def attention_flops(clock: Clock, dtype: torch.dtype, tokens: int, width: int = 64) -> tuple[float, float]:
+def attention_flops(clock: Stopwatch, dtype: torch.dtype, tokens: int, width: int = 64) -> tuple[float, float]:
     """FLOP/s of fused attention, forward (two products of tokens × tokens × width per head) and backward (five)."""
     shape = (1, 8, tokens, width)
     q, k, v = (torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -91,13 +91,13 @@ def attention_flops(clock: Clock, dtype: torch.dtype, tokens: int, width: int = 
     return 2 * product / forward, 5 * product / backward
 
 
-def vector_flops(clock: Clock, elements: int) -> float:
+def vector_flops(clock: Stopwatch, elements: int) -> float:
     """FLOP/s outside of matrix units: a multiply and an add per element, on tensors that fit into a near cache."""
     x, y, z = (torch.rand(elements, device=clock.device) for _ in range(3))
     return 2.0 * elements / clock.seconds(lambda: torch.addcmul(z, x, y, out=z))
 
 
-def traffic(clock: Clock, nbytes: int, pool_bytes: int) -> Traffic:
+def traffic(clock: Stopwatch, nbytes: int, pool_bytes: int) -> Traffic:
     """Additions of two tensors into a third, ``nbytes`` in all, as a step makes them.
 
     One operand is what the addition before has written, the other and the result have been out of use for
@@ -169,7 +169,7 @@ def element_probes(device: torch.device, rows: int, columns: int) -> dict[str, t
     }
 
 
-def time_elements(clock: Clock, rows: int, columns: int) -> tuple[ElementTime, ...]:
+def time_elements(clock: Stopwatch, rows: int, columns: int) -> tuple[ElementTime, ...]:
     """All of ``element_probes``; a kernel that this device does not have is left out."""
     found = []
     for name, (fn, nbytes) in element_probes(clock.device, rows, columns).items():
@@ -192,7 +192,7 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def host_costs(clock: Clock, cycles: int) -> tuple[float, float]:
+def host_costs(clock: Stopwatch, cycles: int) -> tuple[float, float]:
     """Host seconds per op of a training step, and per region that runs again besides its ops.
 
     Of a real model with next to no arithmetic (eight tokens, tiny layers), in turns plainly and with every layer
@@ -212,7 +212,7 @@ def host_costs(clock: Clock, cycles: int) -> tuple[float, float]:
     return launch, max(extra, 0.0) / len(layers)
 
 
-def watch_seconds(clock: Clock, cycles: int) -> float:
+def watch_seconds(clock: Stopwatch, cycles: int) -> float:
     """Host seconds that an op costs besides where a dispatch mode watches it.
 
     Of tiny layers, in turns plainly and with ``remake``, which notes every op. The random state is left as it was.
@@ -255,7 +255,7 @@ def _ops_of(workload: Step) -> int:
     return counter.ops
 
 
-def _host_seconds(clock: Clock, fn: Callable[[], Any]) -> float:
+def _host_seconds(clock: Stopwatch, fn: Callable[[], Any]) -> float:
     if clock.device.type == "cpu":
         return clock.sample(fn, 1)
     torch.accelerator.synchronize(clock.device)
@@ -266,7 +266,7 @@ def _host_seconds(clock: Clock, fn: Callable[[], Any]) -> float:
     return seconds
 
 
-def time_links(clock: Clock, *, small: int, large: int) -> Links:
+def time_links(clock: Stopwatch, *, small: int, large: int) -> Links:
     """Copies off the device and back: as offload does them on a CPU, pinned and pageable on an accelerator."""
     if clock.device.type == "cpu":
         now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -285,7 +285,7 @@ def time_links(clock: Clock, *, small: int, large: int) -> Links:
     )
 
 
-def _by_copy(clock: Clock, nbytes: int, *, pinned: bool) -> tuple[float, float]:
+def _by_copy(clock: Stopwatch, nbytes: int, *, pinned: bool) -> tuple[float, float]:
     here = torch.empty(nbytes, dtype=torch.uint8, device=clock.device)
     there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
     out = clock.seconds(lambda: there.copy_(here, non_blocking=pinned))

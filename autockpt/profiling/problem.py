@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autockpt.profiling.segments import Segment, segment_peaks, segments
+from autockpt.profiling.segments import OpRange, segment_peaks, segments
 from autockpt.schema.choices import SAVE
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.problem import Option, Point, Problem, UnitOptions
@@ -103,7 +103,7 @@ def _unit(name: str, menu: Menu | None, price: Mapping[str, float]) -> UnitOptio
     return UnitOptions(name=name, options=tuple(options))
 
 
-def _point(part: Segment, peak: int, before: Sequence[int], saving: Sequence[Option]) -> Point:
+def _point(part: OpRange, peak: int, before: Sequence[int], saving: Sequence[Option]) -> Point:
     if part.place == "forward" and part.unit is not None:
         own = saving[part.unit].forward
         return Point(base=peak - before[part.prefix] - own, prefix=part.prefix, own=part.unit, phase="forward")

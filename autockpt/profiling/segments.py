@@ -16,7 +16,7 @@ Place = Literal["start", "forward", "after forward", "backward", "after backward
 
 
 @dataclass(frozen=True)
-class Segment:
+class OpRange:
     """Ops ``first`` to ``end`` (excluded) of one micro-batch: a unit's forward or backward, or what lies behind it.
 
     ``unit`` is the index of the unit meant, None before the first one and in the optimizer. ``prefix`` is the number of
@@ -36,7 +36,7 @@ class Segment:
         return self.micro_batch, self.place, self.unit
 
 
-def segments(graph: Graph, units: Sequence[str]) -> tuple[Segment, ...]:
+def segments(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
     """All ops of a cycle in consecutive segments, in order; empty ones are left out.
 
     ``units`` names the units in order of execution: blocks, perhaps with the output head behind them. A unit's segment
@@ -49,12 +49,12 @@ def segments(graph: Graph, units: Sequence[str]) -> tuple[Segment, ...]:
     optimizer = phase == PHASES.index("optimizer")
     end = int(np.flatnonzero(optimizer)[0]) if optimizer.any() else n
     batch = micro_batch_of(phase)[:end]
-    out: list[Segment] = []
+    out: list[OpRange] = []
     for m in range(int(batch[-1]) + 1 if end else 0):
         inside = np.flatnonzero(batch == m)
         out += _micro_batch(m, int(inside[0]), int(inside[-1]) + 1, phase, unit, len(units))
     if end < n:
-        out.append(Segment(int(batch[-1]) if end else 0, "optimizer", None, 0, end, n))
+        out.append(OpRange(int(batch[-1]) if end else 0, "optimizer", None, 0, end, n))
     return tuple(out)
 
 
@@ -70,22 +70,22 @@ def _owners(graph: Graph, place: Mapping[str, int]) -> Iterator[int]:
     return (around(op.module) if op.unit is None else place.get(op.unit, -1) for op in graph.ops)
 
 
-def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarray, n: int) -> list[Segment]:
+def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarray, n: int) -> list[OpRange]:
     forward = phase[first:end] == PHASES.index("forward")
     runs = _runs(unit[first:end], forward, first, "forward") + _runs(unit[first:end], ~forward, first, "backward")
     runs.sort()
     place: Place = "start"
     owner, prefix, at = None, 0, first
-    out: list[Segment] = []
+    out: list[OpRange] = []
     for k, (begin, stop, what, i) in enumerate(runs):
         stop = min(stop, runs[k + 1][0]) if k + 1 < len(runs) else stop
         if at < begin:
-            out.append(Segment(m, place, owner, prefix, at, begin))
-        out.append(Segment(m, what, i, i, begin, stop))
+            out.append(OpRange(m, place, owner, prefix, at, begin))
+        out.append(OpRange(m, what, i, i, begin, stop))
         owner, at = i, stop
         place, prefix = ("after forward", i + 1) if what == "forward" else ("after backward", i)
     if at < end:
-        out.append(Segment(m, place, owner, prefix, at, end))
+        out.append(OpRange(m, place, owner, prefix, at, end))
     return out
 
 
@@ -100,7 +100,7 @@ def _runs(
     return out
 
 
-def segment_peaks(graph: Graph, parts: Sequence[Segment]) -> list[int]:
+def segment_peaks(graph: Graph, parts: Sequence[OpRange]) -> list[int]:
     """Most device bytes at any op of each segment."""
     timeline = bytes_timeline(graph)
     return [int(timeline[s.first : s.end].max()) for s in parts]

@@ -32,7 +32,7 @@ class UnitSummary(Data):
     share: float = Field(description="of the cycle's FLOPs, all of the run's units together")
 
 
-class Peak(Data):
+class PeakMoment(Data):
     """The moment of most device bytes, and what they are."""
 
     bytes: int
@@ -58,7 +58,7 @@ class GraphSummary(Data):
     saved_bytes: int = Field(description="all activations alive at the end of the first forward pass")
     copied_bytes: int = Field(default=0, description="moved off the device during the cycle")
     units: tuple[UnitSummary, ...]
-    peak: Peak
+    peak: PeakMoment
     spans: tuple[Span, ...]
     timeline: tuple[int, ...] = Field(description="device bytes: the most in each of equal runs of ops")
     notes: tuple[str, ...] = ()
@@ -195,7 +195,7 @@ def _folded(rows: Sequence[UnitSummary]) -> list[tuple[UnitSummary, set[str]]]:
     return result
 
 
-def _peak(graph: Graph, timeline: Sequence[int]) -> Peak:
+def _peak(graph: Graph, timeline: Sequence[int]) -> PeakMoment:
     """Where the most bytes are, what they are, and who holds most of them."""
     at = max(range(len(timeline)), key=timeline.__getitem__, default=0)
     by_kind: dict[str, int] = {"resident": graph.resident_bytes}
@@ -209,7 +209,7 @@ def _peak(graph: Graph, timeline: Sequence[int]) -> Peak:
             by_owner[s.unit or REMAINDER] += s.bytes
     owner = max(by_owner, key=by_owner.__getitem__, default=REMAINDER)
     op = graph.ops[at] if graph.ops else None
-    return Peak(
+    return PeakMoment(
         bytes=graph.peak_bytes,
         op=at,
         target=op.target if op else "",

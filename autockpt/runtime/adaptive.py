@@ -38,7 +38,7 @@ TAKEN = 0.05
 _RICHER = ("save", "remake", "selective", "keep_attention")
 
 
-class Reading(NamedTuple):
+class MemoryReading(NamedTuple):
     """The most bytes since the last reset that tensors held and that the allocator did; how often the allocator had to
     give its cache back to serve a request, and could not serve it; what it holds now; and bytes that it may hold as far
     as others go."""
@@ -54,7 +54,7 @@ class Reading(NamedTuple):
 class Meter(Protocol):
     """A device's own count of its memory, in bytes."""
 
-    def read(self) -> Reading: ...
+    def read(self) -> MemoryReading: ...
 
     def allocated(self) -> int:
         """What tensors hold now."""
@@ -71,11 +71,11 @@ class AcceleratorMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         stats = torch.accelerator.memory_stats(self.device)
         free, _ = torch.accelerator.get_memory_info(self.device)
         cached = stats.get("reserved_bytes.all.current", 0)
-        return Reading(
+        return MemoryReading(
             stats.get("allocated_bytes.all.peak", 0),
             stats.get("reserved_bytes.all.peak", 0),
             stats.get("num_alloc_retries", 0),

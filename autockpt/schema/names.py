@@ -38,7 +38,7 @@ class Entry(NamedTuple, Generic[T]):
 
 
 @dataclass(frozen=True)
-class Span:
+class IndexRange:
     """A range of indices in a pattern, both ends included."""
 
     first: int
@@ -53,7 +53,7 @@ class Pattern:
     """A parsed pattern. ``parts`` are literals, ``*``, ``**`` or spans."""
 
     text: str
-    parts: tuple[str | Span, ...]
+    parts: tuple[str | IndexRange, ...]
 
     def matches(self, name: str) -> bool:
         """Whether the pattern stands for this name."""
@@ -65,9 +65,9 @@ class Pattern:
         for part in self.parts:
             if part in ("*", "**"):
                 raise PlanError(f"{self.text!r} stands for no definite names", remedy="Write names and ranges only.")
-            options = range(part.first, part.last + 1) if isinstance(part, Span) else [part]
+            options = range(part.first, part.last + 1) if isinstance(part, IndexRange) else [part]
             # counted before anything is made: a range may be endless for all practical purposes
-            if len(names) * (part.last - part.first + 1 if isinstance(part, Span) else 1) > _MOST_NAMES:
+            if len(names) * (part.last - part.first + 1 if isinstance(part, IndexRange) else 1) > _MOST_NAMES:
                 raise PlanError(f"{self.text!r} names too many units", remedy=f"At most {_MOST_NAMES} can be named.")
             names = [f"{name}.{option}" for name in names for option in options]
         return [name[1:] for name in names]
@@ -82,7 +82,7 @@ class Pattern:
 
 def parse_pattern(text: str) -> Pattern:
     """Parse one pattern. Raises PlanError for empty components, reversed ranges and partial wildcards."""
-    parts: list[str | Span] = []
+    parts: list[str | IndexRange] = []
     for component in text.split("."):
         span = _RANGE.fullmatch(component)
         if not component or component != component.strip():
@@ -92,7 +92,7 @@ def parse_pattern(text: str) -> Pattern:
                 raise PlanError(
                     f"{component!r} in {text!r} is not a range", remedy="Write the smaller index first, as in 0-11."
                 )
-            parts.append(Span(int(span[1]), int(span[2])))
+            parts.append(IndexRange(int(span[1]), int(span[2])))
         elif "*" in component and component not in ("*", "**"):
             raise PlanError(
                 f"{component!r} in {text!r} mixes a wildcard with letters",
@@ -103,7 +103,7 @@ def parse_pattern(text: str) -> Pattern:
     return Pattern(text, tuple(parts))
 
 
-def _match(parts: Sequence[str | Span], components: tuple[str, ...]) -> bool:
+def _match(parts: Sequence[str | IndexRange], components: tuple[str, ...]) -> bool:
     """Match by dynamic programming over components: linear in parts × components, whatever the wildcards."""
     reach = [True] + [False] * len(components)
     for part in parts:
@@ -111,7 +111,7 @@ def _match(parts: Sequence[str | Span], components: tuple[str, ...]) -> bool:
             for i in range(1, len(reach)):
                 reach[i] = reach[i] or reach[i - 1]
             continue
-        fits = [part == "*" or (c in part if isinstance(part, Span) else c == part) for c in components]
+        fits = [part == "*" or (c in part if isinstance(part, IndexRange) else c == part) for c in components]
         reach = [False] + [reach[i] and fits[i] for i in range(len(components))]
     return reach[-1]
 
@@ -148,7 +148,7 @@ def _selected(entry: Entry[Any], names: Collection[str]) -> list[str]:
             remedy=f"Did you mean {near}?" if near else f"Units here: {listing(names)}.",
         )
     for position, part in enumerate(pattern.parts):
-        if isinstance(part, Span):
+        if isinstance(part, IndexRange):
             # behind ** a position is not known, so an index counts wherever it stands
             behind = slice(None) if "**" in pattern.parts[:position] else slice(position, position + 1)
             seen = {int(c) for n in found for c in n.split(".")[behind] if c in part}

@@ -10,7 +10,7 @@ from autockpt.schema.remedy import WayOut
 from autockpt.schema.trial import Prediction
 
 
-class GhostRun(Data):
+class GhostAnswer(Data):
     """A plan and what its ghost run says. ``peak_bytes`` is the least budget that it was found to fit."""
 
     choices: dict[str, Choice]
@@ -20,7 +20,7 @@ class GhostRun(Data):
 class Outlook(Data):
     """Written when a search ends. Nothing of it was measured."""
 
-    plans: tuple[GhostRun, ...] = Field(default=(), description="ghost-run by the search, trials among them")
+    plans: tuple[GhostAnswer, ...] = Field(default=(), description="ghost-run by the search, trials among them")
     chunked_peak_bytes: int | None = Field(
         default=None, description="of the answer with head and loss in chunks, where that was not allowed"
     )

@@ -12,7 +12,7 @@ from autockpt.errors import AutockptError
 from autockpt.profiling import CostModel, build_problem
 from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
 from autockpt.schema.choices import ChunkedLoss
-from autockpt.schema.outlook import GhostRun, Outlook
+from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.solvers import exact
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.opening import CHUNKS
@@ -142,14 +142,14 @@ def look_around(
             continue
         if new >= MOST or (new >= FEWEST and clock.elapsed > until):
             break
-        runs[key] = GhostRun(choices=foreseen.choices, predicted=predictor.elsewhere(foreseen.choices))
+        runs[key] = GhostAnswer(choices=foreseen.choices, predicted=predictor.elsewhere(foreseen.choices))
         new += 1
     return Outlook(plans=tuple(runs.values())[-KEPT:], chunked_peak_bytes=chunked)
 
 
-def ghost_runs(profiled: CostModel) -> tuple[GhostRun, ...]:
+def ghost_runs(profiled: CostModel) -> tuple[GhostAnswer, ...]:
     """What the search ghost-ran so far."""
-    return tuple(GhostRun(choices=choices, predicted=p) for choices, p in profiled.predictor.ghost_runs)
+    return tuple(GhostAnswer(choices=choices, predicted=p) for choices, p in profiled.predictor.ghost_runs)
 
 
 def _spread(walked: Sequence[Foreseen], budget: int) -> Iterator[Foreseen]:

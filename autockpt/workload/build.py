@@ -13,7 +13,7 @@ from torch import nn
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.batches import BatchMaker, has_sequences
-from autockpt.workload.configs import Source, find_config, prepare, quiet
+from autockpt.workload.configs import ConfigSource, find_config, prepare, quiet
 from autockpt.workload.factory import call_factory, is_factory
 from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.liger import apply_liger
@@ -141,7 +141,7 @@ class _Size:
     notes: tuple[str, ...] = ()
 
 
-def _size(spec: WorkloadSpec, source: Source, head: Head) -> _Size:
+def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> _Size:
     """What the user said, else what the shape says, else something usual; never longer than the positions there are."""
     defaults = source.defaults
     rows = spec.batch_size or (defaults.batch_size if defaults else _DEFAULT_ROWS)
@@ -191,7 +191,7 @@ def _usual_length(config: Any, head: Head) -> int:
     return min(limit, _DEFAULT_LENGTH) if usable else _DEFAULT_LENGTH  # type: ignore[type-var]
 
 
-def _dtype_name(spec: WorkloadSpec, source: Source) -> str:
+def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:
     if spec.dtype is not None:
         return spec.dtype
     if source.defaults is not None:

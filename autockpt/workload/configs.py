@@ -31,7 +31,7 @@ _FORMS = "a built-in shape, a hub id, a directory, a config.json, or package.mod
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """A configuration and where it came from. ``pretrained`` is where trained weights can be loaded, if anywhere."""
 
     config: Any
@@ -41,7 +41,7 @@ class Source:
     defaults: ShapeDefaults | None = None
 
 
-def find_config(spec: WorkloadSpec) -> Source:
+def find_config(spec: WorkloadSpec) -> ConfigSource:
     """The configuration that ``spec.model`` names; weights are not touched.
 
     Local files come first, then built-in shapes, then the hub's cache and the hub. Raises WorkloadError, also for a
@@ -64,13 +64,13 @@ def _check_layers(config: Any, where: str) -> None:
             )
 
 
-def _find(spec: WorkloadSpec) -> Source:
+def _find(spec: WorkloadSpec) -> ConfigSource:
     name = spec.model
     path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
-        return Source(_from_file(path / "config.json", spec), str(path), pretrained=str(path))
+        return ConfigSource(_from_file(path / "config.json", spec), str(path), pretrained=str(path))
     if path.is_file():
-        return Source(_from_file(path, spec), str(path))
+        return ConfigSource(_from_file(path, spec), str(path))
     if name in list_models():
         return _from_shape(name)
     if path.is_dir():
@@ -80,7 +80,7 @@ def _find(spec: WorkloadSpec) -> Source:
     return _from_hub(name, spec)
 
 
-def _from_shape(name: str) -> Source:
+def _from_shape(name: str) -> ConfigSource:
     from transformers import AutoConfig
 
     try:
@@ -93,7 +93,7 @@ def _from_shape(name: str) -> Source:
             f"this version of transformers cannot build the shape {name}: {summary(error)}",
             remedy="Use the version in constraints.txt.",
         ) from None
-    return Source(config, name, shape.hub_id, shape.architecture, shape.defaults)
+    return ConfigSource(config, name, shape.hub_id, shape.architecture, shape.defaults)
 
 
 def _from_file(path: Path, spec: WorkloadSpec) -> Any:
@@ -123,13 +123,13 @@ def _from_file(path: Path, spec: WorkloadSpec) -> Any:
         raise _explain(error, str(path)) from None
 
 
-def _from_hub(name: str, spec: WorkloadSpec) -> Source:
+def _from_hub(name: str, spec: WorkloadSpec) -> ConfigSource:
     """From the hub's local cache if it is there, else over the network, if there is one."""
     from transformers import AutoConfig
 
     options = {"trust_remote_code": spec.trust_remote_code}
     try:
-        return Source(AutoConfig.from_pretrained(name, local_files_only=True, **options), name, pretrained=name)
+        return ConfigSource(AutoConfig.from_pretrained(name, local_files_only=True, **options), name, pretrained=name)
     except Exception as error:
         if not isinstance(error, OSError):
             raise _explain(error, name) from None
@@ -141,7 +141,7 @@ def _from_hub(name: str, spec: WorkloadSpec) -> Source:
             remedy=f"Check the name and the network, or give a directory or config.json. {_shapes()}",
         )
     try:
-        return Source(AutoConfig.from_pretrained(name, **options), name, pretrained=name)
+        return ConfigSource(AutoConfig.from_pretrained(name, **options), name, pretrained=name)
     except Exception as error:
         raise _explain(error, name) from None
 
@@ -209,7 +209,7 @@ _NEED_PADDING: tuple[Task, ...] = ("seq2seq_lm", "speech_seq2seq", "sequence_cla
 _LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
-def prepare(source: Source, task: Task, length: int | None, trained: bool) -> tuple[str, ...]:
+def prepare(source: ConfigSource, task: Task, length: int | None, trained: bool) -> tuple[str, ...]:
     """Adjust a configuration for sequences of ``length`` tokens (None: no text); what was changed, for people.
 
     Raises WorkloadError where the positions do not suffice and cannot be changed.
@@ -233,7 +233,7 @@ def _keep_layers(config: Any) -> tuple[str, ...]:
     return (f"{' and '.join(dropped)} set to 0: a plan needs the same layers in every step",) if dropped else ()
 
 
-def _fit_positions(source: Source, task: Task, length: int | None, trained: bool) -> tuple[str, ...]:
+def _fit_positions(source: ConfigSource, task: Task, length: int | None, trained: bool) -> tuple[str, ...]:
     config = source.config.get_text_config()
     if length is None or task not in (*TEXT, "speech_seq2seq"):
         return ()

@@ -10,14 +10,16 @@ from torch import nn
 
 from autockpt.errors import WorkloadError
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload.configs import Source, hub_reachable
+from autockpt.workload.configs import ConfigSource, hub_reachable
 from autockpt.workload.failures import is_out_of_memory, summary
 from autockpt.workload.fastinit import fast_init
 from autockpt.workload.heads import Head
 from autockpt.workload.quantised import build_quantised, quantization_of
 
 
-def make_model(spec: WorkloadSpec, source: Source, head: Head, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def make_model(
+    spec: WorkloadSpec, source: ConfigSource, head: Head, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     """The model on ``device`` in training mode; its weights random, or trained where the spec says so.
 
     Raises WorkloadError for an attention implementation that is not there, weights that cannot be had, and whatever
@@ -48,7 +50,12 @@ def _compute_dtype(spec: WorkloadSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 def _random(
-    spec: WorkloadSpec, source: Source, head: Head, options: dict[str, Any], quantization: Any, device: torch.device
+    spec: WorkloadSpec,
+    source: ConfigSource,
+    head: Head,
+    options: dict[str, Any],
+    quantization: Any,
+    device: torch.device,
 ) -> nn.Module:
     if quantization is not None:
         if head.remote:
@@ -72,7 +79,12 @@ def model_class(head: Head) -> Any:
 
 
 def _trained(
-    spec: WorkloadSpec, source: Source, head: Head, options: dict[str, Any], quantization: Any, device: torch.device
+    spec: WorkloadSpec,
+    source: ConfigSource,
+    head: Head,
+    options: dict[str, Any],
+    quantization: Any,
+    device: torch.device,
 ) -> nn.Module:
     if source.pretrained is None:
         raise WorkloadError(
@@ -91,7 +103,7 @@ def _trained(
     return model if quantization is not None else model.to(device)
 
 
-def _explain(error: Exception, spec: WorkloadSpec, source: Source) -> WorkloadError:
+def _explain(error: Exception, spec: WorkloadSpec, source: ConfigSource) -> WorkloadError:
     text = str(error)
     if spec.attn is not None and any(w in text for w in ("attn_implementation", "attention implementation", spec.attn)):
         return WorkloadError(

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload.configs import Source
+from autockpt.workload.configs import ConfigSource
 from autockpt.workload.failures import summary
 from autockpt.workload.fastinit import fast_init
 
@@ -81,7 +81,7 @@ def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
     return config
 
 
-def with_own_quantization(spec: WorkloadSpec, source: Source) -> WorkloadSpec:
+def with_own_quantization(spec: WorkloadSpec, source: ConfigSource) -> WorkloadSpec:
     """The spec with the ``quantization_config`` of a model whose weights are quantised already, as it is.
 
     Raises UsageError for a method that is not planned for, and for a wish beside it.

@@ -35,7 +35,7 @@ def asked(replace) -> Asked:
     replace(
         "autockpt.diagnose",
         diagnose=stand_in.diagnose,
-        Question=SimpleNamespace,
+        DiagnoseRequest=SimpleNamespace,
         read_command=read_command,
         read_evidence=read_evidence,
     )

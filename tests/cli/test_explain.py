@@ -35,7 +35,7 @@ class Asked:
 @pytest.fixture
 def asked(replace) -> Asked:
     stand_in = Asked()
-    replace("autockpt.explaining", explain=stand_in.explain, Question=SimpleNamespace)
+    replace("autockpt.explaining", explain=stand_in.explain, ExplainRequest=SimpleNamespace)
     return stand_in
 
 

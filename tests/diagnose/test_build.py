@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.diagnose import Question, diagnose, read_evidence
+from autockpt.diagnose import DiagnoseRequest, diagnose, read_evidence
 from autockpt.diagnose.oom_log import read_text
 from autockpt.diagnose.prescribe import as_run
 from autockpt.errors import UsageError, WorkloadError
@@ -30,7 +30,7 @@ def mib(number: float) -> str:
 @pytest.fixture(scope="module")
 def plain_peak() -> int:
     """Simulated peak of the job without a plan, context included, on a card with lots of room."""
-    said = diagnose(Question(spec=SPEC, hardware=load_hardware("rtx4090")))
+    said = diagnose(DiagnoseRequest(spec=SPEC, hardware=load_hardware("rtx4090")))
     assert said.agreement is not None and said.fits_already and not said.ways
     return said.agreement.simulated_peak
 
@@ -44,7 +44,7 @@ def crowded(peak: int, share: float) -> LogReading:
 
 def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    said = diagnose(Question(log=crowded(plain_peak, 0.85), spec=SPEC, plan_out=path))
+    said = diagnose(DiagnoseRequest(log=crowded(plain_peak, 0.85), spec=SPEC, plan_out=path))
     assert said.room is not None and said.agreement is not None
     assert said.agreement.overflows and said.agreement.stage in ("forward", "loss", "backward")
     assert said.choices and not said.ways and not said.fits_already
@@ -58,7 +58,7 @@ def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
 def test_where_no_plan_fits_the_ways_out_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autockpt.tuning.alternatives.MOST_RANKS", 1)  # each variant is a ghost run of its own
     monkeypatch.setattr("autockpt.tuning.alternatives._lean_optimizers", lambda *_: iter(()))
-    said = diagnose(Question(log=crowded(plain_peak, 0.28), spec=SPEC))
+    said = diagnose(DiagnoseRequest(log=crowded(plain_peak, 0.28), spec=SPEC))
     assert said.room is not None and not said.choices and said.ways
     assert all(way.peak_bytes <= said.room.budget for way in said.ways)
     assert said.smallest_peak is not None and said.smallest_peak > said.room.budget
@@ -69,7 +69,7 @@ def test_the_tensor_whose_allocation_failed_is_named() -> None:
     spec = SPEC.model_copy(update={"seq_len": 512})
     logits = 32 * 512 * VOCABULARY * 4
     log = read_text(LOSS + message(tried=mib(logits / MIB)))
-    said = diagnose(Question(log=log, spec=spec, hardware=load_hardware("rtx4090")))
+    said = diagnose(DiagnoseRequest(log=log, spec=spec, hardware=load_hardware("rtx4090")))
     assert said.agreement is not None
     assert any(t.bytes == logits and t.shape[-1] == VOCABULARY for t in said.agreement.asked)
     assert said.fits_already and "by itself it fits" in said.agreement.verdicts[0]
@@ -82,28 +82,28 @@ def test_gradient_checkpointing_of_the_command_is_what_ran() -> None:
 
 
 def test_evidence_alone_is_told() -> None:
-    said = diagnose(Question(log=read_text(FORWARD + message())))
+    said = diagnose(DiagnoseRequest(log=read_text(FORWARD + message())))
     assert "in the forward pass, in model > decoder_layer > mlp > down_proj (modeling_llama.py:155)" in said.verdict
     assert said.room is None and not said.choices and any("no model was named" in note for note in said.notes)
 
 
 def test_a_failure_of_the_host_is_not_answered_with_a_plan() -> None:
     log = read_text("RuntimeError: DataLoader worker (pid 3) is killed by signal: Killed.\n")
-    said = diagnose(Question(log=log, spec=SPEC))
+    said = diagnose(DiagnoseRequest(log=log, spec=SPEC))
     assert said.verdict.startswith("A DataLoader worker was killed") and said.room is None and said.advice
 
 
 def test_a_model_that_cannot_be_built_leaves_the_evidence(tmp_path: Path) -> None:
     spec = WorkloadSpec(model=str(tmp_path / "absent"))
-    said = diagnose(Question(log=read_text(FORWARD + message()), spec=spec))
+    said = diagnose(DiagnoseRequest(log=read_text(FORWARD + message()), spec=spec))
     assert said.verdict and said.unprescribed
     with pytest.raises((WorkloadError, UsageError)):
-        diagnose(Question(spec=spec, budget=parse_budget("24GiB")))
+        diagnose(DiagnoseRequest(spec=spec, budget=parse_budget("24GiB")))
 
 
 def test_fragmentation_and_other_processes_are_named() -> None:
     said = diagnose(
-        Question(log=read_text(FORWARD + message(allocated="12.00 GiB", cached="8.00 GiB", process="20.50 GiB")))
+        DiagnoseRequest(log=read_text(FORWARD + message(allocated="12.00 GiB", cached="8.00 GiB", process="20.50 GiB")))
     )
     assert any("expandable_segments" in line for line in said.advice)
     assert any("other processes" in line for line in said.advice)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autockpt.diagnose.oom_log import read_text
-from autockpt.diagnose.question import Question
+from autockpt.diagnose.question import DiagnoseRequest
 from autockpt.diagnose.room import room_of
 from autockpt.diagnose.snapshot import summarise_snapshot
 from autockpt.errors import UsageError
@@ -21,49 +21,51 @@ def log(**figures: str) -> LogReading:
 
 
 def test_the_device_is_the_one_of_the_message() -> None:
-    room, hardware, notes = room_of(Question(log=log()))
+    room, hardware, notes = room_of(DiagnoseRequest(log=log()))
     assert hardware.memory_bytes == room.budget == round(23.52 * GIB)
     assert hardware.context_bytes == room.overhead == round(22.41 * GIB) - round(21.40 * GIB) - round(560.10 * MIB)
     assert room.others == 0 and "comes nearest" in notes[0]
 
 
 def test_what_others_hold_is_not_there_for_a_plan() -> None:
-    room, _, _ = room_of(Question(log=log(process="12.41 GiB", allocated="11.40 GiB")))
+    room, _, _ = room_of(DiagnoseRequest(log=log(process="12.41 GiB", allocated="11.40 GiB")))
     assert room.others == round(23.52 * GIB) - round(1.10 * GIB) - round(12.41 * GIB)
     assert room.budget == round(23.52 * GIB) - room.others
 
 
 def test_a_named_device_gives_the_seconds_and_the_message_the_bytes() -> None:
-    room, hardware, notes = room_of(Question(log=log(), hardware=load_hardware("h100")))
+    room, hardware, notes = room_of(DiagnoseRequest(log=log(), hardware=load_hardware("h100")))
     assert hardware.name == "h100" and room.capacity == round(23.52 * GIB)
     assert hardware.matrix_flops == load_hardware("h100").matrix_flops and "memory the latter's" in notes[0]
 
 
 def test_backends_choose_among_their_own_devices() -> None:
-    _, hardware, _ = room_of(Question(log=log(backend="HIP", capacity="191.00 GiB")))
+    _, hardware, _ = room_of(DiagnoseRequest(log=log(backend="HIP", capacity="191.00 GiB")))
     assert hardware.kind == "rocm"
-    _, hardware, notes = room_of(Question(log=log(backend="XPU")))
+    _, hardware, notes = room_of(DiagnoseRequest(log=log(backend="XPU")))
     assert hardware.kind == "cuda" and any("Intel" in note for note in notes)
 
 
 def test_a_smaller_budget_counts_and_a_larger_one_does_not() -> None:
-    assert room_of(Question(log=log(), budget=parse_budget("20GiB")))[0].budget == 20 * GIB
-    assert room_of(Question(log=log(), budget=parse_budget("200GiB")))[0].budget == round(23.52 * GIB)
+    assert room_of(DiagnoseRequest(log=log(), budget=parse_budget("20GiB")))[0].budget == 20 * GIB
+    assert room_of(DiagnoseRequest(log=log(), budget=parse_budget("200GiB")))[0].budget == round(23.52 * GIB)
 
 
 def test_a_snapshot_knows_what_was_reserved_and_free() -> None:
-    room, hardware, _ = room_of(Question(snapshot=summarise_snapshot(training_oom())))
+    room, hardware, _ = room_of(DiagnoseRequest(snapshot=summarise_snapshot(training_oom())))
     assert room.budget == (1700 + 120) * MIB + hardware.context_bytes
 
 
 def test_without_evidence_options_say_it() -> None:
-    assert room_of(Question(hardware=load_hardware("rtx4090")))[0].capacity == load_hardware("rtx4090").memory_bytes
-    assert room_of(Question(budget=parse_budget("24GiB")))[0].budget == 24 * GIB
+    assert (
+        room_of(DiagnoseRequest(hardware=load_hardware("rtx4090")))[0].capacity == load_hardware("rtx4090").memory_bytes
+    )
+    assert room_of(DiagnoseRequest(budget=parse_budget("24GiB")))[0].budget == 24 * GIB
     with pytest.raises(UsageError, match="not known"):
-        room_of(Question())
+        room_of(DiagnoseRequest())
 
 
 def test_nothing_is_left_beside_others() -> None:
     crowded = log(capacity="24.00 GiB", free="0 bytes", process="210.00 MiB", allocated="0 bytes", cached="0 bytes")
     with pytest.raises(UsageError, match="nothing is left"):
-        room_of(Question(log=crowded))
+        room_of(DiagnoseRequest(log=crowded))

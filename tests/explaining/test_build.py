@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import PlanError, UsageError, WorkloadError
-from autockpt.explaining import Question, explain
+from autockpt.explaining import ExplainRequest, explain
 from autockpt.schema import Plan, WorkloadSpec, parse_budget
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ def loaded(tmp_path: Path, choices: str) -> Plan:
 
 
 def test_a_budget(tmp_path: Path) -> None:
-    said = explain(Question(SPEC.model_copy(update={"pad_to": 32}), budget=parse_budget("50%act")))
+    said = explain(ExplainRequest(SPEC.model_copy(update={"pad_to": 32}), budget=parse_budget("50%act")))
     assert said.fits and said.budget is not None and said.smallest_peak <= said.peak_bytes <= said.budget.bytes
     assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
     assert max(said.curve.total) == said.peak_bytes
@@ -42,7 +42,7 @@ def test_a_budget(tmp_path: Path) -> None:
 def test_a_plan_by_hand_with_a_chunked_head_and_an_impossible_budget(tmp_path: Path) -> None:
     choices = "  model.layers.0-1: recompute\n  model.layers.2.mlp: recompute\n  lm_head: chunked_loss\n"
     plan = loaded(tmp_path, choices)
-    question = Question(SPEC, plan=plan, budget=parse_budget("1MB"), limits=False)
+    question = ExplainRequest(SPEC, plan=plan, budget=parse_budget("1MB"), limits=False)
     said = explain(question)
     assert said.status == "unmeasured" and not said.fits and said.limits == ()
     assert str(said.choices["lm_head"]).startswith("chunked_loss")
@@ -51,7 +51,7 @@ def test_a_plan_by_hand_with_a_chunked_head_and_an_impossible_budget(tmp_path: P
 
 
 def test_a_peak_in_the_optimizer_is_said_and_the_activations_shown_all_the_same() -> None:
-    said = explain(Question(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8)))
+    said = explain(ExplainRequest(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8)))
     assert said.curve.peak_phase == "optimizer" and said.moment.op != said.curve.peak_op
     most = sum(h.most_bytes for h in said.holdings if h.comes_and_goes)
     shown = sum(s.total for s in said.units)
@@ -60,7 +60,7 @@ def test_a_peak_in_the_optimizer_is_said_and_the_activations_shown_all_the_same(
 
 
 def test_plain_training_has_no_limits_and_nominal_rates_say_nothing_of_its_speed() -> None:
-    said = explain(Question(SPEC))
+    said = explain(ExplainRequest(SPEC))
     assert said.speed is None
     assert said.budget is None and said.limits == () and said.peak_bytes == said.save_all_peak
     assert said.why is not None and said.why.faster is None and said.why.leaner is not None
@@ -69,17 +69,17 @@ def test_plain_training_has_no_limits_and_nominal_rates_say_nothing_of_its_speed
 @pytest.mark.parametrize(
     ("question", "error"),
     [
-        (Question(WorkloadSpec(model="llama-tinny")), WorkloadError),
+        (ExplainRequest(WorkloadSpec(model="llama-tinny")), WorkloadError),
     ],
 )
-def test_models_that_cannot_be_built(question: Question, error: type[Exception]) -> None:
+def test_models_that_cannot_be_built(question: ExplainRequest, error: type[Exception]) -> None:
     with pytest.raises((error, UsageError)):
         explain(question)
 
 
 def test_a_plan_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(PlanError):
-        explain(Question(SPEC, plan=loaded(tmp_path, "  transformer.h.0-3: recompute\n")))
+        explain(ExplainRequest(SPEC, plan=loaded(tmp_path, "  transformer.h.0-3: recompute\n")))
 
 
 def test_a_model_without_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,4 +90,4 @@ def test_a_model_without_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match="no repeated blocks"):
-        explain(Question(WorkloadSpec(model="flat:make")))
+        explain(ExplainRequest(WorkloadSpec(model="flat:make")))

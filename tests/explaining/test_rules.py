@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.explaining import Question, rules
+from autockpt.explaining import ExplainRequest, rules
 from autockpt.explaining.rules import FULL, PLAIN, Plans, forwards, take_steps
 from autockpt.schema import RECOMPUTE, Choice, DeviceInfo, Environment, Measurement, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule, Rules
@@ -66,7 +66,7 @@ def test_a_rule_says_what_it_misses() -> None:
 def said() -> Rules:
     """Of a model whose eager attention keeps its scores."""
     eager = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=256, attn="eager", dtype="bf16")
-    return rules(Question(eager, hardware=load_hardware("rtx4090")))
+    return rules(ExplainRequest(eager, hardware=load_hardware("rtx4090")))
 
 
 def test_the_rules_on_a_real_model(said: Rules) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.export import TARGETS, export
-from autockpt.integrations.export.wanted import Wanted
+from autockpt.integrations.export.wanted import LayerChoices
 from autockpt.schema import Plan, Structure
 
 LAYERS = 8
@@ -23,10 +23,10 @@ def plan(choices: dict[str, Any], layers: int = LAYERS) -> Plan:
     return Plan(model=Structure(units=units), choices=choices)
 
 
-def wanted(**more: Any) -> Wanted:
+def wanted(**more: Any) -> LayerChoices:
     """Kinds by layer number, for choices that this version may not have."""
     layers = {f"model.layers.{i}": more.get(f"at{i}", more.get("all", "save")) for i in range(LAYERS)}
-    return Wanted(layers, more.get("parts", {}), more.get("others", {}))
+    return LayerChoices(layers, more.get("parts", {}), more.get("others", {}))
 
 
 def checkpointed(settings: str) -> list[int]:

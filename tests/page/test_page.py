@@ -12,7 +12,7 @@ from autockpt.page import compare_page, run_page, write_page
 from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import GHOST, OPTUNA, SOLVER
 from autockpt.schema import OFFLOAD, SAVE, FinishedSearch, Prediction
-from autockpt.schema.outlook import GhostRun, Outlook
+from autockpt.schema.outlook import GhostAnswer, Outlook
 from tests.page.samples import BUDGET, make_run, plan_of, trials
 from tests.reporting.samples import small_graph
 
@@ -98,7 +98,7 @@ def test_other_budgets_are_answered_by_what_was_tried_and_by_what_is_predicted(t
     assert plans.missed_bytes is not None and plans.missed_seconds is not None and plans.missed_seconds < 0.05
     assert {change.name for change in run.changes} >= {"One more sample in the batch", "Sharding over two devices"}
 
-    ghost = GhostRun(choices=plan_of(OFFLOAD, SAVE), predicted=Prediction(peak_bytes=2000, step_seconds=0.15))
+    ghost = GhostAnswer(choices=plan_of(OFFLOAD, SAVE), predicted=Prediction(peak_bytes=2000, step_seconds=0.15))
     directory.write_outlook(Outlook(plans=(ghost,), chunked_peak_bytes=1500))
     run = contents_of(directory)
     steps = {t.bytes: t for t in run.plans.thresholds}
@@ -158,7 +158,7 @@ def test_a_simulated_run_never_says_measured(tmp_path: Path) -> None:
     said = Read(run_page(run)).said
     assert "simulated, nothing was measured" in said and "autockpt verify" in said
     assert "Nothing was measured, so there is nothing to hold the predictions against." in said
-    ghost = GhostRun(choices=plan_of(OFFLOAD, SAVE), predicted=Prediction(peak_bytes=1840, step_seconds=0.1759))
+    ghost = GhostAnswer(choices=plan_of(OFFLOAD, SAVE), predicted=Prediction(peak_bytes=1840, step_seconds=0.1759))
     run.write_outlook(Outlook(plans=(ghost,)))
     known = [t.tried for t in contents_of(run).plans.thresholds if t.bytes <= BUDGET.bytes]
     assert known[-1] == "t2", "what is hardly faster is not worth a mention beside the answer"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.policies import InPlaceError
-from autockpt.policies.rerun_state import Structure
+from autockpt.policies.rerun_state import UnitStructure
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Segment, Selective
 from tests.policies.zoo import assert_equal
@@ -170,7 +170,7 @@ def test_what_a_forward_makes_itself(choice, what, at):
 
 def test_a_structure_tells_modules_by_identity():
     block = Block()
-    structure = Structure(block)
+    structure = UnitStructure(block)
     assert structure.still_is()
     block.linear = block.linear
     assert structure.still_is()

@@ -170,8 +170,8 @@ def test_forwards_without_backward_are_not_all_watched(monkeypatch: pytest.Monke
     model = Model(mlp)
     with attached(model, "recompute") as session:
         made: list[int] = []
-        real = sentinels.Watch.__init__
-        monkeypatch.setattr(sentinels.Watch, "__init__", lambda *a: made.append(1) or real(*a))
+        real = sentinels.CheckedCall.__init__
+        monkeypatch.setattr(sentinels.CheckedCall, "__init__", lambda *a: made.append(1) or real(*a))
         for _ in range(64):
             model(BATCH)
         assert len(made) <= 2 * 8

@@ -68,7 +68,7 @@ def test_probes_are_named_as_the_roofline_names_ops() -> None:
 
 def test_tf32_is_put_back() -> None:
     before = torch.backends.cuda.matmul.allow_tf32
-    found = probes.time_product(probes.Clock(torch.device("cpu"), 1), "tf32", 8, 8, 8)
+    found = probes.time_product(probes.Stopwatch(torch.device("cpu"), 1), "tf32", 8, 8, 8)
     assert found.dtype == "tf32" and found.flops == 1024 and torch.backends.cuda.matmul.allow_tf32 == before
 
 

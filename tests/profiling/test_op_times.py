@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autockpt.profiling import op_times
-from autockpt.profiling.probes import Clock
+from autockpt.profiling.probes import Stopwatch
 from tests.accelerator import KIND
 
 DEVICE = torch.device(KIND, 1)
@@ -54,7 +54,7 @@ def gpu(accelerator, monkeypatch) -> Gpu:
 
 def test_a_clock_asks_the_devices_events(gpu):
     calls: list[int] = []
-    assert Clock(DEVICE).sample(lambda: calls.append(1), 4) == pytest.approx(3e-3)
+    assert Stopwatch(DEVICE).sample(lambda: calls.append(1), 4) == pytest.approx(3e-3)
     assert len(calls) == 4 and gpu.ended == gpu.now
 
 

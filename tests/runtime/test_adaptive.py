@@ -12,7 +12,7 @@ import torch
 
 from autockpt import Plan, apply
 from autockpt.errors import UsageError
-from autockpt.runtime.adaptive import PATIENCE, Reading, leaner_choices, meter_of
+from autockpt.runtime.adaptive import PATIENCE, MemoryReading, leaner_choices, meter_of
 from autockpt.runtime.by_batch import BatchSets
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from tests.policies.zoo import CASES, assert_equal
@@ -36,8 +36,8 @@ class Made:
         self.peak = max(self.peak, self.base + self.per_token[self.sets.acting] * tokens * MB)
         self.torn += self.sets.acting == self.tears
 
-    def read(self) -> Reading:
-        return Reading(self.peak, self.peak, self.torn, 0, self.peak, self.free)
+    def read(self) -> MemoryReading:
+        return MemoryReading(self.peak, self.peak, self.torn, 0, self.peak, self.free)
 
     def allocated(self) -> int:
         return self.base

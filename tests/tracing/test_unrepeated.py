@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.explaining import Question
+from autockpt.explaining import ExplainRequest
 from autockpt.explaining.subject import open_subject
 from autockpt.runtime import apply
 from autockpt.schema import Plan, Silence, WorkloadSpec
@@ -88,14 +88,14 @@ def test_named_modules_that_are_never_called_are_refused() -> None:
 def test_plans_written_by_hand_may_name_any_modules(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("autockpt: 1\nchoices:\n  mid: recompute\n  out: recompute\n")
-    asked = Question(WorkloadSpec(model="tests.unrepeated:unet"), plan=Plan.load(path))
+    asked = ExplainRequest(WorkloadSpec(model="tests.unrepeated:unet"), plan=Plan.load(path))
     with open_subject(asked, Silence()) as subject:
         assert subject.choices == {"mid": RECOMPUTE, "out": RECOMPUTE}
         assert subject.tracer.settings["units"] == "mid,out"
     path.write_text("autockpt: 1\nchoices:\n  middle: recompute\n")
     with (
         pytest.raises(PlanError, match="'middle' matches no unit"),
-        open_subject(Question(asked.spec, plan=Plan.load(path)), Silence()),
+        open_subject(ExplainRequest(asked.spec, plan=Plan.load(path)), Silence()),
     ):
         raise AssertionError
 

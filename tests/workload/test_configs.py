@@ -10,7 +10,7 @@ import pytest
 from autockpt.errors import WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import configs
-from autockpt.workload.configs import Source, find_config
+from autockpt.workload.configs import ConfigSource, find_config
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "hub_reachable", lambda: False)
 
 
-def find(name: object) -> Source:
+def find(name: object) -> ConfigSource:
     return find_config(WorkloadSpec(model=str(name)))
 
 

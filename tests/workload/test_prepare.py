@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoConfig
 
 from autockpt.errors import WorkloadError
-from autockpt.workload.configs import Source, prepare
+from autockpt.workload.configs import ConfigSource, prepare
 
 
-def source(model_type: str, **config: Any) -> Source:
-    return Source(AutoConfig.for_model(model_type, **config), model_type)
+def source(model_type: str, **config: Any) -> ConfigSource:
+    return ConfigSource(AutoConfig.for_model(model_type, **config), model_type)
 
 
 def test_positions_are_raised_only_where_needed() -> None:

@@ -22,7 +22,7 @@ MODE = "operator-level-benchmark"
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SacEstimate:
     """The graph of modules that the integer program reads, its own estimate of the peak in bytes, and ops by module."""
 
     graph: Any
@@ -35,7 +35,7 @@ class Estimate:
         return full_name.removeprefix(self.root).removeprefix(".")
 
 
-def estimate(workload: Step) -> Estimate:
+def estimate(workload: Step) -> SacEstimate:
     """Run the estimators on a fake copy of the model. Whatever they raise is passed on."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.ilp_utils import aggregate_stats, get_peak_memory_runtime_baseline, parse_module_info
@@ -73,7 +73,7 @@ def estimate(workload: Step) -> Estimate:
         _forget_modules_without_backward(model, memory, times, ops)
         graph = parse_module_info(aggregate_stats(model, memory, times, ops, workload.device))
     peak, _ = get_peak_memory_runtime_baseline(graph)
-    return Estimate(graph, int(peak), ops.sac_mod_stats, type(model).__name__)
+    return SacEstimate(graph, int(peak), ops.sac_mod_stats, type(model).__name__)
 
 
 def _forget_modules_without_curve(ops: Any) -> None:

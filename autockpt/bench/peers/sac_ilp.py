@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from autockpt.bench.peers.base import Always, Context, Detach, Setting, recomputed, recomputed_but, replace_forwards
-from autockpt.bench.peers.sac_estimate import Estimate, estimate
+from autockpt.bench.peers.sac_estimate import SacEstimate, estimate
 from autockpt.errors import MeasurementError
 
 # Its peak is its own estimate and what it finds may lie over the budget: it is asked for less, too, in these steps.
@@ -57,7 +57,7 @@ class SacIlp(Always):
         return replace_forwards(model, {name: _runs(keep) for name, keep in setting["modules"].items()})
 
 
-def answer(found: Estimate, share: float) -> dict[str, dict[str, list[int]]] | None:
+def answer(found: SacEstimate, share: float) -> dict[str, dict[str, list[int]]] | None:
     """What every module to be recomputed keeps at ``share`` of the estimated peak; None: no solution."""
     import copy
 

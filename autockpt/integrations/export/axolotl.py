@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autockpt.integrations.export.wanted import AS_RECOMPUTE, Exported, Wanted, document
+from autockpt.integrations.export.wanted import AS_RECOMPUTE, Exported, LayerChoices, document
 
 
-def export_axolotl(wanted: Wanted) -> Exported:
+def export_axolotl(wanted: LayerChoices) -> Exported:
     """``gradient_checkpointing`` for all layers or none, with ``activation_offloading`` or ``selective_checkpointing``.
 
     ``activation_offloading: true`` moves what all layers save instead of recomputing them; ``hidden_states`` recomputes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autockpt.integrations.export.wanted import Exported, Wanted, document
+from autockpt.integrations.export.wanted import Exported, LayerChoices, document
 
 # a word in the name of a layer's part, and what Megatron calls that module
 _MODULES = (("norm", "layernorm"), ("attn", "core_attn"), ("attention", "core_attn"), ("mlp", "mlp"), ("moe", "moe"))
@@ -10,7 +10,7 @@ _BY_ORDER = "Megatron has model definitions of its own: layers are matched by th
 _PER_STAGE = "the number is per pipeline stage: divide it by the number of stages"
 
 
-def export_megatron(wanted: Wanted) -> Exported:
+def export_megatron(wanted: LayerChoices) -> Exported:
     """Full recompute of the first n layers, of all layers, or of named modules in all layers; or offloading.
 
     ``--recompute-method block`` counts layers from the first; ``selective`` always means all layers;
@@ -35,7 +35,7 @@ def export_megatron(wanted: Wanted) -> Exported:
     return document("megatron", ["--recompute-granularity full", *method], wanted, wanted.lost(first), notes)
 
 
-def _modules(wanted: Wanted) -> list[str]:
+def _modules(wanted: LayerChoices) -> list[str]:
     """Megatron's modules, where every choice is `recompute` on a part that it has a name for; empty otherwise."""
     if set(wanted.parts.values()) != {"recompute"} or not all(_parts_of(wanted, layer) for layer in wanted.freed):
         return []
@@ -48,11 +48,11 @@ def _module(part: str) -> str | None:
     return next((module for word, module in _MODULES if word in last), None)
 
 
-def _parts_of(wanted: Wanted, layer: str) -> list[str]:
+def _parts_of(wanted: LayerChoices, layer: str) -> list[str]:
     return [part for part in wanted.parts if part.startswith(f"{layer}.")]
 
 
-def _lost_modules(wanted: Wanted, modules: list[str]) -> list[str]:
+def _lost_modules(wanted: LayerChoices, modules: list[str]) -> list[str]:
     losses = []
     for module in modules:
         without = [n for n in wanted.layers if module not in map(_module, _parts_of(wanted, n))]

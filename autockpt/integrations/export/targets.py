@@ -9,11 +9,11 @@ from autockpt.integrations.export.axolotl import export_axolotl
 from autockpt.integrations.export.megatron import export_megatron
 from autockpt.integrations.export.torchtitan import export_torchtitan
 from autockpt.integrations.export.transformers import export_transformers
-from autockpt.integrations.export.wanted import Exported, Wanted, read
+from autockpt.integrations.export.wanted import Exported, LayerChoices, read
 from autockpt.schema.plan import Plan
 from autockpt.schema.suggest import closest
 
-TARGETS: dict[str, Callable[[Wanted], Exported]] = {
+TARGETS: dict[str, Callable[[LayerChoices], Exported]] = {
     "transformers": export_transformers,
     "axolotl": export_axolotl,
     "torchtitan": export_torchtitan,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autockpt.integrations.export.wanted import Exported, Wanted, document, nearest_stride
+from autockpt.integrations.export.wanted import Exported, LayerChoices, document, nearest_stride
 
 
-def export_torchtitan(wanted: Wanted) -> Exported:
+def export_torchtitan(wanted: LayerChoices) -> Exported:
     """``mode`` none or full, or selective for every n-th layer: ``selective_ac_option = "n"`` recomputes layers n-1,
     2n-1, … Python configs (2026) know all layers or none: ``FullAC.Config()``, ``None``.
     """

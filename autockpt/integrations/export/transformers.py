@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 
-from autockpt.integrations.export.wanted import AS_RECOMPUTE, Exported, Losses, Wanted, document, nearest_stride
+from autockpt.integrations.export.wanted import AS_RECOMPUTE, Exported, LayerChoices, Losses, document, nearest_stride
 
 _OFFLOADED: Losses = {
     **AS_RECOMPUTE,
@@ -14,7 +14,7 @@ _OFFLOADED: Losses = {
 }
 
 
-def export_transformers(wanted: Wanted) -> Exported:
+def export_transformers(wanted: LayerChoices) -> Exported:
     """``activation_checkpointing``, with ``every_n_layers`` and ``offload`` where these exist: YAML of arguments.
 
     ``every_n_layers: n`` recomputes layers 0, n, 2n, …; ``offload`` holds their inputs in host memory.

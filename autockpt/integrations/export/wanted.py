@@ -39,7 +39,7 @@ class Exported(Data):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LayerChoices:
     """A plan's choices, layer by layer.
 
     ``layers`` are the kinds of choice of all layers by name, in the model's order; a layer that saves and has another
@@ -97,7 +97,7 @@ class Wanted:
         return any(part.startswith(f"{layer}.") for part in self.parts)
 
 
-def read(plan: Plan) -> Wanted:
+def read(plan: Plan) -> LayerChoices:
     """A plan's choices layer by layer.
 
     Raises PlanError where it names no layers, or by wildcards only and without the model's units.
@@ -119,7 +119,7 @@ def read(plan: Plan) -> Wanted:
             remedy="Export a plan that autockpt search wrote, or name layers one by one or as ranges.",
         )
     others = {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"}
-    return Wanted(layers, parts, others, whole=bool(known), promises=plan.status != "unmeasured")
+    return LayerChoices(layers, parts, others, whole=bool(known), promises=plan.status != "unmeasured")
 
 
 def _enumerate(pattern: str) -> list[str]:
@@ -137,7 +137,7 @@ def _by_kind(choices: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
         yield kind, [name for name, k in choices.items() if k == kind]
 
 
-def nearest_stride(wanted: Wanted, pick: Callable[[list[str], int], list[str]]) -> tuple[int, list[str]]:
+def nearest_stride(wanted: LayerChoices, pick: Callable[[list[str], int], list[str]]) -> tuple[int, list[str]]:
     """Every how many layers to recompute one, and which these are: ``pick`` gives the layers for a stride.
 
     The stride that hits the very layers of the plan, else the largest that recomputes at least as many, so that no
@@ -151,7 +151,7 @@ def nearest_stride(wanted: Wanted, pick: Callable[[list[str], int], list[str]]) 
 
 
 def document(
-    target: str, lines: Iterable[str], wanted: Wanted, losses: Sequence[str], notes: Sequence[str] = ()
+    target: str, lines: Iterable[str], wanted: LayerChoices, losses: Sequence[str], notes: Sequence[str] = ()
 ) -> Exported:
     """The settings with their losses and notes as comments in front."""
     if losses and wanted.promises:

@@ -3,7 +3,7 @@
 from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept, under, user_modes
 from autockpt.policies.rerun_state.reach import Code, code_of
 from autockpt.policies.rerun_state.state import Memory, UnitState, Watch
-from autockpt.policies.rerun_state.structure import Structure
+from autockpt.policies.rerun_state.structure import UnitStructure
 from autockpt.policies.rerun_state.surroundings import NumpyUse, Surroundings
 
 __all__ = [
@@ -11,9 +11,9 @@ __all__ = [
     "Conditions",
     "Memory",
     "NumpyUse",
-    "Structure",
     "Surroundings",
     "UnitState",
+    "UnitStructure",
     "Watch",
     "code_of",
     "random_states_kept",

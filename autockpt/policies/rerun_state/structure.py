@@ -12,7 +12,7 @@ from torch import nn
 from autockpt.policies.attachment import AttachedForward
 
 
-class Structure:
+class UnitStructure:
     """A unit's modules as they are now. They can be exchanged or added at any time (adapters, layers that grow)."""
 
     def __init__(self, module: nn.Module) -> None:
