@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from autockpt.schema.graph import Op
-from autockpt.simulator.estimate import element_bytes
+from autockpt.simulator.estimate import UNTOUCHED, base_name, element_bytes
 from autockpt.tracing.operators import IN_PLACE
 from autockpt.tracing.signature import ATTENTION, Call, TensorSpec, dtype_of, parse_signature
 
@@ -23,7 +23,6 @@ _PRODUCTS |= {"int8_mixed_scaled_mm"}  # bitsandbytes', at the rate of its 16-bi
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "_convolution", "convolution_overrideable"})
 # The table is an argument, but only rows of it are read.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
-_UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
 _WRITES_ONLY = frozenset(
     {
         "zeros",
@@ -72,7 +71,7 @@ def work_of_op(op: Op, signature: str) -> Work:
     call = _parsed(signature)
     name = base_name(call.target)
     inputs = list(call.tensors())
-    if name in _UNTOUCHED or _is_view(op, name):
+    if name in UNTOUCHED or _is_view(op, name):
         return Work("none", name)
     if name.startswith(ATTENTION):
         return _attention(op, name, call, inputs)
@@ -86,12 +85,6 @@ def work_of_op(op: Op, signature: str) -> Work:
     if name in _COPIES and not _all_contiguous(op, inputs):
         name = STRIDED_COPY
     return Work("elements", name, dtype, float(op.flops), moved, elements)
-
-
-def base_name(target: str) -> str:
-    """``aten.add.Tensor`` → ``add``."""
-    parts = target.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
 
 
 @cache

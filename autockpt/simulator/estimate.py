@@ -6,9 +6,15 @@ from statistics import median
 
 from autockpt.schema.graph import Graph, Op
 
-VIEWS = frozenset({"aten.as_strided.default"})
-"""Ops that move nothing, and that a step which is timed need not have run."""
+UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
+"""Ops, by ``base_name``, that make or change a tensor without touching its bytes."""
 BITS = {"bool": 8, "complex64": 64, "complex128": 128}
+
+
+def base_name(target: str) -> str:
+    """``aten.add.Tensor`` → ``add``."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
 
 
 def element_bytes(dtype: str) -> float:
@@ -34,7 +40,7 @@ def estimate(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[i
 
     The nearest evidence wins: timed signatures of the same op, scaled by FLOPs (where both have them) or by bytes
     moved; else the median rate of all timed ops that do arithmetic, or that only move bytes. Zero where nothing was
-    timed.
+    timed, and for ops that touch no bytes: those around what is offloaded are in no step that recomputes.
     """
     example = {op.signature: op for op in reversed(graph.ops)}
     sizes = {s.id: s.bytes for s in graph.storages}
@@ -44,7 +50,7 @@ def estimate(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[i
     for i in missing:
         if i not in work:
             continue
-        if example[i].target in VIEWS:
+        if (name := base_name(example[i].target)) in UNTOUCHED or name == "as_strided":
             out[i] = 0.0
             continue
         by_flops = work[i][0] > 0
