@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,31 @@ def test_people_see_every_trial_once_with_what_their_tools_plot(tmp_path: Path) 
     ran = itertools.pairwise(study.trials)
     assert all(earlier.datetime_complete == later.datetime_start for earlier, later in ran)  # one after the other
     assert failed.state.name == "FAIL" and failed.user_attrs["why"] == "it raised"
+
+
+_CALLER = """
+import gc, weakref
+
+class Model: pass
+
+def proposes():
+    model = Model()
+    from autockpt.tuning.proposers.sampler import Study
+    from search_spaces.spaces import load_space
+    from tests.reporting.samples import trial
+    study = Study("knobs", "gp", load_space("knobs").knobs, {}, name="search", storage=None, seed=0)
+    for n in range(6):
+        study.tell(study.ask()[0], 1.0 + n, -0.5, trial(number=n))
+    return weakref.ref(model)
+
+model = proposes()
+gc.collect()
+assert model() is None
+"""
+
+
+@pytest.mark.slow
+def test_nothing_keeps_the_frames_of_whoever_is_the_first_to_search() -> None:
+    """In a process that has not imported Optuna yet: it keeps exceptions of imports that failed."""
+    done = subprocess.run([sys.executable, "-c", _CALLER], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
