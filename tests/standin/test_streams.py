@@ -7,8 +7,8 @@ pytestmark = pytest.mark.slow
 SCENARIOS = "tests/standin/inside/check_streams.py"
 
 
-def test_what_people_do_with_streams_threads_and_graphs(inside):
-    inside(SCENARIOS)
+def test_what_people_do_with_streams_threads_and_graphs_and_sentinels_on_them(inside):
+    inside(SCENARIOS, "tests/standin/inside/check_sentinels.py")
 
 
 @pytest.mark.campaign

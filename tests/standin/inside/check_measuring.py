@@ -17,7 +17,7 @@ from autockpt.runtime import apply, attach
 from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.tuning.batches import foreseen_sizes, judge_of, variant
-from autockpt.tuning.jobs import Described
+from autockpt.tuning.jobs import Live
 from autockpt.workload import Step, build, discover_units
 from search_spaces.spaces import load_space
 from tests.standin.inside import scenarios
@@ -41,7 +41,7 @@ def _bits(workload: Step) -> list[torch.Tensor]:
 
 ALL = os.environ.get("STANDIN_ALL") == "1"
 JOBS = [
-    WorkloadSpec(model="gpt2-tiny", batch_size=32, seq_len=128),  # with dropout
+    WorkloadSpec(model="gpt2-tiny", batch_size=16, seq_len=128),  # with dropout
     WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=128),
     WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=256, autocast="bf16"),
     WorkloadSpec(model="qwen3-tiny", batch_size=16, seq_len=256, lora=8),
@@ -101,7 +101,7 @@ def test_variants_of_a_job_are_judged_by_what_the_allocator_takes():
     space = load_space("knobs").restricted(("save", "recompute"))
     asked = SearchRequest(budget=parse_budget("1GB"), workload=spec, space=space, device="standin")
     judge = judge_of(asked, ["save", "recompute"])
-    known = foreseen_sizes(lambda size: Described(variant(spec, 16, size)), judge, [8, 16], Silence())
+    known = foreseen_sizes(lambda size: Live(build(variant(spec, 16, size), "standin")), judge, [8, 16], Silence())
     workload = build(variant(spec, 16, 16), "standin")
     units = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
     runner = StepRunner(workload, get_device("standin"))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autockpt.devices import disk
+from autockpt.devices import disk, hostpool
 from autockpt.policies import fingerprints
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload, parse_choice
@@ -23,6 +23,7 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, R
 standin = torch.get_device_module("standin")
 DEVICE = torch.device("standin", 0)
 BLOCKS = 4
+hostpool.AREA_BYTES = 1 << 20  # pools of these small models grow, and the stand-in poisons no more than they need
 DISK = Offload(tier="disk")
 PLANS: dict[str, list[Choice]] = {
     "offload": [OFFLOAD] * BLOCKS,
