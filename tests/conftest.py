@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from autockpt.measuring import conditions
 from tests.accelerator import accelerator  # noqa: F401  a fixture
 from tests.device import ON_CUDA
 
@@ -48,6 +49,12 @@ def _what_lives_on_is_not_searched_for_garbage() -> None:
     """Half a million objects of imported libraries make each full collection take a third of a second otherwise."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _runners_freeze_what_lives_on_as_well() -> None:
+    """They do not where somebody has done it before, as the fixture above: for users those could not be told apart."""
+    conditions.Freezer.freeze = lambda self: gc.freeze()  # type: ignore[method-assign]
 
 
 # The same examples each time: a failure then belongs to the change at hand. HYPOTHESIS_PROFILE=explore draws new ones.
