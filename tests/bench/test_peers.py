@@ -183,11 +183,11 @@ def test_compiled_rows_compile_once_each(runner: StepRunner) -> None:
         for b in (0.9, 0.3)
     }
     graphs = []
-    for _ in range(3):
+    for _ in range(2):
         for row in rows.values():
             assert worker.prepare(runner, row)["state"] == "measured"
         assert not worker.take_turns(runner, {"rows": rows})["failed"]
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] == graphs[1] == graphs[2], "turns after the first find what the first compiled"
+    assert graphs[0] == graphs[1], "the second turn finds what the first compiled"
     peaks = [worker.prepare(runner, row)["peak_bytes"] for row in rows.values()]
     assert peaks[1] < peaks[0], "each budget has code of its own"
