@@ -17,6 +17,7 @@ from autockpt.devices import nvml
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
+from autockpt.policies.rerun_state import Code, code_known
 from autockpt.policies.saved_outputs import products_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
@@ -66,6 +67,7 @@ class Run:
         self._recorder = recorder
         self._repeated = 0  # micro-batches that are not run
         self._products: dict[Any, tuple[int, ...] | None] = {}  # what choices have learnt of functions
+        self._codes: dict[int, Code] = {}  # what they know of units' code
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises.
@@ -84,7 +86,7 @@ class Run:
         Raises GhostError or WorkloadError where the step fails, PlanError or ConflictError where the choices cannot be
         attached.
         """
-        with self._attached(choices), products_known(self._products):
+        with self._attached(choices), products_known(self._products), code_known(self._codes):
             known = None
             while known != self._products:  # in the steady state nothing is left to learn
                 known = dict(self._products)

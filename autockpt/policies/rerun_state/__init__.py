@@ -1,7 +1,7 @@
 """What a unit's forward reads and changes beside its arguments, for running it again: restored, and put back after."""
 
 from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept, under, user_modes
-from autockpt.policies.rerun_state.reach import Code, code_of
+from autockpt.policies.rerun_state.reach import Code, code_known, code_of
 from autockpt.policies.rerun_state.state import Memory, UnitState, Watch
 from autockpt.policies.rerun_state.structure import UnitStructure
 from autockpt.policies.rerun_state.surroundings import NumpyUse, Surroundings
@@ -15,6 +15,7 @@ __all__ = [
     "UnitState",
     "UnitStructure",
     "Watch",
+    "code_known",
     "code_of",
     "random_states_kept",
     "under",

@@ -18,6 +18,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -276,11 +277,31 @@ class Code(NamedTuple):
     calls_backward: bool = False
 
 
+_codes: dict[int, Code] | None = None
+
+
 def code_of(unit: str, module: nn.Module) -> Code:
     """What the code of a unit's forward may do."""
+    if _codes is not None and id(module) in _codes:
+        return _codes[id(module)]
     walk = Walk(unit, {id(inner) for inner in module.modules()}, (), (), close=False)
     walk.run([("", module)])
-    return walk.code()
+    code = walk.code()
+    if _codes is not None:
+        _codes[id(module)] = code
+    return code
+
+
+@contextmanager
+def code_known(known: dict[int, Code]) -> Iterator[None]:
+    """Go by what is ``known`` of units' code in here, by id of the module, and add to it: for who runs the same model
+    with choice after choice, and nobody changes it meanwhile."""
+    global _codes
+    others, _codes = _codes, known
+    try:
+        yield
+    finally:
+        _codes = others
 
 
 def _assigns(instruction: dis.Instruction) -> bool:
