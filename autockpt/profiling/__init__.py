@@ -6,6 +6,7 @@ from autockpt.profiling.nominal import nominal_op_times
 from autockpt.profiling.predictor import (
     MemoryModel,
     Predictor,
+    Traces,
     memory_at_hand,
     needed_on,
     said_of,
@@ -18,7 +19,6 @@ from autockpt.profiling.profile import (
     LEAN_CALLS,
     CostModel,
     Heads,
-    Traces,
     UniformRuns,
     build_profile,
     cached_op_times,

@@ -5,8 +5,9 @@ Ghost runs are for hardware that need not be at hand, and so are the bytes that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -19,7 +20,13 @@ from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.simulator import Simulation, simulate
 from autockpt.tracing import Tracer
 
-Trace = Callable[[Mapping[str, Choice]], Graph]
+
+class Traces(Protocol):
+    """Whoever can ghost-run a plan, and may begin with those that will be asked for."""
+
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None: ...
+
+    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph: ...
 
 
 def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
@@ -45,13 +52,14 @@ def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
 class Predictor:
     """Ghost-runs plans and remembers what came of each. ``host_budget`` in bytes bounds what offloading may claim.
 
-    ``needs`` says what a ghost run takes of the device (default: what tensors hold, and the device's overhead).
+    ``needs`` says what a ghost run takes of the device (default: what tensors hold, and the device's overhead). Without
+    ``traces`` it knows the ghost runs that it is given.
     """
 
     def __init__(
-        self, trace: Trace, op_times: OpTimes, host_budget: int | None = None, needs: MemoryModel | None = None
+        self, traces: Traces | None, op_times: OpTimes, host_budget: int | None = None, needs: MemoryModel | None = None
     ) -> None:
-        self._trace, self.needs = trace, needs
+        self._traces, self.needs = traces, needs
         self.op_times = op_times
         self.host_budget = host_budget
         self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
@@ -67,7 +75,13 @@ class Predictor:
 
     def graph(self, choices: Mapping[str, Choice]) -> Graph:
         """The ghost run of these choices."""
-        return self._trace(choices)
+        assert self._traces is not None
+        return self._traces.trace(choices)
+
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
+        """Begin with plans that will be asked for."""
+        if self._traces is not None:
+            self._traces.ahead([choices for choices in plans if self.known(choices) is None])
 
     def predict(self, choices: Mapping[str, Choice]) -> Prediction:
         """Peak bytes (the device's own overhead included) and seconds of one cycle."""

@@ -15,7 +15,7 @@ from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
 from autockpt.profiling.menus import build_menus, head_menu, representatives
-from autockpt.profiling.predictor import MemoryModel, Predictor, simulation_of
+from autockpt.profiling.predictor import MemoryModel, Predictor, Traces, simulation_of
 from autockpt.profiling.problem import build_problem, passed_on, point_bytes
 from autockpt.schema import (
     RECOMPUTE,
@@ -58,12 +58,6 @@ class Heads(NamedTuple):
 
     unit: Unit
     graphs: Mapping[Choice, Graph]
-
-
-class Traces(Protocol):
-    """Whoever can ghost-run a plan."""
-
-    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph: ...
 
 
 class Runs(Protocol):
@@ -158,8 +152,10 @@ class CostModel:
         Plans over the host budget do not count; saving everything never is. ``calls``: ghost runs to spend;
         ``plain_head``: only plans with one count.
         """
+        known = [*known, {}]
+        self.predictor.ahead(known)
         lean = refine(self.problem(0, plain_head=plain_head), self.rule, max_calls=calls)
-        plans = (lean.choices, *known, {})
+        plans = (lean.choices, *known)
         return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
 
     def smallest_segmented(self) -> int | None:
@@ -296,8 +292,10 @@ def uniform_graphs(
     """
     found: dict[str, tuple[dict[str, Choice], Graph]] = {}
     refused = None
-    for kind in kinds:
-        choices = {**dict.fromkeys((u.name for u in blocks), parse_choice(kind)), **(besides or {})}
+    names = [unit.name for unit in blocks]
+    plans = {kind: {**dict.fromkeys(names, parse_choice(kind)), **(besides or {})} for kind in kinds}
+    traces.ahead(plans.values())
+    for kind, choices in plans.items():
         try:
             found[kind] = (choices, traces.trace(choices))
         except ConflictError as error:
@@ -336,13 +334,18 @@ def build_profile(
     choices that offload come with the disk tier as well, if its bandwidth is known.
     """
     base = uniform["save"][1]
-    predictor = Predictor(traces.trace, times, host_budget, needs)
+    predictor = Predictor(traces, times, host_budget, needs)
     for choices, graph in uniform.values():
         predictor.learn(choices, graph)
     variants: dict[tuple[int, Choice], Graph] = {}
-    for unit in representatives(base.blocks()).values():
+    wanted = list[tuple[Unit, Choice]]()
+    units = representatives(base.blocks()).values()
+    fronts = {Selective().kind, Remake().kind} & {*uniform}
+    if fronts:
+        traces.ahead({unit.name: RECOMPUTE} for unit in units)
+    for unit in units:
         choices = [choice for kind in uniform if (choice := parse_choice(kind)) not in (SAVE, Segment())]
-        if Selective().kind in uniform or Remake().kind in uniform:
+        if fronts:
             again = variants[unit.kind, RECOMPUTE] = predictor.graph({unit.name: RECOMPUTE})
             if Selective().kind in uniform:
                 most = MOST_SETS_BESIDE if Remake().kind in uniform else MOST_SETS
@@ -352,11 +355,12 @@ def build_profile(
         if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
             moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
             choices += [choice for choice in moving if choice.kind in uniform]
-        for choice in (*choices, *(c for c in extra if c != SAVE)):
-            if (unit.kind, choice) not in variants:
-                variants[unit.kind, choice] = predictor.graph({unit.name: choice})
-        if RECOMPUTE.kind not in uniform:
-            variants.pop((unit.kind, RECOMPUTE), None)
+        wanted += ((unit, choice) for choice in dict.fromkeys((*choices, *extra)) if choice != SAVE)
+    traces.ahead({unit.name: choice} for unit, choice in wanted if (unit.kind, choice) not in variants)
+    variants = {
+        (unit.kind, choice): variants.get((unit.kind, choice)) or predictor.graph({unit.name: choice})
+        for unit, choice in wanted
+    }
     menus = build_menus(base, variants, predictor.simulation)
     unit = None
     if head is not None and head.graphs:

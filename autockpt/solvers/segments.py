@@ -89,7 +89,8 @@ def refine_segmented(
 ) -> Refined:
     """``refine``, and where the numbers say that segments are worth it, once more with these: the better of the two.
 
-    That is asked of the numbers alone, in some milliseconds; only then up to ``CALLS`` more plans go to the referee.
+    That is asked of the numbers alone, as the referee has corrected them, in some milliseconds; only then up to
+    ``CALLS`` more plans go to it.
     ``offsets`` are taken and given as by ``refine``: for the problem without segments.
     """
     plain = refine(problem, referee, max_calls=max_calls, offsets=offsets, remembered=remembered, faster=faster)
@@ -107,11 +108,11 @@ def refine_segmented(
     best = None
     for asked in found:
         if sum(unit.options[0].seconds for unit in asked.units if len(unit.options) == 1) < ceiling:
-            answer = solved(asked, {})
+            answer = solved(asked, plain.offsets)
             if answer.feasible and answer.seconds < ceiling:
                 best, ceiling = asked, answer.seconds
     if best is None:
         return plain
     calls = min(CALLS, max_calls)
-    again = refine(best, referee, max_calls=calls, remembered=remembered, faster=faster)
+    again = refine(best, referee, max_calls=calls, offsets=plain.offsets, remembered=remembered, faster=faster)
     return replace(again, offsets=plain.offsets) if again.feasible and again.assignment.seconds < least else plain

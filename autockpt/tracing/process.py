@@ -188,16 +188,16 @@ class GhostProcess:
     def __init__(self, start: Callable[[Connection, Note, IO[bytes]], int], first: bytes | None = None) -> None:
         self._note = Note()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
-        self._connection, theirs = Pipe()
-        _open_ends.add(self._connection)
+        self.connection, theirs = Pipe()
+        _open_ends.add(self.connection)
         try:
             self._pid = start(theirs, self._note, self._log)
         finally:
             theirs.close()
-        self._end = weakref.finalize(self, _end, os.getpid(), self._pid, self._connection)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._pid, self.connection)
         try:
             if first is not None:
-                self._connection.send_bytes(first)
+                self.connection.send_bytes(first)
             self._await_alive()
             self.units, self.head, self.settings, self.notes, imported = self._receive(READY)
             _imported_by_children.update(dict.fromkeys(n for n in imported if n.startswith(_LARGE)))
@@ -252,14 +252,17 @@ class GhostProcess:
 
         return cls(start, pickle.dumps((source, torch.get_num_threads(), spec, device, capability)))
 
-    def ask(self, verb: str, **arguments: Any) -> Any:
-        """The result of a GhostRun's method. Raises what the method raised, or GhostError where the child died."""
-        if self._connection.closed:
+    def send(self, verb: str, **arguments: Any) -> None:
+        """Let the child begin with a GhostRun's method. Raises GhostError where the child died."""
+        if self.connection.closed:
             raise GhostError("the tracer's process has ended", remedy="Make a new tracer.")
         try:
-            self._connection.send((verb, arguments))
+            self.connection.send((verb, arguments))
         except (OSError, ValueError):
             raise self._death() from None
+
+    def receive(self) -> Any:
+        """The result of the method. Raises what the method raised, or GhostError where the child died."""
         return self._receive(DONE)[0]
 
     def close(self) -> None:
@@ -269,10 +272,10 @@ class GhostProcess:
         self._log.close()
 
     def _await_alive(self) -> None:
-        if not self._connection.poll(_SECONDS_TO_WAKE):
+        if not self.connection.poll(_SECONDS_TO_WAKE):
             raise NotForkable("the child does not answer")
         try:
-            reply = self._connection.recv()
+            reply = self.connection.recv()
         except (EOFError, OSError):
             raise NotForkable("the child died at once") from None
         if reply[0] != ALIVE:
@@ -280,7 +283,7 @@ class GhostProcess:
 
     def _receive(self, expected: str) -> tuple[Any, ...]:
         try:
-            kind, *content = self._connection.recv()
+            kind, *content = self.connection.recv()
         except (EOFError, OSError):
             raise self._death() from None
         except BaseException:  # interrupted: the child is in the middle of something

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.plan import Plan
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source, to_graph
+from autockpt.tracing.crew import MOST, Crew
 from autockpt.tracing.cuda_kernels import Capability
 from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
 from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
@@ -36,7 +37,9 @@ class _Backend(Protocol):
     settings: dict[str, Any]
     notes: tuple[str, ...]
 
-    def ask(self, verb: str, **arguments: Any) -> Any: ...
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None: ...
+
+    def trace(self, choices: Mapping[str, Choice]) -> Any: ...
 
     def close(self) -> None: ...
 
@@ -88,7 +91,9 @@ class Tracer:
             capability = capability_of(target)  # here: the child sees no GPU
             if capability is None and torch.cuda.device_count():
                 notes = (_ASSUMED_CAPABILITY,)
-        return _ghost_or_recorded(lambda source: _start(source, spec, target, capability), fallback, view, notes)
+        return _ghost_or_recorded(
+            lambda source: _start(source, spec, target, capability), fallback, view, notes, MOST if can_fork() else 1
+        )
 
     @classmethod
     def from_step(cls, workload: Step, *, fallback: bool = True) -> Tracer:
@@ -106,20 +111,26 @@ class Tracer:
         except NotForkable:
             return cls(_InProcess(workload), (_IN_PROCESS,))
 
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
+        """Plans that ``trace`` will be asked for: where there are cores for it they are ghost-run side by side."""
+        self._backend.ahead([self._ordered(plan) for plan in plans])
+
     def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
         """The graph of one steady-state cycle with ``choices`` (by unit name; the rest save) attached.
 
         Raises PlanError or ConflictError where they cannot be attached, GhostError or WorkloadError where the step
         fails.
         """
-        choices = dict(choices or {})
         with uncollected():
-            raw = self._backend.ask("trace", choices={name: choices[name] for name in _in_order(choices, self.units)})
+            raw = self._backend.trace(self._ordered(choices or {}))
             graph = to_graph(raw, self.units, self._notes)
             return graph if self._view is None else self._view(graph)
 
+    def _ordered(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+        return {name: choices[name] for name in _in_order(choices, self.units)}
+
     def close(self) -> None:
-        """End the child process. Idempotent."""
+        """End what was started. Idempotent."""
         self._backend.close()
 
     def __enter__(self) -> Tracer:
@@ -163,14 +174,15 @@ def _ghost_or_recorded(
     fallback: bool,
     view: Callable[[Graph], Graph] | None = None,
     notes: tuple[str, ...] = (),
+    most: int = 1,
 ) -> Tracer:
     try:
-        return Tracer(start("ghost"), notes, view)
+        return Tracer(Crew(lambda: start("ghost"), most), notes, view)
     except GhostError as error:
         if not fallback:
             raise
         why = error.message
-    return Tracer(start("recorded"), (f"A real step on the CPU was recorded, because {why}.",), view)
+    return Tracer(Crew(lambda: start("recorded"), 1), (f"A real step on the CPU was recorded, because {why}.",), view)
 
 
 _frozen = False  # whether objects were seen frozen by somebody else; to count them takes a while
@@ -197,7 +209,7 @@ def uncollected() -> Iterator[None]:
 
 
 class _InProcess:
-    """The same as GhostProcess, for processes that must not fork."""
+    """The same as Crew, for processes that must not fork."""
 
     def __init__(self, workload: Step) -> None:
         self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
@@ -205,10 +217,13 @@ class _InProcess:
         self.units, self.head = self._run.units, self._run.head
         self.settings, self.notes = self._run.workload.settings, self._run.workload.notes
 
-    def ask(self, verb: str, **arguments: Any) -> Any:
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
+        """Nothing: there is one process."""
+
+    def trace(self, choices: Mapping[str, Choice]) -> Any:
         if self._run is None:
             raise GhostError("the tracer is closed", remedy="Make a new tracer.")
-        return getattr(self._run, verb)(**arguments)
+        return self._run.trace(choices)
 
     def close(self) -> None:
         self._run = None

@@ -23,7 +23,7 @@ from autockpt.profiling import (
     nominal_op_times,
     uniform_graphs,
 )
-from autockpt.schema import Budget, Choice, Environment, Graph, OpTimes, Prediction, plan_hash
+from autockpt.schema import Budget, Choice, Environment, Graph, OpTimes, Prediction
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.remedy import WayOut
 from autockpt.tracing import Tracer
@@ -292,9 +292,8 @@ def _fitting(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
 
 def predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
     """What each choice on every layer would come to, by kind."""
-    graphs = {plan_hash(choices): graph for choices, graph in uniform.values()}
-    judge = Predictor(lambda choices: graphs[plan_hash(choices)], bench.times([*graphs.values()]), needs=bench.needs)
-    return {kind: judge.predict(choices) for kind, (choices, _) in uniform.items()}
+    judge = Predictor(None, bench.times([graph for _, graph in uniform.values()]), needs=bench.needs)
+    return {kind: judge.learn(choices, graph) for kind, (choices, graph) in uniform.items()}
 
 
 def _ignored(job: Job, settings: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,9 @@ class _Counted:
     def __init__(self, tracer: Tracer, listener: Listener, total: int) -> None:
         self._tracer, self._listener = tracer, listener
         listener.stage("ghost-run each choice", total)
+
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
+        self._tracer.ahead(plans)
 
     def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
         try:

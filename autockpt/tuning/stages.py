@@ -331,8 +331,8 @@ def foresee(
     """
     predictor, device = profiled.predictor, profiled.predictor.device
     known = known_plans([u.name for u in profiled.blocks], space.choices)
-    predictions = {name: predictor.predict(choices) for name, choices in known.items()}
     smallest, plain = smallest_peaks(profiled, budget, known)
+    predictions = {name: predictor.predict(choices) for name, choices in known.items()}
     room = device.capacity_bytes - profiled.used_by_others
     resolved = budget.resolved(predictions[NONE].peak_bytes, plain, room, device.kind)
     binding = predictions[NONE].peak_bytes > resolved.bytes

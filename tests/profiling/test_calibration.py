@@ -19,6 +19,10 @@ def op_times(*, queues: bool = False, **more) -> OpTimes:
 
 class Traces:
     @staticmethod
+    def ahead(plans):
+        """One after the other, when asked for."""
+
+    @staticmethod
     def trace(choices=None):
         return step(NAMES, choices)
 

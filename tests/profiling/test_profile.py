@@ -22,6 +22,9 @@ class Machine:
         info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 30)
         self.environment, self.stopped, self.asked = Environment(device=info, versions={}), stopped, 0
 
+    def ahead(self, plans: object) -> None:
+        """One after the other, when asked for."""
+
     def trace(self, choices: Mapping[str, Any] | None = None) -> Graph:
         return step(NAMES, choices)
 

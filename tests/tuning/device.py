@@ -28,6 +28,9 @@ class MadeUpDevice:
         info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=CAPACITY)
         self.environment = Environment(device=info, versions={"autockpt": "0"})
 
+    def ahead(self, plans: object) -> None:
+        """One after the other, when asked for."""
+
     def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
         return step(self.names, choices)
 

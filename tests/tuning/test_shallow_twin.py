@@ -49,7 +49,7 @@ def test_the_menus_are_those_of_the_whole_model(spec: WorkloadSpec, lora: int | 
         heads = [head_graphs(traces, tracer.head, [CHUNKED_SOFTMAX]) for traces in (twin, tracer)]
         graphs = [graph for _, graph in (*small.values(), *whole.values())]
         times = modelled(card, [*graphs, *(graph for head in heads if head for graph in head.graphs.values())])
-        mine = depth.transplanted(build_profile(twin, times, small, head=heads[0]), whole["save"][1], tracer.trace)
+        mine = depth.transplanted(build_profile(twin, times, small, head=heads[0]), whole["save"][1], tracer)
         real = build_profile(tracer, times, whole, head=heads[1])
         assert [m.representative for m in mine.profile.menus] == [m.representative for m in real.profile.menus]
         for menu, reference in zip(mine.profile.menus, real.profile.menus, strict=True):
@@ -86,18 +86,22 @@ def test_remembered_ghost_runs_are_not_repeated() -> None:
     class Graph:
         ops = range(depth.REMEMBERED_OPS // 2)
 
-    def trace(choices):
-        asked.append(plan_hash(choices))
-        return Graph()
+    class Traces:
+        def ahead(self, plans):
+            """One after the other, when asked for."""
 
-    remembering = depth.Remembering(trace)  # type: ignore[arg-type]
-    first = remembering({})
-    assert remembering({"a": SAVE}) is first and len(asked) == 1
-    remembering({"a": RECOMPUTE})
-    assert remembering({}) is first and len(asked) == 2  # both are kept
-    remembering({"b": RECOMPUTE})  # the third sends off the one that was asked for longest ago
-    assert remembering({}) is first and len(asked) == 3
-    remembering({"a": RECOMPUTE})
+        def trace(self, choices=None):
+            asked.append(plan_hash(choices))
+            return Graph()
+
+    remembering = depth.Remembering(Traces())  # type: ignore[arg-type]
+    first = remembering.trace({})
+    assert remembering.trace({"a": SAVE}) is first and len(asked) == 1
+    remembering.trace({"a": RECOMPUTE})
+    assert remembering.trace({}) is first and len(asked) == 2  # both are kept
+    remembering.trace({"b": RECOMPUTE})  # the third sends off the one that was asked for longest ago
+    assert remembering.trace({}) is first and len(asked) == 3
+    remembering.trace({"a": RECOMPUTE})
     assert len(asked) == 4
     remembering.always[plan_hash({"c": RECOMPUTE})] = first
-    assert remembering({"c": RECOMPUTE}) is first and len(asked) == 4
+    assert remembering.trace({"c": RECOMPUTE}) is first and len(asked) == 4

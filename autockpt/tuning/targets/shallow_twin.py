@@ -7,12 +7,12 @@ the whole model, as ever.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from autockpt.errors import AutockptError
-from autockpt.profiling import CostModel, MemoryModel, Predictor, tracer_for
+from autockpt.profiling import CostModel, MemoryModel, Predictor, Traces, tracer_for
 from autockpt.profiling.menus import representatives
 from autockpt.profiling.profile import segments_of
 from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Unit, WorkloadSpec, plan_hash
@@ -49,9 +49,7 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph,
         return None
 
 
-def transplanted(
-    small: CostModel, base: Graph, traces: Callable[[Mapping[str, Choice]], Graph], needs: MemoryModel | None = None
-) -> CostModel:
+def transplanted(small: CostModel, base: Graph, traces: Traces, needs: MemoryModel | None = None) -> CostModel:
     """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin.
 
     ``needs`` says what a ghost run of the whole model takes of the device.
@@ -98,19 +96,22 @@ def calls_per_candidate(base: Graph) -> int:
 class Remembering:
     """Ghost runs by plan, the last few remembered; those in ``always`` (by hash of their plan) for good."""
 
-    def __init__(
-        self, trace: Callable[[Mapping[str, Choice]], Graph], always: Mapping[str, Graph] | None = None
-    ) -> None:
-        self.always = dict(always or {})
-        self._trace = trace
+    def __init__(self, traces: Traces) -> None:
+        self.always: dict[str, Graph] = {}
+        self._traces = traces
         self._graphs: OrderedDict[str, Graph] = OrderedDict()
 
-    def __call__(self, choices: Mapping[str, Choice]) -> Graph:
-        key = plan_hash(choices)
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
+        """Begin with those that are not remembered."""
+        self._traces.ahead([plan for plan in plans if plan_hash(plan) not in self.always.keys() | self._graphs.keys()])
+
+    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
+        """The ghost run of a plan."""
+        key = plan_hash(choices or {})
         if key in self.always:
             return self.always[key]
         if key not in self._graphs:
-            self._graphs[key] = self._trace(choices)
+            self._graphs[key] = self._traces.trace(choices)
         self._graphs.move_to_end(key)
         while len(self._graphs) > 1 and sum(len(graph.ops) for graph in self._graphs.values()) > REMEMBERED_OPS:
             self._graphs.popitem(last=False)

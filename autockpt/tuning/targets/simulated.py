@@ -131,7 +131,7 @@ def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: in
         times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
     if found.base is None:
         return found.cost_model(times, host_budget=host_budget, needs=needs)
-    return transplanted(found.cost_model(times, host_budget=host_budget), found.base, found.tracer.trace, needs)
+    return transplanted(found.cost_model(times, host_budget=host_budget), found.base, found.tracer, needs)
 
 
 def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]) -> WhatIf:

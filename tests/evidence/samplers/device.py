@@ -91,6 +91,9 @@ class Traces:
 
     instance: Instance
 
+    def ahead(self, plans: object) -> None:
+        """One after the other, when asked for."""
+
     def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
         return step(self.instance, choices)
 

@@ -1,0 +1,104 @@
+"""Several processes with the same ghost workload, so that plans which will be asked for are ghost-run side by side."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import wait
+from typing import Any
+
+from autockpt.errors import AutockptError
+from autockpt.schema.choices import Choice
+from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
+
+MOST = 4
+WORTH = 0.5  # seconds of ghost runs from which on a further process is started for them; it takes about as long
+
+_Key = tuple[tuple[str, Choice], ...]
+
+
+class Crew:
+    """Answers as one process would. Up to ``most`` are started where there is enough to do ``ahead``, and a core for
+    each; one that dies is done without, but for the first."""
+
+    def __init__(self, start: Callable[[], GhostProcess], most: int = MOST) -> None:
+        self._start, self._most = start, most
+        first = start()
+        self._processes = [first]
+        self._waiting: dict[_Key, Mapping[str, Choice]] = {}
+        self._busy: dict[GhostProcess, _Key] = {}
+        self._done: dict[_Key, Any] = {}
+        self._seconds = 0.0  # of the last ghost run that was waited for
+        self.units, self.head, self.settings, self.notes = first.units, first.head, first.settings, first.notes
+
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
+        """Begin with plans that ``trace`` will be asked for, in about this order."""
+        self._waiting = {tuple(plan.items()): plan for plan in plans}
+        self._done.clear()
+        worth = can_fork() and len(self._waiting) * self._seconds >= WORTH
+        size = min(self._most, len(self._waiting), len(os.sched_getaffinity(0))) if worth else 1
+        while len(self._processes) < size:
+            self._hand_out()  # those that are there work meanwhile
+            try:
+                self._processes.append(self._start())
+            except (AutockptError, NotForkable):
+                break
+        if len(self._processes) == 1:
+            self._waiting.clear()
+        self._hand_out()
+
+    def trace(self, choices: Mapping[str, Choice]) -> Any:
+        """The raw graph of a plan. Raises what the run raised, or GhostError where the first process died."""
+        key, began, alone = tuple(choices.items()), time.monotonic(), not self._busy
+        while key not in self._done:
+            if key not in self._busy.values():
+                self._waiting = {key: choices} | self._waiting
+            self._hand_out()
+            if key not in self._done:
+                self._collect()
+        if alone:
+            self._seconds = time.monotonic() - began
+        self._hand_out()
+        found = self._done.pop(key)
+        if isinstance(found, AutockptError):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""
+        for process in self._processes:
+            process.close()
+
+    def _hand_out(self) -> None:
+        for process in [p for p in self._processes if p not in self._busy][: len(self._waiting)]:
+            key = next(iter(self._waiting))
+            try:
+                process.send("trace", choices=self._waiting[key])
+            except AutockptError as error:
+                self._failed(process, key, error)
+            else:
+                self._busy[process] = key
+                del self._waiting[key]
+
+    def _collect(self) -> None:
+        """Take what those that are ready have to say."""
+        try:
+            ready = wait([process.connection for process in self._busy])
+        except BaseException:  # interrupted: all are in the middle of something
+            self.close()
+            raise
+        for process in [p for p in self._busy if p.connection in ready]:
+            key = self._busy.pop(process)
+            try:
+                self._done[key] = process.receive()
+            except AutockptError as error:
+                self._failed(process, key, error)
+
+    def _failed(self, process: GhostProcess, key: _Key, error: AutockptError) -> None:
+        if process.connection.closed and process is not self._processes[0]:
+            self._processes.remove(process)
+            process.close()
+        else:
+            self._waiting.pop(key, None)
+            self._done[key] = error
