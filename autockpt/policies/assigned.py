@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
+from autockpt.policies.compared import layout_of
 from autockpt.policies.rerun_state.tensors import place_of
 
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
@@ -46,7 +47,7 @@ class Assignments(TorchFunctionMode):
     def _note(self, tensor: torch.Tensor) -> None:
         """``tensor`` lies over what autograd saves: the op's result, or what the op was given."""
         for given in self._given:
-            if place_of(given) and _layout(given) == _layout(tensor):
+            if (place := place_of(given)) and place == place_of(tensor) and layout_of(given) == layout_of(tensor):
                 self._saved[id(given)] = weakref.ref(given)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +64,3 @@ class Assignments(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self._given = before
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return place_of(tensor), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype

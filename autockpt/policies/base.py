@@ -19,6 +19,15 @@ L = TypeVar("L", bound="ForwardListener")
 class InPlaceError(ConflictError, RuntimeError):
     """A tensor that backward needs was changed in place. A RuntimeError too, as autograd's own error is."""
 
+    @classmethod
+    def of(cls, tensor: str, now: int, expected: int, remedy: str) -> InPlaceError:
+        """In autograd's own words. The version counter of ``tensor`` is at ``now``."""
+        return cls(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tensor} is at version {now}, expected {expected}",
+            remedy=remedy,
+        )
+
 
 class PlannedUnit(NamedTuple):
     """One unit of a plan on a live model."""

@@ -12,6 +12,7 @@ import torch
 from autockpt.policies.fingerprints import Form, quietly, stream_of
 
 Place = tuple[Any, ...]
+Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
 
 
 class Compared(NamedTuple):
@@ -77,9 +78,15 @@ def memory_of(tensor: torch.Tensor, form: Form) -> Place:
     return storage, tensor.storage_offset(), tuple(size), tensor.dtype, form.flipped, form.repeated
 
 
-def layout_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Any]:
+def layout_of(tensor: torch.Tensor) -> Layout:
     """All that says how a tensor lies in its memory."""
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def laid_out_on(storage: torch.UntypedStorage, device: torch.device, layout: Layout) -> torch.Tensor:
+    """The tensor that lies so in this memory."""
+    dtype, size, stride, offset = layout
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
 
 
 def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:

@@ -152,14 +152,11 @@ class Following(TorchFunctionMode):
         for tensor in leaves:
             form = step.holds.get(len(self._met))
             if form is not None and not self.lost:
-                self._hold(len(self._met), tensor, form)
+                if (geometry_of(tensor), tensor.dtype) == form:
+                    self._call.hold(len(self._met), tensor)
+                else:
+                    self.leave()
             self._met.append(weakref.ref(tensor))
-
-    def _hold(self, number: int, tensor: torch.Tensor, form: tuple[Geometry, torch.dtype]) -> None:
-        if (geometry_of(tensor), tensor.dtype) == form:
-            self._call.hold(number, tensor)
-        else:
-            self.leave()
 
     def pack(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
         """The hook for autograd's packing."""

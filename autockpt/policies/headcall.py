@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.compared import laid_out_on, layout_of
 from autockpt.policies.fingerprints import fingerprint, form_of
 from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state import under, user_modes
@@ -185,7 +186,7 @@ class MemoryWatch:
 
     def __init__(self, tensor: Tensor, *, set_now: bool) -> None:
         self._storage = tensor.untyped_storage()._cdata
-        self._layout = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._layout = layout_of(tensor)
         self._print: Tensor | None = None
         if set_now:
             self._print = fingerprint(tensor, form_of(tensor))
@@ -193,8 +194,7 @@ class MemoryWatch:
     def set_on(self, other: Tensor) -> None:
         """Set it now, where ``other`` lies in the same memory."""
         if self._print is None and other.untyped_storage()._cdata == self._storage:
-            dtype, *layout = self._layout
-            same = torch.empty(0, dtype=dtype, device=other.device).set_(other.untyped_storage(), *layout)
+            same = laid_out_on(other.untyped_storage(), other.device, self._layout)
             self._print = fingerprint(same, form_of(same))
 
     def check(self, tensor: Tensor, call: Rows) -> None:
@@ -280,7 +280,7 @@ class _Chunked(torch.autograd.Function):
         chunks, autocast = loss.chunks(len(hidden)), Autocast(hidden.device.type)
         with loss.call.running():
             for rows, entry in zip_longest(chunks, ctx.entries):
-                given = hidden[rows], target[rows], _rows_of(gradient, rows)
+                given = hidden[rows], target[rows], gradient[rows] if gradient.dim() else gradient
                 some, found = _of_chunk(loss, *given, trained, of_hidden, entry, autocast)
                 if of_hidden is not None and some is not None:
                     of_hidden[rows] = some
@@ -312,10 +312,6 @@ def _of_chunk(
         gradient = gradient.to(losses.dtype).expand_as(losses)
         found = list(torch.autograd.grad(losses, inputs, gradient, allow_unused=True))
     return (found.pop(0) if wanted is not None else None), found
-
-
-def _rows_of(gradient: Tensor, rows: slice) -> Tensor:
-    return gradient[rows] if gradient.dim() else gradient
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -107,9 +107,8 @@ class UnitCall:
         self._positions: list[int] = []
         self._slots: list[weakref.ref[Slot]] = []
         sentinel = replay.state.sentinel
-        self._watch = None
-        if sentinel is not None:
-            self._watch = sentinel.watch(replay.module, code=replay.state.memory.code)
+        code = replay.state.memory.code
+        self._watch = sentinel.watch(replay.module, code=code) if sentinel is not None else None
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         self._bind(find)

@@ -12,7 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.devices.base import Transport
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.compared import laid_out_on, layout_of
 from autockpt.policies.conflicts import refuse_late_written
 
 if TYPE_CHECKING:
@@ -139,13 +140,6 @@ class SavedStorage:
         return storage
 
 
-class _Layout(NamedTuple):
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any
-
-
 class Moved:
     """A saved tensor whose storage left the device. ``entry``: where a sentinel compares what comes back."""
 
@@ -153,41 +147,38 @@ class Moved:
 
     def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: WatchedTensor | None = None) -> None:
         self._storage, self._entry = storage, entry
-        self._layout = _Layout(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        self._layout = layout_of(tensor)
         self._probe, self._version = probe_of(tensor), tensor._version
         storage.add_user()
 
     def unpack(self) -> torch.Tensor:
         unit = self._storage.group.unit
         refuse_late_written(unit)
-        _check(self._probe, self._version, unit, self._layout.size)
-        dtype, size, stride, offset = self._layout
+        _check(self._probe, self._version, unit, self._layout[1])
         if self._entry is not None:
             self._entry.look_again()
         storage = self._storage.bytes_for_one_user()
-        tensor = torch.empty(0, dtype=dtype, device=self._probe.device).set_(storage, offset, size, stride)
+        tensor = laid_out_on(storage, self._probe.device, self._layout)
         if self._entry is not None:
             self._entry.handed(tensor)
         return tensor
 
 
 class Kept:
-    """A saved tensor that stays. Detached: a graph that holds its own output by way of Python is never freed."""
+    """A saved tensor that stays. Detached: a graph that holds its own output by way of Python is never freed.
 
-    __slots__ = ("_tensor", "_unit", "_version")
+    ``tensor`` shares memory and version counter with what was saved.
+    """
+
+    __slots__ = ("_unit", "_version", "tensor")
 
     def __init__(self, tensor: torch.Tensor, unit: str) -> None:
-        self._tensor, self._version, self._unit = tensor.detach(), tensor._version, unit
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The same memory without a graph; shares the version counter of what was saved."""
-        return self._tensor
+        self.tensor, self._version, self._unit = tensor.detach(), tensor._version, unit
 
     def unpack(self) -> torch.Tensor:
-        if self._tensor._version != self._version:  # nested tensors have no size to ask for
-            _check(self._tensor, self._version, self._unit, self._tensor.size())
-        return self._tensor
+        if self.tensor._version != self._version:  # nested tensors have no size to ask for
+            _check(self.tensor, self._version, self._unit, self.tensor.size())
+        return self.tensor
 
 
 class Watched:
@@ -204,9 +195,6 @@ class Watched:
         _check(self._probe, self._version, self._unit, self._size)
 
 
-_empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """Shares the tensor's version counter and none of its memory."""
     probe = tensor.detach()
@@ -214,23 +202,18 @@ def probe_of(tensor: torch.Tensor) -> torch.Tensor:
     return probe
 
 
+@functools.cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One for the whole process. No dispatch mode sees it made: a recorded step is the same whatever ran before it."""
-    key = (dtype, device)
-    if key not in _empties:
-        with _disable_current_modes():
-            _empties[key] = torch.empty(0, dtype=dtype, device=device)
-    return _empties[key]
+    with _disable_current_modes():
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def _check(probe: torch.Tensor, version: int, unit: str, size: torch.Size) -> None:
     """Raise InPlaceError as autograd itself would."""
     if probe._version != version:
-        raise InPlaceError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(size)} that {unit} saved is at version {probe._version}, expected {version}",
-            remedy="Replace the in-place operation after this unit by an out-of-place one.",
-        )
+        remedy = "Replace the in-place operation after this unit by an out-of-place one."
+        raise InPlaceError.of(f"{tuple(size)} that {unit} saved", probe._version, version, remedy)
 
 
 def unpack(packed: Moved | Kept) -> torch.Tensor:

@@ -30,6 +30,7 @@ from autockpt.policies.compared import (
     Compared,
     Place,
     distance_of,
+    laid_out_on,
     layout_of,
     left_unwritten,
     local_part,
@@ -406,9 +407,8 @@ class WatchedTensor:
         if (known := self._watch.known.get(self._place)) is not None and self._sketch is None:
             self._print = known
             return
-        dtype, size, stride, offset = self._layout
         with quietly(), torch._C.DisableTorchFunction():
-            tensor = torch.empty(0, dtype=dtype, device=self._form.device).set_(storage, offset, size, stride)
+            tensor = laid_out_on(storage, self._form.device, self._layout)
             if self._form.flipped[0]:
                 tensor = tensor.conj()
             if self._form.flipped[1]:

@@ -59,12 +59,9 @@ def unpack(slot: Slot) -> torch.Tensor:
     if value is None:
         raise differs(slot.maker.unit, "did not save a tensor again that it saved in forward")
     if value._version != slot.version:
-        raise InPlaceError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(value.size())} that {slot.maker.unit} saved is at version {value._version}, expected "
-            f"{slot.version}",
-            remedy="Replace the in-place operation inside this unit by an out-of-place one.",
-        )
+        tensor = f"{tuple(value.size())} that {slot.maker.unit} saved"
+        remedy = "Replace the in-place operation inside this unit by an out-of-place one."
+        raise InPlaceError.of(tensor, value._version, slot.version, remedy)
     if slot.entry is not None:
         slot.entry.handed(value)
     return value

@@ -98,7 +98,9 @@ class Origin:
         """What is held, or was made again and is still there. Raises InPlaceError where that was changed in place."""
         if self.held is not None:
             if self.held._version != self.version:
-                raise _changed(unit, self.held, self.version)
+                tensor = f"{tuple(self.held.size())} that {unit} makes others from"
+                remedy = "Change it after backward: an optimizer step before the last backward of a graph does this."
+                raise InPlaceError.of(tensor, self.held._version, self.version, remedy)
             if self.held.untyped_storage().nbytes() < self.nbytes:
                 raise differs(unit, "cannot make tensors again from memory that was given back since (sharded weights)")
             return self.held
@@ -269,12 +271,3 @@ def _as_below_autograd(unit: str) -> Iterator[None]:
     enabled as whenever a unit runs again."""
     with torch.enable_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction(), running_again(unit):
         yield
-
-
-def _changed(unit: str, tensor: torch.Tensor, version: int) -> InPlaceError:
-    return InPlaceError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-        f"of shape {tuple(tensor.size())} that {unit} makes others from is at version {tensor._version}, expected "
-        f"{version}",
-        remedy="Change it after backward: an optimizer step before the last backward of a graph does this.",
-    )
