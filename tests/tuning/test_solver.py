@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from autockpt.tuning.proposers.solver import COPY_PRICES, hidden_copies, neutral
+from types import SimpleNamespace
+from typing import Any
+
+from autockpt.schema import Measurement, Prediction
+from autockpt.tuning.proposers.solver import COPY_PRICES, SolverProposer, hidden_copies, neutral
 from autockpt.tuning.trials import Parameters
 from search_spaces.spaces import load_space
+from tests.reporting.samples import trial
 
 
 def test_the_price_of_copies_is_the_one_whose_plan_should_be_fastest() -> None:
@@ -34,3 +39,14 @@ def test_where_the_profile_is_right_nothing_is_added() -> None:
     assert hidden_copies(plain, space, 0.8, lambda parameters: float("inf")) == []
     without = space.restricted(("recompute",))
     assert hidden_copies(neutral(without, 0.0), without, 0.8, lambda parameters: 0.0) == []
+
+
+def test_the_simulated_allocator_is_kept_to_the_budget_less_what_ghost_runs_missed() -> None:
+    """Kept to all of it, plans of just the budget seemed to fit, and ran out of memory."""
+    kept: list[int] = []
+    seen = trial(0, predicted=Prediction(peak_bytes=124), measured=Measurement(peak_bytes=126, step_seconds=1.0))
+    proposer: Any = SimpleNamespace(
+        _most=116, trials=SimpleNamespace(scored=[seen]), profiled=SimpleNamespace(keep_within=kept.append)
+    )
+    SolverProposer.learn_budget(proposer)
+    assert kept == [114]
