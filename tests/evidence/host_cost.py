@@ -34,7 +34,9 @@ from autockpt.schema.choices import from_label, label
 
 LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 3, "torch.utils.checkpoint by hand"
 CHOICES = [
-    *choice_kinds("block"),
+    *(
+        kind for kind in choice_kinds("block") if kind != "compile_budget"
+    ),  # which saves everything outside compiled code
     '{"kind": "selective", "keep": ["mlp.up_proj"]}',
     '{"kind": "selective", "keep": ["fused_attention", "mlp.gate_proj", "mlp.up_proj"]}',
 ]

@@ -108,8 +108,9 @@ def _released(data: Mapping[str, Any]) -> Claim:
                     max(worst, abs(row[when] - row[f"{when}, ghost"]) / max(row["peak, ghost"], 1)),
                     count + 1,
                 )
-    detail = f"largest difference {worst:.2%} of the peak, over {count} readings"
-    return Claim(text, _verdict(worst <= PEAK if count else None), detail)
+    if not count:
+        return Claim(text, "undecided", "not measured")
+    return Claim(text, _verdict(worst <= PEAK), f"largest difference {worst:.2%} of the peak, over {count} readings")
 
 
 def _host_cost(data: Mapping[str, Any], attention: Mapping[str, Any]) -> Claim:
