@@ -19,7 +19,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
-from autockpt.policies.rerun_state import Memory, NumpyUse, Surroundings, UnitState, UnitStructure, user_modes
+from autockpt.policies.rerun_state import Memory, Surroundings, UnitState, UnitStructure, user_modes
 from autockpt.policies.slots import as_it_is
 
 _current = threading.local()
@@ -44,7 +44,7 @@ def running_again(unit: str) -> Iterator[None]:
 
 
 class ReplayState(Attachment):
-    """A unit's attachment, with what its calls taught about its state and its use of NumPy's random state."""
+    """A unit's attachment, with what its calls taught about its state."""
 
     has_sentinel: ClassVar[bool] = True
 
@@ -55,7 +55,6 @@ class ReplayState(Attachment):
 
     def _learn_anew(self) -> None:
         self.memory = Memory(self.unit)
-        self.numpy_use = NumpyUse()
         self._cache_parameters: list[tuple[dict[str, Any], str]] | None = None
         self._cache_views: list[tuple[dict[str, Any], str]] | None = None
 
@@ -111,7 +110,7 @@ class Replay:
         except RuntimeError as error:
             refuse_inference(error, state.unit)
             raise
-        self.surroundings = Surroundings(state.unit, state.numpy_use)
+        self.surroundings = Surroundings(state.memory)
         # dispatch modes that list or count ops are to see those of the second run, too
         modes = [mode for mode in user_modes() if isinstance(mode, TorchFunctionMode)]
         self.reached = UnitState(state.memory, module, [*objects, *modes], self.tensors)

@@ -4,13 +4,12 @@ from autockpt.policies.rerun_state.conditions import Conditions, random_states_k
 from autockpt.policies.rerun_state.reach import Code, code_known, code_of
 from autockpt.policies.rerun_state.state import Memory, UnitState, Watch
 from autockpt.policies.rerun_state.structure import UnitStructure
-from autockpt.policies.rerun_state.surroundings import NumpyUse, Surroundings
+from autockpt.policies.rerun_state.surroundings import Surroundings
 
 __all__ = [
     "Code",
     "Conditions",
     "Memory",
-    "NumpyUse",
     "Surroundings",
     "UnitState",
     "UnitStructure",

@@ -65,6 +65,7 @@ class Memory:
         self.restless: Counter[str] = Counter()
         self.calls = {True: 0, False: 0}  # by the unit's `training`
         self.code = Code()
+        self.uses_numpy: bool | None = None  # reading NumPy's random state is costly, so a first call decides
         self._cache_quiet: Quiet | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,11 +10,14 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autockpt.errors import ConflictError
+
+if TYPE_CHECKING:
+    from autockpt.policies.rerun_state.state import Memory
 
 _SWITCHES = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -27,21 +30,15 @@ _SWITCHES = (
 )
 
 
-class NumpyUse:
-    """Whether a unit draws from NumPy's random state. Reading that is costly, so a first call decides."""
-
-    known: bool | None = None
-
-
 class Surroundings:
     """A Watch. After the forward what it did not use is dropped."""
 
-    def __init__(self, unit: str, numpy_use: NumpyUse) -> None:
+    def __init__(self, memory: Memory) -> None:
         numpy = sys.modules.get("numpy")
-        self._unit, self._numpy_use, self._unread = unit, numpy_use, False
+        self._memory, self._unread = memory, False
         self._python: tuple[Any, ...] | None = python_state()
         self._numpy_words = numpy_words() if numpy is not None else b""
-        self._numpy: Any = numpy.random.get_state() if numpy is not None and numpy_use.known is not False else None
+        self._numpy: Any = numpy.random.get_state() if numpy is not None and memory.uses_numpy is not False else None
         self._switches = _switches()
         self._context = contextvars.copy_context()
 
@@ -51,11 +48,11 @@ class Surroundings:
         if self._numpy is not None:
             now = sys.modules["numpy"].random.get_state()
             used = now[2] != self._numpy[2] or bool((now[1] != self._numpy[1]).any()) or now[3:] != self._numpy[3:]
-            self._numpy_use.known = used or bool(self._numpy_use.known)
+            self._memory.uses_numpy = used or bool(self._memory.uses_numpy)
             if not used:
                 self._numpy = None
         elif self._numpy_words and self._numpy_words != numpy_words():
-            self._numpy_use.known = self._unread = True
+            self._memory.uses_numpy = self._unread = True
         self._numpy_words = b""
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -70,8 +67,8 @@ class Surroundings:
         """
         if self._unread:
             raise ConflictError(
-                f"{self._unit} drew random numbers from NumPy for the first time, after steps without, so this once "
-                "its forward cannot run again as it did",
+                f"{self._memory.unit} drew random numbers from NumPy for the first time, after steps without, so this "
+                "once its forward cannot run again as it did",
                 remedy="Run the step again: from now on NumPy's random state is kept for it.",
             )
         python = python_state() if self._python is not None else None
