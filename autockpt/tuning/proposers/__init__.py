@@ -9,9 +9,10 @@ from contextlib import suppress
 
 def _import_optuna() -> None:
     """And its optimizer of acquisition functions, which it would import when a Gaussian process first proposes."""
-    for name in ("optuna", "optuna._gp.batched_lbfgsb"):
-        with suppress(ImportError):  # whoever needs it says what is missing
-            importlib.import_module(name)
+    with suppress(ImportError):  # whoever needs it says what is missing
+        optuna = importlib.import_module("optuna")
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # it warns of packages that nobody needs
+        importlib.import_module("optuna._gp.batched_lbfgsb")
 
 
 # Optuna keeps the exceptions of optional imports that failed, and they the frames of everybody who was calling: a model

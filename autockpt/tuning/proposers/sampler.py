@@ -45,7 +45,6 @@ class Study:
         storage: str | None,
         seed: int,
     ) -> None:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
         self.distributions = _distributions(encoding, knobs, menus)
         self._queue: deque[Mapping[str, Any]] = deque()
