@@ -42,7 +42,7 @@ class Crew:
             self._hand_out()  # those that are there work meanwhile
             try:
                 self._processes.append(self._start())
-            except (AutockptError, NotForkable):
+            except (AutockptError, NotForkable, OSError):
                 break
         if len(self._processes) == 1:
             self._waiting.clear()
