@@ -109,8 +109,10 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
                 watched=watched,
             )
         )
-    fields = ("id", "bytes", "birth", "death", "kind", "unit")
-    storages = tuple(_bare(Storage, **dict(zip(fields, values, strict=True))) for values in raw.storages)
+    storages = tuple(
+        _bare(Storage, id=sid, bytes=nbytes, birth=birth, death=death, kind=kind, unit=unit)
+        for sid, nbytes, birth, death, kind, unit in raw.storages
+    )
     fields = ("direction", "bytes", "issued", "awaited", "unit", "tier", "released")
     copies = tuple(_bare(Copy, **dict(zip(fields, values, strict=True))) for values in raw.copies)
     return Graph.model_construct(
