@@ -20,7 +20,7 @@ from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.sentinels import CheckedCall
 from autockpt.policies.tape import Maker, Origin, Read, RemadeSlot, RerunOp
-from autockpt.policies.watching import passes_by, refuse_conditional, refuse_watching
+from autockpt.policies.watching import passes_by, refuse_conditional, refuse_mapping, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
@@ -275,6 +275,7 @@ class _Taping(TorchDispatchMode):
         super().__init__()
         self._tape = tape
         self.conditional: list[torch.Tensor] = []  # what torch.cond gave, no tuple
+        self.maps = False  # a function that returns no tuple
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -287,6 +288,8 @@ class _Taping(TorchDispatchMode):
             out = func(*args, **kwargs)
             if func is torch.ops.higher_order.cond and isinstance(out, torch.Tensor):
                 self.conditional.append(out)
+            elif func is torch.ops.higher_order.map_impl and isinstance(out, torch.Tensor):
+                self.maps = True
             return out
         if not self._tape.within:
             self._tape.astray = True
@@ -354,8 +357,13 @@ def running(tape: Tape) -> Iterator[None]:
         return
     tape.running = True
     try:
-        with _Taping(tape) as taping:
-            yield
+        taping = _Taping(tape)
+        try:
+            with taping:
+                yield
+        finally:
+            if taping.maps:
+                refuse_mapping(tape.unit)
         refuse_conditional(taping.conditional, tape.unit)
     finally:
         tape.running = False

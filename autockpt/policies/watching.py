@@ -43,6 +43,15 @@ def refuse_conditional(given: list[torch.Tensor], unit: str) -> None:
         )
 
 
+def refuse_mapping(unit: str) -> None:
+    """Raise ConflictError for torch's ``map`` of a function that returns a tensor: under a dispatch mode torch does not
+    compile it first, and hands out a tuple of one in its place."""
+    raise ConflictError(
+        f"watching the ops within {unit} would make torch's map return a tuple in place of a tensor",
+        remedy=f"Let its function return a tuple, or use recompute, selective or save on {unit}.",
+    )
+
+
 def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
     """Raise ConflictError where this call of one of ``CHANGED_BY_WATCHING`` would give something else."""
     if func in _OF_COMPLEX and args[0].is_complex():

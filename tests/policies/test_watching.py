@@ -96,3 +96,18 @@ def test_torch_cond(returned, choice):
     else:
         plain = gradients(conditional, parse_choice("save"), False)
         assert_equal(gradients(conditional, choice, False), plain)
+
+
+@pytest.mark.usefixtures("compiler_reset")
+def test_torch_map_of_a_function_that_returns_a_tensor_is_refused_where_it_would_be_a_tuple():
+    from torch._higher_order_ops.map import map as mapped
+
+    def rows(returned: type) -> Callable[[Tensor], Tensor]:
+        if returned is tuple:
+            return lambda x: mapped(lambda row: (row.sin(),), x)[0]
+        return lambda x: mapped(lambda row: row.sin(), x)
+
+    remake = parse_choice("remake")
+    assert_equal(gradients(rows(tuple), remake, False), gradients(rows(tuple), parse_choice("save"), False))
+    with pytest.raises(ConflictError, match="make torch's map return a tuple"):
+        gradients(rows(Tensor), remake, False)
