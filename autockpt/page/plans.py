@@ -12,7 +12,7 @@ from autockpt.history.trials import measurements
 from autockpt.schema import SAVE, Choice, Graph, Prediction, Profile, Trial, plan_hash
 from autockpt.schema.outlook import GhostAnswer
 from autockpt.schema.words import USELESS_NOISE
-from autockpt.tuning.outlook import Foreseen, OtherBudgets
+from autockpt.tuning.outlook import ForeseenPlan, OtherBudgets
 
 MEASURED, SIMULATED, GHOST, PREDICTED = "measured", "simulated", "ghost run", "predicted"
 SAID = {
@@ -155,7 +155,7 @@ def _predictions(
     return points, max(errors, default=missed_bytes), missed_seconds
 
 
-def _moved(plan: Foreseen, known: Sequence[tuple[Foreseen, Prediction]], model: OtherBudgets) -> int:
+def _moved(plan: ForeseenPlan, known: Sequence[tuple[ForeseenPlan, Prediction]], model: OtherBudgets) -> int:
     """Bytes by which ghost runs of plans with the same output head, near this one, were off the model."""
     same = [pair for pair in known if model.head_of(pair[0]) == model.head_of(plan)]
     if not same:

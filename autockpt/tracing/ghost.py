@@ -14,7 +14,7 @@ from autockpt.errors import GhostError
 from autockpt.tracing.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
-from autockpt.tracing.recorder import Call, Recorder
+from autockpt.tracing.recorder import KindOfCall, Recorder
 from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes, leaves
 from autockpt.tracing.storages import StorageLog
 from autockpt.tracing.triton_launches import no_launches
@@ -116,7 +116,9 @@ class GhostMode(Recorder):
         limit = _REAL_FLOAT_BYTES if number else self._real_bytes(tensor.dtype, tensor.dim())
         return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= limit
 
-    def _run(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    def _run(
+        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
         operator = call.operator
         if self._on_op is not None:
             self._on_op(operator)
@@ -148,7 +150,7 @@ class GhostMode(Recorder):
         return False
 
     def _makes_small(
-        self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> bool:
         """Whether an op on real tensors is small enough on both sides to run for real, and worth it."""
         if not self._values_matter:
@@ -165,7 +167,7 @@ class GhostMode(Recorder):
             return _REAL_TOKEN_BYTES
         return _REAL_FLOAT_BYTES if self.building and number else _REAL_BYTES
 
-    def _outcome(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    def _outcome(self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """What the call gives, inferred once per signature, or per call where values decide."""
         masks = call.operator.base == "index" and _has_mask(args[1])
         if call.outcome is None or masks or call.operator.base in DEPENDS_ON_VALUES:
@@ -186,7 +188,7 @@ class GhostMode(Recorder):
         return found
 
     def _pretend(
-        self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
         operator = call.operator
         if operator.base == "_local_scalar_dense":

@@ -33,14 +33,16 @@ from autockpt.errors import AutockptError, GhostError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.cuda_kernels import Capability
-from autockpt.tracing.run import GhostRun, RecordedRun, Run
+from autockpt.tracing.run import GhostRun, RecordedRun, TracedRun
 from autockpt.workload.configs import quiet
 from autockpt.workload.failures import summary
 
 ALIVE, READY, DONE, FAILED = "alive", "ready", "done", "failed"
 
 
-def serve(connection: Connection, note: Note, source: Source, threads: int, prepare: Callable[[Run], None]) -> None:
+def serve(
+    connection: Connection, note: Note, source: Source, threads: int, prepare: Callable[[TracedRun], None]
+) -> None:
     """Answer requests until the connection ends. Returns to its caller, which must end the process.
 
     ``source`` says whether steps are ghost-run or recorded, ``threads`` is the parent's number; ``prepare`` builds or
@@ -73,7 +75,7 @@ def main(socket: int, note: int, log: int) -> None:
     os._exit(0)
 
 
-def _run(source: Source, threads: int, note: Note) -> Run:
+def _run(source: Source, threads: int, note: Note) -> TracedRun:
     if source == "recorded":
         return RecordedRun(torch.device("cpu"))
     return GhostRun(threads=threads, on_op=lambda operator: note.op(operator.note), on_enter=note.place)
@@ -102,7 +104,7 @@ def _check_autograd() -> None:
         torch.ones(1, requires_grad=True).sum().backward()
 
 
-def _prepared(run: Run, prepare: Callable[[Run], None], known: set[str]) -> tuple[Any, ...]:
+def _prepared(run: TracedRun, prepare: Callable[[TracedRun], None], known: set[str]) -> tuple[Any, ...]:
     prepare(run)
     gc.collect()
     gc.freeze()  # what is there now stays: collections before each trace only look at what is new
@@ -206,7 +208,7 @@ class GhostProcess:
             raise
 
     @classmethod
-    def fork(cls, source: Source, prepare: Callable[[Run], None]) -> GhostProcess:
+    def fork(cls, source: Source, prepare: Callable[[TracedRun], None]) -> GhostProcess:
         """A copy of this process in which ``prepare`` sets up the run. Raises NotForkable."""
         if not can_fork():
             raise NotForkable("an accelerator is in use")

@@ -17,7 +17,7 @@ from autockpt.tracing.location import BACKWARD, FORWARD, Location
 from autockpt.tracing.operators import Operator, Operators, count_flops, flat_tensors
 from autockpt.tracing.quantised_kernels import notes_on_quantised
 from autockpt.tracing.saved import SavedTensors
-from autockpt.tracing.scratch import GIVEN_UP, Trials, is_measured
+from autockpt.tracing.scratch import GIVEN_UP, WorkspaceTrials, is_measured
 from autockpt.tracing.shapes import Outcome
 from autockpt.tracing.signature import dtype_name, plain_signature, signature
 from autockpt.tracing.storages import StorageLog
@@ -76,7 +76,7 @@ class TensorRecord(NamedTuple):
 class OpRecord(NamedTuple):
     """One recorded op; ``call`` says what it was, numbers refer to the location's and the storage log's lists."""
 
-    call: Call
+    call: KindOfCall
     phase: int
     module: int
     inputs: tuple[int, ...]
@@ -97,7 +97,7 @@ class CopyRecord:
         self.released: int | None = None
 
 
-class Call:
+class KindOfCall:
     """Everything that all calls of one signature share. ``outcome`` is inferred when first needed."""
 
     __slots__ = ("flops", "operator", "outcome", "text", "trial", "workspace")
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
         self.engine = engine or EngineAdds(_sole_counts())
         self.fused = FusedAdds()
         self.notes: dict[str, None] = {}
-        self._trials = Trials()
+        self._trials = WorkspaceTrials()
         self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...], str]] = {}
         self._watchers = 0  # other dispatch modes that see what runs now
         self.restart()
@@ -294,7 +294,9 @@ class Recorder(TorchDispatchMode):
             self.gradients.update(inputs)
         return result
 
-    def _run(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    def _run(
+        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
         """The op's result."""
         raise NotImplementedError
 
@@ -308,17 +310,19 @@ class Recorder(TorchDispatchMode):
         return self.fused.in_place(args, kwargs, storage)
 
     def _run_in_place(
-        self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Tensor:
         """Run an op in the memory of its first argument for a caller that expects a new tensor object."""
         self._run(call, func, args, kwargs, tensors)
         return args[0].detach()
 
-    def _call(self, operator: Operator, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _call(
+        self, operator: Operator, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> KindOfCall:
         calls = operator.calls
         call = calls.get(key)
         if call is None:
-            call = calls[key] = Call(operator, signature(func, args, kwargs))
+            call = calls[key] = KindOfCall(operator, signature(func, args, kwargs))
             if self.on_cpu:
                 call.workspace = workspace_bytes(operator, args, kwargs, self.threads)
                 if is_measured(operator, flat_tensors(args)):
@@ -368,7 +372,9 @@ class RealRecorder(Recorder):
         self.on_cpu = device.type == "cpu"
         self.threads = torch.get_num_threads()
 
-    def _run(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    def _run(
+        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
         result = func(*args, **kwargs)
         if call.operator.flops is not None and not call.flops:
             call.flops = count_flops(call.operator, args, kwargs, result)

@@ -55,7 +55,7 @@ OnOp = Callable[[Operator], None] | None
 OnEnter = Callable[[str], None] | None
 
 
-class Run:
+class TracedRun:
     """A workload that is cycled under a recorder. ``units`` are known from the first cycle on."""
 
     source: Source
@@ -168,7 +168,7 @@ class Run:
             raise failure
 
 
-class GhostRun(Run):
+class GhostRun(TracedRun):
     """A workload of ghosts: no memory, no arithmetic.
 
     ``writable``: for a process that must survive a kernel that slips through; ``trace`` then checks that none did.
@@ -268,7 +268,7 @@ class GhostRun(Run):
             )
 
 
-class RecordedRun(Run):
+class RecordedRun(TracedRun):
     """A workload whose steps are real: its weights, optimizer states and random state move on with every cycle."""
 
     source = "recorded"

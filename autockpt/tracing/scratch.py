@@ -47,7 +47,7 @@ class _Call(Protocol):
     workspace: int
 
 
-class Trials:
+class WorkspaceTrials:
     """Calls whose workspace is to be measured; ``given_up``: those that keep what the rules say."""
 
     def __init__(self) -> None:

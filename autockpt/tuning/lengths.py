@@ -42,7 +42,7 @@ SearchAt = Callable[[int, int], Plan]
 
 
 @dataclass
-class Foreseen:
+class ForeseenLengths:
     """What is known of steps at all lengths: plain step seconds, and what the plan for a length adds to them.
 
     ``plans`` are by padded length. Seconds are measured where steps were, else simulated.
@@ -95,7 +95,7 @@ class Histogram:
     """Shares of batches by padded length, and what steps take at these."""
 
     shares: Mapping[int, float]
-    foreseen: Foreseen
+    foreseen: ForeseenLengths
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -145,7 +145,7 @@ def search_lengths(
     bounded as well as its tokens. Raises InfeasibleError where the longest fits no plan, UsageError where batches have
     no rows, and what ``at`` raises.
     """
-    foreseen, longest = Foreseen(), lengths.longest
+    foreseen, longest = ForeseenLengths(), lengths.longest
 
     def look(length: int, candidates: int) -> None:
         listener.note(f"batches padded to {length:,} tokens: up to {candidates} candidates")

@@ -27,7 +27,7 @@ KEPT = 64  # ghost runs on record, the latest
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class ForeseenPlan:
     """A plan by the solver's model alone: bytes with the device's context, and seconds at fitted prices."""
 
     choices: dict[str, Choice]
@@ -83,15 +83,15 @@ class OtherBudgets:
         plain = self.problem()
         return self.prices.predict(plain, choices) if priced(plain, choices) else None
 
-    def head_of(self, plan: Foreseen) -> Choice:
+    def head_of(self, plan: ForeseenPlan) -> Choice:
         """What a plan does with the output head."""
         return plan.choices.get(self.head.name, SAVE) if self.head is not None else SAVE
 
-    def walk(self) -> list[Foreseen]:
+    def walk(self) -> list[ForeseenPlan]:
         """The fastest plans by the model from saving everything downwards, each at the bytes that it needs."""
         plain, prices = self.problem(), self.prices
         fitted = self.problem(prices.scale)
-        found: list[Foreseen] = []
+        found: list[ForeseenPlan] = []
         began = time.monotonic()
         most = self.profile.save_all_peak_bytes
         least = min([self.profile.leanest_peak_bytes, *(t.predicted.peak_bytes for t in self.trials if t.predicted)])
@@ -104,7 +104,7 @@ class OtherBudgets:
             peak = peak_of(plain, answer.choices) + self.offset
             head = self.head.name if self.head is not None else None
             choices = {n: c for n, c in answer.choices.items() if n != head or c != SAVE}
-            found.append(Foreseen(choices, peak, prices.predict(plain, answer.choices)))
+            found.append(ForeseenPlan(choices, peak, prices.predict(plain, answer.choices)))
             budget = min(peak - 1, budget - grain)
         return found
 
@@ -152,7 +152,7 @@ def ghost_runs(profiled: CostModel) -> tuple[GhostAnswer, ...]:
     return tuple(GhostAnswer(choices=choices, predicted=p) for choices, p in profiled.predictor.ghost_runs)
 
 
-def _spread(walked: Sequence[Foreseen], budget: int) -> Iterator[Foreseen]:
+def _spread(walked: Sequence[ForeseenPlan], budget: int) -> Iterator[ForeseenPlan]:
     """The plans for the next larger and the next smaller budget first, then ever closer ones over the whole range."""
     order = sorted(walked, key=lambda f: f.peak)
     above = next((i for i, f in enumerate(order) if f.peak > budget), len(order))

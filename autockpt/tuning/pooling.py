@@ -20,7 +20,7 @@ FORESIGHT, GUESSES = 0.007, 4
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class ForeseenTimes:
     """Step seconds that are expected of trials, by number, and what they are off by: one standard deviation, a share.
 
     Only their ratios count.
@@ -46,7 +46,7 @@ class Foreseen:
         return weighed
 
 
-def foreseen(problem: Problem, trials: Sequence[Trial]) -> Foreseen:
+def foreseen(problem: Problem, trials: Sequence[Trial]) -> ForeseenTimes:
     """What is expected of measured trials, by all of them. ``problem`` must carry unscaled prices.
 
     A simulated step stands as it is, but for the fitted prices' difference from the profile's.
@@ -64,4 +64,4 @@ def foreseen(problem: Problem, trials: Sequence[Trial]) -> Foreseen:
     misses = [math.log(t.score_seconds / seconds[t.number]) for t in scored]
     middle = statistics.median(misses) if misses else 0.0
     beyond = sum(max(0.0, (miss - middle) ** 2 - noise_of(t) ** 2) for miss, t in zip(misses, scored, strict=True))
-    return Foreseen(seconds, math.sqrt((GUESSES * FORESIGHT**2 + beyond) / (GUESSES + len(misses))))
+    return ForeseenTimes(seconds, math.sqrt((GUESSES * FORESIGHT**2 + beyond) / (GUESSES + len(misses))))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autockpt.schema.graph import Graph
 from autockpt.tracing import Tracer
 from autockpt.tracing.operators import Operator
-from autockpt.tracing.scratch import Trials, is_measured, measured_bytes
+from autockpt.tracing.scratch import WorkspaceTrials, is_measured, measured_bytes
 from autockpt.tracing.signature import plain_signature
 from autockpt.workload import Step
 from tests.tracing.reference import Real
@@ -76,7 +76,7 @@ def test_what_cannot_be_called_keeps_its_rule() -> None:
 
 def test_large_ops_are_given_up_however_fast_the_machine() -> None:
     small = plain_signature(*depthwise())
-    trials = Trials()
+    trials = WorkspaceTrials()
     product = "aten.mm.default(bf16[64,64], bf16[64,64])"
     wanted = [Call(small), Call(product, flops=10**12), Call("aten.mm.default(bf16[40000,40000], bf16[40000,1])")]
     for call in wanted:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, Prediction, Trial
-from autockpt.tuning.pooling import FORESIGHT, Foreseen, foreseen
+from autockpt.tuning.pooling import FORESIGHT, ForeseenTimes, foreseen
 from tests.tuning.test_refit import plan, problem
 from tests.tuning.test_refit import trial as measured_trial
 
@@ -44,12 +44,12 @@ def test_the_lucky_one_of_a_noisy_device_is_seldom_named() -> None:
 
 
 def test_exact_steps_stand_against_any_expectation() -> None:
-    lies = Foreseen({1: 1.0, 2: 2.0}, FORESIGHT)
+    lies = ForeseenTimes({1: 1.0, 2: 2.0}, FORESIGHT)
     assert lies.weigh({1: 1.5, 2: 1.4}, {1: 0.0, 2: 0.0}) == pytest.approx({1: 1.5, 2: 1.4})
 
 
 def test_a_plan_of_which_nothing_is_expected_keeps_what_was_measured() -> None:
-    expected = Foreseen({1: 1.0, 2: 1.1}, 0.01)
+    expected = ForeseenTimes({1: 1.0, 2: 1.1}, 0.01)
     assert expected.weigh({7: 0.9}, {7: 0.1}) == {7: 0.9}
     weighed = expected.weigh({1: 1.0, 2: 1.0, 7: 0.9}, dict.fromkeys((1, 2, 7), 0.02))
     assert weighed[7] == 0.9 and weighed[1] < weighed[2]
@@ -80,7 +80,7 @@ def test_predictions_that_miss_by_more_than_noise_count_for_less() -> None:
 )
 def test_weighed_seconds_lie_between_both(times: dict[int, tuple[float, float]], error: float, noise: float) -> None:
     measured = {n: m for n, (m, _) in times.items()}
-    expected = Foreseen({n: e for n, (_, e) in times.items()}, error)
+    expected = ForeseenTimes({n: e for n, (_, e) in times.items()}, error)
     weighed = expected.weigh(measured, dict.fromkeys(measured, noise))
     level = statistics.median([m / e for m, e in times.values()])
     if len(times) % 2:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from autockpt.schema import PlanStatus, Prediction, Trial
 from autockpt.tuning.finals import MOST_ROUNDS
-from autockpt.tuning.pooling import Foreseen
+from autockpt.tuning.pooling import ForeseenTimes
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 MOST_REPEATS = 12
 STEPS, COMPILING = "measured steps", "compiling"
 """What a search's real steps took, and what compiling them did."""
 
-Foresee = Callable[[Sequence[Trial]], Foreseen]
+Foresee = Callable[[Sequence[Trial]], ForeseenTimes]
 
 
 @dataclass(kw_only=True)
