@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from autockpt.measuring import conditions
+from autockpt.tracing import crew
 from tests.accelerator import accelerator  # noqa: F401  a fixture
 from tests.device import ON_CUDA
 
@@ -39,6 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=campaigns)
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
 
+
+# Tests run side by side already: further ghost processes would only cost the time of starting them.
+crew.WORTH = float("inf")
 
 # Tests make many objects and few cycles: the collector would look through them for a twentieth of their time.
 gc.set_threshold(1_000_000)

@@ -70,7 +70,8 @@ def test_a_further_process_that_dies_is_done_without(pair) -> None:
         several.trace({})
 
 
-def test_what_is_not_worth_a_process_is_not_begun() -> None:
+def test_what_is_not_worth_a_process_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "WORTH", 10.0)
     with Tracer.from_spec(SPEC) as tracer:
         tracer.trace({})
         tracer.ahead(plans(tracer)[:2])
