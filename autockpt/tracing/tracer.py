@@ -1,4 +1,4 @@
-"""Traces on request: one persistent child process per workload; ``autockpt.trace`` does it in one call."""
+"""Traces on request, in child processes that live as long as the tracer; ``autockpt.trace`` does it in one call."""
 
 from __future__ import annotations
 
