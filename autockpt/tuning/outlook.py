@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -133,17 +134,20 @@ def look_around(
     predictor, budget, until = profiled.predictor, found.budget.bytes, clock.elapsed * (1 + SHARE)
     runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
     runs |= {plan_hash(run.choices): run for run in ghost_runs(profiled)}
-    chunked = _in_chunks(profiled, found.best, head)
-    best, trials = found.best.plan_hash, found.trials
-    model = OtherBudgets.of(trials, profiled.profile, profiled.base, best, profiled.host_budget)
-    new = 0
-    for foreseen in _spread(model.walk() if model is not None else [], budget):
-        if (key := plan_hash(foreseen.choices)) in runs:
-            continue
+    best, trials = found.best, found.trials
+    model = OtherBudgets.of(trials, profiled.profile, profiled.base, best.plan_hash, profiled.host_budget)
+    walked = [foreseen.choices for foreseen in _spread(model.walk() if model is not None else [], budget)]
+    others = {key: choices for choices in walked if (key := plan_hash(choices)) not in runs}
+    in_chunks = _in_chunks(profiled, best, head)
+    predictor.ahead([*([in_chunks] if in_chunks else []), *[*others.values()][:FEWEST]])
+    chunked = None
+    if in_chunks is not None:
+        with suppress(AutockptError):
+            chunked = predictor.elsewhere(in_chunks).peak_bytes
+    for new, (key, choices) in enumerate(others.items()):
         if new >= MOST or (new >= FEWEST and clock.elapsed > until):
             break
-        runs[key] = GhostAnswer(choices=foreseen.choices, predicted=predictor.elsewhere(foreseen.choices))
-        new += 1
+        runs[key] = GhostAnswer(choices=choices, predicted=predictor.elsewhere(choices))
     return Outlook(plans=tuple(runs.values())[-KEPT:], chunked_peak_bytes=chunked)
 
 
@@ -165,17 +169,12 @@ def _spread(walked: Sequence[ForeseenPlan], budget: int) -> Iterator[ForeseenPla
     yield from (order[i] for i in dict.fromkeys([*first, *rest]))
 
 
-def _in_chunks(profiled: CostModel, best: Trial, head: Unit | None) -> int | None:
-    """Peak bytes of the same plan with head and loss in chunks; None where that was allowed, or cannot be.
+def _in_chunks(profiled: CostModel, best: Trial, head: Unit | None) -> dict[str, Choice] | None:
+    """The same plan with head and loss in chunks; None where that was allowed, or there is no head.
 
     Its seconds are not known: nobody has timed the ops of chunks.
     """
-    if head is None:
+    own = [menu for menu in profiled.profile.menus if head is not None and menu.representative == head.name]
+    if head is None or any(isinstance(item.choice, ChunkedLoss) for menu in own for item in menu.items):
         return None
-    own = [menu for menu in profiled.profile.menus if menu.representative == head.name]
-    if any(isinstance(item.choice, ChunkedLoss) for menu in own for item in menu.items):
-        return None
-    try:
-        return profiled.predictor.elsewhere({**best.choices, head.name: ChunkedLoss(tokens=CHUNKS[1])}).peak_bytes
-    except AutockptError:
-        return None
+    return {**best.choices, head.name: ChunkedLoss(tokens=CHUNKS[1])}
