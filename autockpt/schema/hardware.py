@@ -226,11 +226,6 @@ class Hardware(Data):
         return value
 
     @property
-    def usable_bytes(self) -> int:
-        """What is left of the memory for PyTorch's allocator."""
-        return self.memory_bytes - self.context_bytes
-
-    @property
     def caches(self) -> bool:
         """Whether PyTorch's allocator there keeps what is freed, in segments. Taken to follow CUDA's rules."""
         return self.kind not in WITHOUT_STREAMS

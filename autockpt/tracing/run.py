@@ -36,7 +36,7 @@ from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.operators import Operator
 from autockpt.tracing.recorder import RealRecorder, Recorder
 from autockpt.tracing.transport import GhostTransport, NotingTransport
-from autockpt.workload import Step, build, discover_head, discover_units, explain
+from autockpt.workload import Step, build, discover_head, discover_units, step_failed
 from autockpt.workload.failures import location, summary
 from autockpt.workload.liger import refuse_liger_on
 from autockpt.workload.quantised import refuse_on
@@ -289,7 +289,7 @@ class RecordedRun(TracedRun):
         return NotingTransport(transport_for(self._device, tier), self._recorder, tier)
 
     def _explained(self, error: BaseException) -> AutockptError:
-        return explain(error, f"the training step ({self._recorder.last_op})")
+        return step_failed(error, f"the training step ({self._recorder.last_op})")
 
 
 def _traced(spec: WorkloadSpec) -> WorkloadSpec:

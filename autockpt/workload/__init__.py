@@ -2,7 +2,7 @@
 
 from autockpt.schema.names import strip_prefixes
 from autockpt.workload.build import build, make_optimizer, preload, refuse_simulated, sequence_length
-from autockpt.workload.failures import explain, is_out_of_memory
+from autockpt.workload.failures import explain, is_out_of_memory, step_failed
 from autockpt.workload.losses import default_loss, find_loss, loss_of
 from autockpt.workload.step import Loss, Mark, Step
 from autockpt.workload.storages import each_tensor, move, nested_tensors, storage_bytes
@@ -29,6 +29,7 @@ __all__ = [
     "preload",
     "refuse_simulated",
     "sequence_length",
+    "step_failed",
     "storage_bytes",
     "strip_prefixes",
 ]

@@ -42,6 +42,15 @@ def explain(error: BaseException, what: str, *, remedy: str = "") -> AutockptErr
     )
 
 
+def step_failed(error: BaseException, what: str) -> AutockptError:
+    """The same for a training step: where no code of the user's took part, its model does not take its batch."""
+    refused = (
+        "The model does not take such a batch. Try other sizes, or bring a batch of your own: a function that returns "
+        "(model, batch), or autockpt.Step(model, batch)."
+    )
+    return explain(error, what, remedy="" if location(error) else refused)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, which is an answer about the device rather than a fault in anyone's code."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)

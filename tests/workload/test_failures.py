@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.workload.failures import explain, is_out_of_memory, location, summary
+from autockpt.workload.failures import explain, is_out_of_memory, location, step_failed, summary
 
 
 def caught(code: str, filename: str) -> BaseException:
@@ -34,6 +34,8 @@ def test_without_a_place_in_users_code() -> None:
     error = caught("torch.ones(2) @ torch.ones(3)", "<string>")
     assert location(error) is None or "test_failures" in str(location(error))
     assert location(ValueError("never raised")) is None
+    assert "a batch of your own" in step_failed(ValueError("never raised"), "the step").remedy
+    assert "a batch of your own" not in step_failed(caught("1 / 0", "train.py"), "the step").remedy
 
 
 def test_errors_for_people_pass_through() -> None:
