@@ -340,8 +340,12 @@ def foresee(
     if binding:
         problem = profiled.problem(resolved.bytes - device.overhead_bytes)
         refined = refine_segmented(problem, profiled.rule, profiled.segments, max_calls=referee_calls)
-        if not refined.feasible:
-            raise nothing_fits(profiled, resolved, smallest)
         choices = profiled.plan(refined.choices)
+        if not refined.feasible:  # an allocator's fragmentation may be kinder to a well-known plan
+            fitting = {n: p for n, p in predictions.items() if p.peak_bytes <= resolved.bytes}
+            fitting = {n: p for n, p in fitting.items() if not predictor.over_host(known[n])}
+            if not fitting:
+                raise nothing_fits(profiled, resolved, smallest)
+            choices = known[min(fitting, key=lambda name: fitting[name].step_seconds or 0.0)]
     predictions[OURS] = predictor.predict(choices)
     return SearchResult(resolved, None, [], binding, smallest, stopped="dry run"), predictions, choices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,20 @@ from autockpt.errors import InfeasibleError
 from autockpt.history.rundir import RunDirectory
 from autockpt.page.render import run_page
 from autockpt.profiling import as_seen_by, simulated_memory
-from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import (
+    OFFLOAD,
+    RECOMPUTE,
+    Plan,
+    SearchOutcome,
+    SearchRequest,
+    Silence,
+    WorkloadSpec,
+    parse_budget,
+)
 from autockpt.schema.hardware import Hardware
+from autockpt.solvers import Refined, refine_segmented
 from autockpt.tracing import Tracer
-from autockpt.tuning import run_search
+from autockpt.tuning import run_search, stages
 from autockpt.tuning.targets.simulated import within
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -99,6 +110,20 @@ def test_a_dry_run_solves_and_writes_nothing(tmp_path: Path, card: Hardware) -> 
     outcome = run_search(ask(tmp_path / "runs", card, dry_run=True))
     assert outcome.dry_run and outcome.plan is not None and outcome.plan.predicted is not None
     assert outcome.plan.predicted.step_seconds and not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_answers_with_a_well_known_plan_where_the_solvers_do_not_fit(
+    tmp_path: Path, card: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*args: Any, **kwargs: Any) -> Refined:  # as where the allocator's segments are torn
+        refined = refine_segmented(*args, **kwargs)
+        return replace(refined, assignment=refined.assignment.model_copy(update={"feasible": False}))
+
+    monkeypatch.setattr(stages, "refine_segmented", too_large)
+    outcome = run_search(ask(tmp_path, card, dry_run=True))
+    assert outcome.plan is not None and outcome.plan.predicted is not None
+    assert outcome.plan.predicted.peak_bytes <= outcome.budget.bytes
+    assert outcome.plan.choices in [{u: c for u in outcome.plan.choices} for c in (RECOMPUTE, OFFLOAD)]
 
 
 def test_a_budget_is_at_most_what_the_hardware_has(card: Hardware) -> None:
