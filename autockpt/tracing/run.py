@@ -100,7 +100,8 @@ class TracedRun:
         self._recorder.location.bind(workload.model)
         self._cycle()
         self.units = self._units(workload)
-        self.head = discover_head(workload.model)
+        head = discover_head(workload.model)
+        self.head = None if head is None or unit_of(head.name, self.units) else head  # inside a unit, that chooses
         self._places = [(path, unit_of(path, self.units)) for path in self._recorder.location.paths]
 
     def _units(self, workload: Step) -> tuple[Unit, ...]:

@@ -85,6 +85,11 @@ def test_named_modules_that_are_never_called_are_refused() -> None:
         Tracer.from_step(step)
 
 
+def test_an_output_head_inside_of_a_unit_is_the_units() -> None:
+    with Tracer.from_spec(WorkloadSpec(model="llama-tiny", units="lm_head,model.layers.0")) as tracer:
+        assert tracer.head is None and [unit.name for unit in blocks_of(tracer)] == ["model.layers.0", "lm_head"]
+
+
 def test_plans_written_by_hand_may_name_any_modules(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("autockpt: 1\nchoices:\n  mid: recompute\n  out: recompute\n")
