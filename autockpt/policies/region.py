@@ -44,13 +44,13 @@ class _Outside:
 
     That of a unit by itself in the way in which all around it is kept: another choice or the user's own hooks may move
     it off the device, or make it again. Calls of a larger region may need it more often in one backward, which hooks
-    like those of ``torch.utils.checkpoint`` refuse.
+    like those of ``torch.utils.checkpoint`` refuse. ``fields``: attributes that were set on the tensor.
     """
 
-    __slots__ = ("_packed", "_trains", "_unpack")
+    __slots__ = ("_packed", "_trains", "_unpack", "fields")
 
     def __init__(self, tensor: torch.Tensor, unit: str, *, alone: bool) -> None:
-        self._trains = tensor.requires_grad
+        self._trains, self.fields = tensor.requires_grad, tensor.__dict__.copy()
         hooks = hooks_in_force(False) if alone else None
         if hooks is None:
             self._packed, self._unpack = Kept(tensor, unit), Kept.unpack
@@ -58,26 +58,30 @@ class _Outside:
             self._packed, self._unpack = hooks[0](tensor), hooks[1]
 
     def value(self) -> torch.Tensor:
-        return _as_input(self._unpack(self._packed), self._trains)
+        return _as_input(self._unpack(self._packed), self._trains, self.fields)
 
 
 class _Inside:
     """An input that an earlier call returned as its ``leaf``-th tensor. Not kept."""
 
-    __slots__ = ("_trains", "_watched", "call", "leaf")
+    __slots__ = ("_trains", "_watched", "call", "fields", "leaf")
 
     def __init__(self, call: UnitCall, leaf: int, tensor: torch.Tensor, unit: str) -> None:
         self.call, self.leaf = call, leaf
         self._watched, self._trains = Watched(tensor, unit), tensor.requires_grad
+        self.fields = tensor.__dict__.copy()
 
     def value(self) -> torch.Tensor:
         """Raises InPlaceError where the tensor was changed in place since, as autograd itself would."""
         self._watched.check()
-        return _as_input(self.call.outputs[self.leaf], self._trains)
+        return _as_input(self.call.outputs[self.leaf], self._trains, self.fields)
 
 
-def _as_input(value: torch.Tensor, trains: bool) -> torch.Tensor:
-    return value.detach().requires_grad_() if trains else value
+def _as_input(value: torch.Tensor, trains: bool, fields: dict[str, Any]) -> torch.Tensor:
+    value = value.detach().requires_grad_(trains) if trains or fields else value
+    if fields:
+        vars(value).update(fields | vars(value))  # those of a tensor in parts are its own
+    return value
 
 
 Find = Callable[[torch.Tensor], "tuple[UnitCall, int] | None"]
@@ -217,10 +221,11 @@ class UnitCall:
             self._replay.takes_gradients()
             # The forward is not over: a gradient is taken inside of it. What is around may hand out only once what it
             # was given to keep, and that is for the backward to come.
-            values = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in live}
-            return [values[id(tensor)] for tensor in live]
-        kept = [source.value() for source in self._sources]
-        return [kept[position] for position in self._positions]
+            pairs = zip(self._positions, live, strict=True)
+            kept = {place: _as_input(t.detach(), t.requires_grad, self._sources[place].fields) for place, t in pairs}
+            return [kept[place] for place in self._positions]
+        values = [source.value() for source in self._sources]
+        return [values[place] for place in self._positions]
 
     def _keep_outputs(self, output: Any, until: int) -> None:
         wanted = [leaf for leaf, readers in self.readers.items() if min(readers) <= until and self.number < until]

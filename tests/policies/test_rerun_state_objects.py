@@ -150,6 +150,35 @@ def later_on(kept: dict[Any, Any]) -> float:
     return kept["error"].args[0] + sum(add(holder, name) for name in ("value", "n", 0) for holder in kept[name])
 
 
+class Words(tuple):
+    pass
+
+
+def holders_of_many_kinds() -> dict[str, Any]:
+    for name in ("MADE", "LATER"):
+        globals().pop(name, None)
+    weight = nn.Parameter(torch.ones(1), requires_grad=False)
+    holders = [torch.ones(1), weight, lambda: 0, functools.partial(int), Words(), type("Own", (), {})]
+    return {"calls": 0, "holders": holders, "order": collections.OrderedDict(a=1, b=2, c=3), "keys": {0: None}}
+
+
+def attributes_later_on(kept: dict[str, Any]) -> float:
+    """From the fourth call on there are attributes and globals that were not, and keys in another order."""
+    global MADE
+    kept["calls"] += 1
+    if kept["calls"] < 4:
+        return 0.0
+    for holder in kept["holders"]:
+        holder.n = getattr(holder, "n", 0) + 1
+    MADE = globals().get("MADE", 0) + 1
+    globals()["LATER"] = globals().get("LATER", 0) + 1
+    kept["order"].move_to_end(next(iter(kept["order"])))
+    del kept["keys"][(key := min(kept["keys"]))]
+    kept["keys"][key + 1] = None
+    first = next(iter(kept["order"].values()))
+    return sum(h.n for h in kept["holders"]) + MADE + 3 * globals()["LATER"] + 5 * first + 7 * min(kept["keys"])
+
+
 # what makes an object, and what changes it and reads it
 OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "own class": (Box, add),
@@ -177,6 +206,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "tensor by .data": (lambda: [torch.zeros(())], lambda o: o[0].data.add_(1).item()),
     "thread's own": (threading.local, lambda o: setattr(o, "n", getattr(o, "n", 0) + 1) or o.n),
     "memory and errors, late": (memory_of_many_kinds, later_on),
+    "attributes and keys, late": (holders_of_many_kinds, attributes_later_on),
     "globals": (Box, of_the_module),
     "a class": (Box, of_the_class),
     "a context variable": (Box, of_the_context),
@@ -300,6 +330,10 @@ def table(length: int) -> Tensor:
     return torch.arange(length).float() / 10
 
 
+def tagging(unit: Any) -> None:
+    unit.register_forward_hook(lambda module, args, out: setattr(out, "tag", 3.0))
+
+
 def norm_in_a_list(unit: Any) -> None:
     unit.norms = [nn.BatchNorm1d(D)]
     unit.register_buffer("mirror", unit.norms[0].running_mean)
@@ -400,6 +434,7 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
     "norm of the parent": (lambda unit: None, lambda unit, x: unit.parent.norm(x)),
     "momentum encoder": (with_key, momentum),
     "normalized weight": (lambda unit: None, normalized),
+    "attribute of the input": (tagging, lambda unit, x: x * getattr(x, "tag", 1.0)),
     "hook with a counter": (own_counter, lambda unit, x: x),
     "experts' statistics": (with_gate, routed),
     "rotary and mask caches": (lambda unit: unit.__dict__.update(table=None, masks={}), rotary),

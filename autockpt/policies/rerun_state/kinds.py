@@ -41,10 +41,15 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Fields(Kind):
-    """A dictionary: of an object's attributes, or for itself. Module attributes of ``hidden`` names are left alone."""
+    """A dictionary: of an object's attributes, or for itself. Module attributes of ``hidden`` names are left alone.
+    ``ordered``: in which order its keys stand counts."""
 
-    def __init__(self, hidden: frozenset[str] = frozenset(), form: str = ".{}") -> None:
-        self.hidden, self._form = hidden, form
+    def __init__(self, hidden: frozenset[str] = frozenset(), form: str = ".{}", *, ordered: bool = False) -> None:
+        self.hidden, self._form, self.ordered = hidden, form, ordered
+
+    def keys(self, obj: Any) -> Any:
+        """A view of them, in their order."""
+        return OrderedDict.keys(obj) if isinstance(obj, OrderedDict) else dict.keys(obj)
 
     def take(self, obj: Any, *, close: bool) -> Any:
         if isinstance(obj, OrderedDict):
@@ -52,10 +57,11 @@ class Fields(Kind):
         return dict.copy(obj)
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
-        if dict.__len__(obj) != len(taken):
-            return bool(self.hidden) and not self._differing(obj, taken)
-        pairs = ((dict.values(obj), taken.values()), (dict.keys(obj), taken))
-        return all(all(map(operator.is_, *pair)) for pair in pairs) or not self._differing(obj, taken)
+        now = self.take(obj, close=False)
+        alike = len(now) == len(taken) and all(map(operator.is_, now, taken))
+        if alike and all(map(operator.is_, now.values(), taken.values())):
+            return True
+        return (alike or not self.ordered) and not self._differing(obj, taken)
 
     def _differing(self, obj: Any, taken: Any) -> list[Any]:
         both = [*taken, *(key for key in dict.keys(obj) if key not in taken)]
@@ -66,17 +72,14 @@ class Fields(Kind):
 
     def put(self, obj: Any, taken: Any) -> None:
         kind: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
+        now = [*self.keys(obj)]
+        if self.ordered and not (len(now) >= len(taken) and all(map(operator.is_, now, taken))):
+            kind.clear(obj)
         for key in self._differing(obj, taken):
-            if key not in taken:
-                kind.__delitem__(obj, key)
-            elif dict.__contains__(obj, key) or key is next(reversed(taken)):
+            if key in taken:
                 kind.__setitem__(obj, key, taken[key])
-            else:  # the order counts
-                kept = {name: dict.__getitem__(obj, name) for name in self.hidden if dict.__contains__(obj, name)}
-                kind.clear(obj)
-                for name, value in (taken | kept).items():
-                    kind.__setitem__(obj, name, value)
-                return
+            else:
+                kind.__delitem__(obj, key)
 
     def size(self, obj: Any) -> int:
         return dict.__len__(obj)
@@ -121,26 +124,36 @@ class Elements(Kind):
 
 
 class Names(Kind):
-    """Some names of a namespace that holds more: attributes of a class, slots of an object, globals, closure cells."""
+    """Names of a namespace, or some of them: slots of an object, globals, closure cells. ``names`` of None: those of a
+    class, whichever it has."""
 
     def __init__(
-        self, names: tuple[str, ...], get: Callable[..., Any], put: Callable[..., Any], drop: Callable[..., Any]
+        self,
+        names: tuple[str, ...] | None,
+        get: Callable[..., Any],
+        put: Callable[..., Any],
+        drop: Callable[..., Any],
     ) -> None:
         self._names, self._get, self._put, self._drop = names, get, put, drop
 
     def take(self, obj: Any, *, close: bool) -> Any:
-        return [self._get(obj, name) for name in self._names]
+        if self._names is None:
+            return {key: value for key, value in vars(obj).items() if not (key[:2] == "__" == key[-2:])}
+        return {name: self._get(obj, name) for name in self._names}
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
-        return all(map(_same, self.take(obj, close=False), taken))
+        now = self.take(obj, close=False)
+        return now.keys() == taken.keys() and all(_same(now[name], taken[name]) for name in taken)
 
     def put(self, obj: Any, taken: Any) -> None:
-        for name, now, value in zip(self._names, self.take(obj, close=False), taken, strict=True):
-            if not _same(now, value):
+        now = self.take(obj, close=False)
+        for name in now | taken:
+            value = taken.get(name, ABSENT)
+            if not _same(now.get(name, ABSENT), value):
                 self._drop(obj, name) if value is ABSENT else self._put(obj, name, value)
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
-        return [(f".{name}", value) for name, value in zip(self._names, taken, strict=True)]
+        return [(f".{name}", value) for name, value in taken.items()]
 
 
 class State(Kind):
@@ -259,7 +272,7 @@ def _rewind(iterator: Any, taken: Any) -> None:
     iterator.__setstate__(taken[0])
 
 
-FIELDS, DICT, PARAMETERS = Fields(), Fields(form="[{!r}]"), Parameters(form="[{!r}]")
+FIELDS, DICT, PARAMETERS = Fields(), Fields(form="[{!r}]", ordered=True), Parameters(form="[{!r}]")
 ARRAYS = Arrays()
 BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(ADVANCING, State(position, None)),

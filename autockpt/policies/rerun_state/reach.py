@@ -38,7 +38,7 @@ from autockpt.policies.rerun_state.kinds import (
     kind_of,
 )
 from autockpt.policies.rerun_state.structure import is_sharded, placed_before
-from autockpt.policies.rerun_state.tensors import SMALL_BYTES, TENSORS, Kind, read
+from autockpt.policies.rerun_state.tensors import PLAIN_TENSORS, SMALL_BYTES, TENSORS, Kind, read
 
 OBJECTS, DEPTH, SECONDS = 20_000, 24, 5.0
 """The most objects that are looked at from one unit, as many in one container, the most steps away, and for how long
@@ -66,6 +66,8 @@ _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
 _METHOD = re.compile(r":\w+\.(\w+)$")
 _UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
 """Names by which code comes to write to a tensor without its version counter showing it."""
+_ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"globals", "setattr", "vars", "__dict__"})
+"""Instructions by which code makes names, and names by which it comes to make others."""
 _WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
 _WRAPPERS += (staticmethod, classmethod, property)
 _BASES = (nn.Module, object, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
@@ -169,12 +171,17 @@ class Walk:
             self._class(name, value, step)
         elif kind is types.FunctionType:
             self._function(name, value, step)
-        elif issubclass(kind, (tuple, frozenset)):
-            self._go(name, step, ((f"[{i}]", part) for i, part in enumerate(gc.get_referents(value))), loose)
-        elif kind in _WRAPPERS:
-            self._go(name, step, (("", part) for part in gc.get_referents(value)), loose)
-        elif kind is threading.local:
-            self._node(name, kind.__getattribute__(value, "__dict__"), FIELDS, step, loose)
+        elif kind in _WRAPPERS or issubclass(kind, (tuple, frozenset)):
+            parts = enumerate(gc.get_referents(value))
+            self._go(name, step, ((f"[{i}]" if issubclass(kind, tuple) else "", part) for i, part in parts), loose)
+            self._attributes(name, attributes(value), step, loose)
+        elif issubclass(kind, threading.local):
+            self._node(name, threading.local.__getattribute__(value, "__dict__"), FIELDS, step, loose)
+            self._class(name, kind, step)
+        elif issubclass(kind, torch.Tensor):
+            self._node(name, value, TENSORS, step, loose)
+            if name != ARGUMENT and (kind in PLAIN_TENSORS or not is_library(kind)):  # others are libraries' own
+                self._attributes(f"{name}.__dict__", attributes(value), step, loose)
         else:
             how = PARAMETERS if name.endswith("._parameters") else kind_of(value)
             if how is not None:
@@ -183,12 +190,15 @@ class Walk:
                 return
             if kind in ADVANCING:
                 self._go(name, step, (("", part) for part in gc.get_referents(value)), loose)
-            elif not issubclass(kind, torch.Tensor):
+            else:
                 self._object(name, value, step, loose)
 
-    def _object(self, name: str, value: Any, step: int, loose: bool) -> None:
-        if (fields := attributes(value)) is not None:
+    def _attributes(self, name: str, fields: dict[str, Any] | None, step: int, loose: bool) -> None:
+        if fields is not None and "ds_id" not in fields:  # by which DeepSpeed notes where a parameter is at present
             self._node(name, fields, FIELDS, step, loose)
+
+    def _object(self, name: str, value: Any, step: int, loose: bool) -> None:
+        self._attributes(name, attributes(value), step, loose)
         if slots := tuple(_slots(type(value))):
             self._node(name, value, Names(slots, _slot, object.__setattr__, object.__delattr__), step, loose)
         self._class(name, type(value), step)
@@ -209,7 +219,7 @@ class Walk:
         self._class(name, type(module), step)
 
     def _class(self, name: str, cls: type, step: int) -> None:
-        for owner in cls.__mro__:
+        for owner in (*type.mro(cls), *type.mro(type(cls))):
             if (
                 _in_library(owner.__module__)
                 or id(owner) in self._known
@@ -217,10 +227,8 @@ class Walk:
             ):
                 continue
             self.seen[id(owner)] = self.fixed[id(owner)] = owner
-            names = tuple(key for key in vars(owner) if not (key.startswith("__") and key.endswith("__")))
             called = tuple(vars(owner)[key] for key in _CALLED if key in vars(owner))
-            kind = Names(names, _of_class, type.__setattr__, type.__delattr__)
-            self._node(f"{name}:{owner.__name__}", owner, kind, step, False)
+            self._node(f"{name}:{owner.__name__}", owner, CLASS, step, False)
             self._go(name, step, (("", function) for function in called), False)
 
     def _function(self, name: str, function: types.FunctionType, step: int) -> None:
@@ -231,24 +239,31 @@ class Walk:
         for cell in function.__closure__ or ():
             self._node(f"{name}:closure", cell, CELL, step, False)
         self._go(f"{name}:default", step, [("", function.__defaults__), ("", function.__kwdefaults__)], False)
-        if function.__dict__:
-            self._node(name, function.__dict__, FIELDS, step, False)
-        self._names(home, [name for part in _parts(function.__code__) for name in part.co_names], step)
+        self._node(name, function.__dict__, FIELDS, step, False)
+        names, made = _names_of(function.__code__)
+        self._names(home, names, made, step)
 
-    def _names(self, home: dict[str, Any], names: list[str], step: int) -> None:
-        """Globals that code names, each by itself, as other code names others; those of a module that it names, too."""
+    def _names(self, home: dict[str, Any], names: tuple[str, ...], made: tuple[str, ...], step: int) -> None:
+        """Globals that code names, each by itself, as other code names others; those of a module that it names, too.
+        ``made``: such as it may make."""
+        self.nodes += [
+            Node(f"the global {key}", home, Global(key), {key: ABSENT})
+            for key in made
+            if key not in home and (id(home), key) not in self._homes
+        ]
+        self._homes.update((id(home), key) for key in made if key not in home)
         imported = {key: found for key in names if type(found := sys.modules.get(key)) is types.ModuleType}
         found = {key: home[key] if key in home else imported[key] for key in names if key in home or key in imported}
         for key, value in found.items():
             if type(value) is types.ModuleType:
                 if not _in_library(value.__name__) and (id(value), *names) not in self._homes:
                     self._homes.add((id(value), *names))
-                    self._names(vars(value), names, step)
+                    self._names(vars(value), names, made, step)
             elif (id(home), key) not in self._homes and not (
                 issubclass(type(value), type) and _in_library(value.__module__)
             ):
                 self._homes.add((id(home), key))
-                self.nodes.append(Node(f"the global {key}", home, Global(key), [value]))
+                self.nodes.append(Node(f"the global {key}", home, Global(key), {key: value}))
                 self._open.append((f"the global {key}", value, step + 1, False))
 
     def code(self) -> Code:
@@ -369,10 +384,6 @@ def _get(home: dict[str, Any], key: str) -> Any:
     return home.get(key, ABSENT)
 
 
-def _of_class(cls: type, name: str) -> Any:
-    return vars(cls).get(name, ABSENT)
-
-
 def _of_cell(cell: types.CellType, _: str) -> Any:
     try:
         return cell.cell_contents
@@ -389,6 +400,18 @@ def _empty_cell(cell: types.CellType, _: str) -> None:
 
 
 CELL = Names(("",), _of_cell, _to_cell, _empty_cell)
+CLASS = Names(None, getattr, type.__setattr__, type.__delattr__)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names by which code may come to globals, and such of them as it may make: all that it assigns to."""
+    parts = list(_parts(code))
+    names = {name for part in parts for name in part.co_names}
+    made = [step.argval for part in parts for step in dis.get_instructions(part) if step.opname in _ASSIGNS]
+    if not _BY_WORDS.isdisjoint(names):
+        made += [word for part in parts for word in part.co_consts if type(word) is str and word.isidentifier()]
+    return tuple(sorted(names.union(made))), tuple(dict.fromkeys(made))
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:

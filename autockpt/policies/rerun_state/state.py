@@ -24,7 +24,7 @@ from torch.nn.modules import module as all_modules
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import stream_of
-from autockpt.policies.rerun_state.kinds import Fields, Parameters
+from autockpt.policies.rerun_state.kinds import ABSENT, Fields, Parameters
 from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, Code, Global, Node, Walk, changed_of, said
 from autockpt.policies.rerun_state.tensors import (
     TENSORS,
@@ -117,10 +117,11 @@ class Quiet:
                 continue
             if isinstance(kind, Fields):
                 left = {*kind.hidden, *HOOKS} if kind.hidden else ()
-                if left and (keys := [key for key in node.taken if key not in left]):
+                keys = [] if kind.ordered else [key for key in node.taken if key not in left]
+                if keys:
                     self._getters.append((operator.itemgetter(*keys, keys[0]), node.obj))
                 else:
-                    self._views.append(dict.values(node.obj))
+                    self._views += [kind.keys(node.obj), *([dict.values(node.obj)] if kind.ordered else [])]
             elif isinstance(node.obj, type):
                 self._views.append(vars(node.obj).values())
             elif type(node.obj) is list:
@@ -130,11 +131,13 @@ class Quiet:
             else:
                 self._others.append(node)
         self._fields = [fields for _, fields in self._getters]
-        homes: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        homes = {id(node.obj): node.obj for node in self.nodes if isinstance(node.kind, Global)}
+        there, absent = ({key: list[str]() for key in homes} for _ in range(2))
         for node in self.nodes:
             if isinstance(node.kind, Global):
-                homes.setdefault(id(node.obj), (node.obj, []))[1].append(node.kind.key)
-        self._getters += [(operator.itemgetter(*keys, keys[0]), home) for home, keys in homes.values()]
+                (absent if node.taken[node.kind.key] is ABSENT else there)[id(node.obj)].append(node.kind.key)
+        self._getters += [(operator.itemgetter(*keys, keys[0]), homes[key]) for key, keys in there.items() if keys]
+        self._absent = [(homes[key].keys(), frozenset(keys)) for key, keys in absent.items() if keys]
         self._tensors = [node.obj for node in self.tensors]
         self._learn()
 
@@ -154,6 +157,8 @@ class Quiet:
     def _same(self) -> bool:
         """Whether all that is in containers is the very same. No slower than it must be: every call asks twice."""
         if self._values is None or any(self._empty) or list(map(len, self._sized)) != self._lengths:
+            return False
+        if not all(names.isdisjoint(keys) for names, keys in self._absent):
             return False
         try:
             return all(map(operator.is_, self._now(), self._values))

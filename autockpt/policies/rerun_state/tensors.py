@@ -17,7 +17,7 @@ COPIED_BYTES = 1 << 28
 SMALL_BYTES = 1 << 16
 """Parameters up to this size are, too: counters, scales. Of what a call is given no more is copied on first calls, in
 which a step must not need more memory than in others."""
-_PLAIN_TENSORS, _STRIDED = frozenset((torch.Tensor, nn.Parameter, nn.Buffer)), torch.strided
+PLAIN_TENSORS, _STRIDED = frozenset((torch.Tensor, nn.Parameter, nn.Buffer)), torch.strided
 
 
 class NotPutBackError(Exception):
@@ -153,7 +153,7 @@ def read(truths: Sequence[torch.Tensor]) -> list[bool]:
 
 def place_of(tensor: torch.Tensor) -> int:
     """The memory that a plain tensor lies in; 0 for all others, and where FSDP has taken it away."""
-    plain = type(tensor) in _PLAIN_TENSORS and tensor.layout is _STRIDED
+    plain = type(tensor) in PLAIN_TENSORS and tensor.layout is _STRIDED
     return tensor.untyped_storage()._cdata if plain else 0
 
 
