@@ -112,7 +112,9 @@ class UnitCall:
         self._slots: list[weakref.ref[Slot]] = []
         sentinel = replay.state.sentinel
         code = replay.state.memory.code
-        self._watch = sentinel.watch(replay.module, code=code) if sentinel is not None else None
+        # what a dispatch mode counts goes on in the second run, and its results may go by that
+        anew = bool(self._conditions.dispatch_modes)
+        self._watch = sentinel.watch(replay.module, code=code, anew=anew) if sentinel is not None else None
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         self._bind(find)

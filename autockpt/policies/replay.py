@@ -110,7 +110,7 @@ class Replay:
         except RuntimeError as error:
             refuse_inference(error, state.unit)
             raise
-        self.surroundings = Surroundings(state.memory)
+        self.surroundings = Surroundings()
         # dispatch modes that list or count ops are to see those of the second run, too
         modes = [mode for mode in user_modes() if isinstance(mode, TorchFunctionMode)]
         self.reached = UnitState(state.memory, module, [*objects, *modes], self.tensors)

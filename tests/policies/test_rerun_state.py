@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autockpt.errors import ConflictError
 from autockpt.policies import InPlaceError
 from autockpt.policies.replay import recomputing
+from autockpt.policies.rerun_state import tensors
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, parse_choice
 from tests.policies.zoo import Tally, assert_equal
@@ -215,9 +216,15 @@ class Late(nn.Module):
         return self.late(self.inner, x) if self.tally.calls > 6 else self.inner(x)
 
 
-@pytest.mark.parametrize("change", [change for change in CHANGES if change is not made_before_a_gradient])
-def test_what_begins_to_change_by_itself_is_right_or_refused_once(change):
-    in_place = change in (state_changed_in_place, a_tensor_in_a_dict_changed_in_place)
+IN_PLACE = [state_changed_in_place, a_tensor_in_a_dict_changed_in_place]
+BY_ITSELF = [(change, False) for change in CHANGES if change is not made_before_a_gradient]
+
+
+@pytest.mark.parametrize(("change", "large"), [*BY_ITSELF, *((change, True) for change in IN_PLACE)])
+def test_what_begins_to_change_by_itself_is_right_or_refused_once(change, large, monkeypatch):
+    """Once: of a large tensor, of which there is no copy."""
+    if large:
+        monkeypatch.setattr(tensors, "QUIET_BYTES", 0)
 
     def steps(model: nn.Sequential, *, refused: bool = False) -> dict[str, Tensor]:
         run(model, together=False)
@@ -237,7 +244,7 @@ def test_what_begins_to_change_by_itself_is_right_or_refused_once(change):
 
     wanted, model = steps(late()), late()
     with attach(model, {"0": RECOMPUTE}):
-        assert_equal(steps(model, refused=in_place), wanted)
+        assert_equal(steps(model, refused=large), wanted)
 
 
 def test_a_copy_has_attributes_of_its_own():

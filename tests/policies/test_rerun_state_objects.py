@@ -14,6 +14,7 @@ import mmap
 import multiprocessing
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
@@ -24,8 +25,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.errors import ConflictError
+from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.policies import InPlaceError
 from autockpt.policies.rerun_state import tensors
 from autockpt.policies.rerun_state.tensors import TENSORS
@@ -131,11 +133,25 @@ class Pair(ctypes.Structure):
     _fields_ = [("p", ctypes.c_byte), ("n", ctypes.c_int)]
 
 
+class Local(threading.local):
+    n = 0
+
+
+BOXES = [Box(), Box()]
+HELD: contextvars.ContextVar[Box] = contextvars.ContextVar("HELD")
+
+
 def memory_of_many_kinds() -> dict[Any, Any]:
+    HELD.set(Box())
+    for box in BOXES:
+        box.n = 0
     return {
         "calls": 0,
+        "back": reversed(list(range(99))),
+        "bits": np.random.PCG64(1),
         "value": [ctypes.c_int(0), multiprocessing.Value("i", 0), multiprocessing.RawValue("i", 0)],
-        "n": [Pair()],
+        "n": [Pair(), Local(), weakref.proxy(BOXES[0])],
+        "deeper": (weakref.WeakValueDictionary(box=BOXES[1]), np.array([Box()], dtype=object), ctypes.pointer(Pair())),
         0: [(ctypes.c_int * 2)(), memoryview(bytearray(2)), mmap.mmap(-1, 16), MappingProxyType({0: [0]})[0]],
         "error": ValueError(0),
     }
@@ -147,7 +163,15 @@ def later_on(kept: dict[Any, Any]) -> float:
     if kept["calls"] < 4:
         return 0.0
     kept["error"].args = (kept["error"].args[0] + 1,)
-    return kept["error"].args[0] + sum(add(holder, name) for name in ("value", "n", 0) for holder in kept[name])
+    refs, array, pointer = kept["deeper"]
+    more = add(refs["box"]) + add(array[0]) + add(pointer.contents) + add(HELD.get())
+    return (
+        kept["error"].args[0]
+        + next(kept["back"])
+        + float(kept["bits"].random_raw() % 9)
+        + more
+        + sum(add(holder, name) for name in ("value", "n", 0) for holder in kept[name])
+    )
 
 
 class Words(tuple):
@@ -256,6 +280,7 @@ def trained(make: Callable[[], nn.Module], choice: Any = None) -> dict[str, Tens
     global NUMBERS
     torch.manual_seed(0)
     NUMBERS, COUNT[0], Box.n = np.random.default_rng(1), 0, 0
+    np.random.seed(0)
 
     def run() -> dict[str, Tensor]:
         model = make()
@@ -428,6 +453,34 @@ def of_gradients(unit: Any, x: Tensor) -> Tensor:
     return x * (1 + unit.a.bias.grad.mean())
 
 
+def with_statistics(unit: Any) -> None:
+    unit.calls, unit.norm, unit.sn = 0, nn.BatchNorm1d(D), nn.utils.spectral_norm(nn.Linear(D, D))
+    unit.mean = torch.zeros(D)
+    for name, value in (("book", torch.eye(D)), ("low", torch.zeros(D)), ("wide", torch.ones(D))):
+        unit.register_buffer(name, value)
+
+
+def statistics_later_on(unit: Any, x: Tensor) -> Tensor:
+    """Buffers that change in place from the fourth call on, and NumPy's random numbers."""
+    unit.calls += 1
+    if unit.calls < 4:
+        return x
+    with torch.no_grad():
+        unit.mean.mul_(0.9).add_(x.mean((0, 1)))
+        unit.book.index_add_(0, torch.tensor([unit.calls % D]), x[:1, 0])
+    x = nn.functional.batch_norm(unit.norm(x.mT), unit.low, unit.wide, training=True).mT
+    return unit.sn(x) @ unit.book.clone() * (unit.mean + unit.low) * np.random.randn()
+
+
+def patched(unit: Any, x: Tensor) -> Tensor:
+    """Puts a forward around its child's, and turns a weight round, once and late."""
+    unit.calls += 1
+    if unit.calls == 4:
+        inner, unit.a.weight.data = unit.a.forward, unit.a.weight.data.t()
+        unit.a.forward = lambda x: inner(x) * 1.5
+    return x
+
+
 STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] = {
     "norm in a list": (norm_in_a_list, lambda unit, x: unit.norms[0](x)),
     "norm in a closure": (norm_in_a_closure, lambda unit, x: unit.norm(x)),
@@ -444,6 +497,8 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
     "clamped weight": (lambda unit: None, clamped),
     "clamped input": (lambda unit: None, clamped_input),
     "entries swapped": (with_entries, swapped),
+    "statistics, late": (with_statistics, statistics_later_on),
+    "patched, late": (lambda unit: unit.__dict__.update(calls=0), patched),
     "gradients taken inside, late": (lambda unit: unit.__dict__.update(calls=0), of_gradients),
 }
 
@@ -496,6 +551,27 @@ def test_modes_that_count(choice):
         assert all(map(torch.equal, wanted, losses(model)))
 
 
+class Ops(TorchDispatchMode):
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * add(self) if func is torch.ops.aten.tanh.default else out
+
+
+@each_choice
+def test_a_dispatch_mode_whose_results_go_by_its_count_is_never_passed_over(choice):
+    """Late, where sentinels look at few calls."""
+    model, mode = nn.Sequential(*(Stage(lambda unit: None, lambda unit, x: x) for _ in range(2))), Ops()
+    with attach(model, {"0": choice, "1": choice}):
+        for _ in range(4):
+            model(torch.ones(2, D, D)).sin().sum().backward()
+        with mode:
+            loss = model(torch.ones(2, D, D)).sin().sum()
+        with pytest.raises(RerunMismatch):
+            loss.backward()
+
+
 @dataclasses.dataclass
 class Between:
     """Something that changes between forward and backward, and afterwards back."""
@@ -516,6 +592,11 @@ BETWEEN = {
     "hook": Between(lambda u, x: x, hooked, lambda u: u.hook.remove()),
     "global": Between(lambda u, x: x + COUNT[0], lambda u: COUNT.__setitem__(0, 5), lambda u: COUNT.__setitem__(0, 0)),
     "context": Between(lambda u, x: x + VAR.get(), lambda u: VAR.set(5), lambda u: VAR.set(0)),
+    "kernels": Between(
+        lambda u, x: x * (1 + torch.get_num_threads() + torch.backends.cudnn.deterministic),
+        lambda u: (torch.set_num_threads(3), setattr(torch.backends.cudnn, "deterministic", True)),
+        lambda u: (torch.set_num_threads(1), setattr(torch.backends.cudnn, "deterministic", False)),
+    ),
     "gradients off": Between(lambda u, x: x, lambda u: u.a.requires_grad_(False), lambda u: u.a.requires_grad_()),
 }
 

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.policies.rerun_state import surroundings
-from autockpt.policies.rerun_state.surroundings import numpy_words, put_python, python_state
+from autockpt.policies.rerun_state.surroundings import numpy_state, put_numpy, put_python, python_state
 
 DRAWS = (random.random, lambda: random.gauss(0, 1), lambda: random.getrandbits(70), lambda: random.shuffle([1, 2, 3]))
+
+NUMPY_DRAWS = (np.random.rand, np.random.randn, lambda: np.random.permutation(5), lambda: np.random.standard_normal(3))
 
 
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(DRAWS), max_size=8), st.integers(0, 700))
@@ -43,9 +47,22 @@ def test_without_the_quick_way_the_state_is_the_same(monkeypatch):
         assert python_state() == slow and random.random() == drawn
 
 
-def test_draws_from_numpy_are_seen():
-    np.random.seed(0)
-    before = numpy_words()
-    assert before == numpy_words()
-    np.random.rand()
-    assert numpy_words() != before
+@pytest.mark.parametrize("quick", [True, False])
+@given(st.integers(0, 2**32 - 1), st.lists(st.sampled_from(NUMPY_DRAWS), max_size=6), st.integers(0, 700))
+def test_numpys_state_is_what_get_state_says(quick, seed, draws, more):
+    found = surroundings._numpy_places if quick else lambda source: None
+    with patch.object(surroundings, "_numpy_places", found):
+        np.random.seed(seed)
+        np.random.rand(more)
+        before, state = np.random.get_state(), numpy_state()
+        for draw in draws:
+            was = numpy_state()
+            draw()
+            assert numpy_state() != was
+        put_numpy(state)
+        assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), before, strict=True))
+        assert numpy_state() == state
+
+
+def test_numpys_state_is_found_where_it_lies():
+    assert len(numpy_state()) == 2

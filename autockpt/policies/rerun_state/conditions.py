@@ -25,12 +25,13 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type:
 
 
 class Conditions:
-    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on.
+    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on. ``dispatch_modes``: those
+    of the user's own.
 
     Raises ConflictError while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_autocast", "_cpu", "_default_device", "_devices", "_modes")
+    __slots__ = ("_autocast", "_cpu", "_default_device", "_devices", "_modes", "dispatch_modes")
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
@@ -40,6 +41,9 @@ class Conditions:
         self._autocast = _autocast_now(places)
         self._default_device = _default_device()
         self._modes = user_modes()
+        self.dispatch_modes = (
+            [mode for mode in self._modes if isinstance(mode, TorchDispatchMode)] if self._modes else ()
+        )
 
     @property
     def places(self) -> list[Place]:

@@ -25,14 +25,17 @@ from typing import Any
 
 import torch
 
+from autockpt.policies.attachment import AttachedForward
 from autockpt.policies.rerun_state.tensors import COPIED_BYTES, TENSORS, Kind, NotPutBackError
 
 ABSENT = object()
 _PLAIN = (bool, int, str, bytes)
 _SEQUENCES = tuple({type(iter(kind)) for kind in ([], (), "", b"", bytearray(), range(0), range(1 << 70))})
+_SEQUENCES += (type(reversed([])),)
 _COUNTED = tuple({type(iter(view)) for view in ({}.keys(), {}.values(), {}.items(), set())})
 _FORWARDS = (*(v for v in vars(itertools).values() if isinstance(v, type)), map, filter, zip, enumerate, reversed)
-ADVANCING = frozenset((*_SEQUENCES, *_COUNTED, *_FORWARDS, types.GeneratorType))
+_FRAMES = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
+ADVANCING = frozenset((*_SEQUENCES, *_COUNTED, *_FORWARDS, *_FRAMES))
 _FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
 
 
@@ -86,6 +89,16 @@ class Fields(Kind):
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         return [(self._form.format(k if type(k) is str else "…"), v) for k, v in taken.items() if k not in self.hidden]
+
+
+class OfModules(Fields):
+    """A module's attributes. Choices come and go as its ``forward``."""
+
+    def _differing(self, obj: Any, taken: Any) -> list[Any]:
+        found = super()._differing(obj, taken)
+        if "forward" in found and AttachedForward in (type(obj.get("forward")), type(taken.get("forward"))):
+            found.remove("forward")
+        return found
 
 
 class Parameters(Fields):
@@ -216,11 +229,14 @@ class Arrays(Kind):
             raise NotPutBackError
         sys.modules["numpy"].copyto(obj, taken)
 
+    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
+        return [("[…]", value) for value in taken.flat] if taken is not None and taken.dtype.hasobject else ()
+
 
 def position(iterator: Any) -> Any:
     """What tells that an iterator has advanced: what it holds, and how far the iterators in it are."""
     kind = type(iterator)
-    frame = iterator.gi_frame if kind is types.GeneratorType else None  # first: it is itself something to refer to
+    frame = getattr(iterator, _FRAMES[kind]) if kind in _FRAMES else None  # first: it is itself something to refer to
     held = gc.get_referents(iterator)
     if kind is itertools.count:
         return Counts().take(iterator, close=False)
@@ -295,8 +311,9 @@ _ERROR = Names(("args",), lambda e, _: _ARGS.__get__(e), lambda e, _, args: _ARG
 _BUILT_IN = {kind: Elements(kind) for kind in (list, deque, set)}
 _RANDOM = State(random.Random.getstate, random.Random.setstate)
 _NUMPY_STATE = State(lambda r: pickle.dumps(r.get_state(legacy=False)), lambda r, s: r.set_state(pickle.loads(s)))
+_NUMPY_BITS = State(lambda b: pickle.dumps(b.state), lambda b, s: setattr(b, "state", pickle.loads(s)))
 _NUMPY_GENERATOR = State(
-    lambda g: pickle.dumps(g.bit_generator.state), lambda g, s: setattr(g.bit_generator, "state", pickle.loads(s))
+    lambda g: _NUMPY_BITS.take(g.bit_generator, close=False), lambda g, s: _NUMPY_BITS.put(g.bit_generator, s)
 )
 
 
@@ -325,4 +342,6 @@ def kind_of(value: Any) -> Kind | None:
         return ARRAYS
     if issubclass(kind, numpy.random.RandomState):
         return _NUMPY_STATE
+    if issubclass(kind, numpy.random.BitGenerator):
+        return _NUMPY_BITS
     return _NUMPY_GENERATOR if issubclass(kind, numpy.random.Generator) else None

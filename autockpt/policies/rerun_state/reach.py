@@ -7,6 +7,8 @@ configurations), and other units of a plan: of one that is reached directly only
 
 from __future__ import annotations
 
+import contextvars
+import ctypes
 import dis
 import functools
 import gc
@@ -16,6 +18,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +39,7 @@ from autockpt.policies.rerun_state.kinds import (
     Elements,
     Fields,
     Names,
+    OfModules,
     kind_of,
 )
 from autockpt.policies.rerun_state.structure import is_sharded, placed_before
@@ -59,18 +64,19 @@ _PLAIN = frozenset(
 )
 _STATE = ("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-MODULE = Fields(frozenset((*vars(nn.Module()), "forward")) - {*_STATE, *HOOKS})
+MODULE = OfModules(frozenset(vars(nn.Module())) - {*_STATE, *HOOKS})
 _CALLED = ("__call__", "__getattr__", "__setattr__", "__getitem__", "__enter__", "__exit__", "__iter__")
 _IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
 _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
 _METHOD = re.compile(r":\w+\.(\w+)$")
 _UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
+_UNSEEN |= {"batch_norm"}  # its running statistics
 """Names by which code comes to write to a tensor without its version counter showing it."""
 _ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"globals", "setattr", "vars", "__dict__"})
 """Instructions by which code makes names, and names by which it comes to make others."""
 _WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
 _WRAPPERS += (staticmethod, classmethod, property)
-_BASES = (nn.Module, object, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
+_BASES = (nn.Module, object, CustomOpDef, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
 """Classes of libraries whose objects, and those of classes derived from them, are looked at."""
 
 
@@ -100,12 +106,12 @@ class Walk:
     """From roots on, in the order of distance.
 
     ``inside``: ids of the unit's modules. ``known``: ids of what need not be looked at. ``lively``: names of what
-    changes. ``close``: look at everything closely, else at those alone. ``fixed``: what was looked at and was not
-    reached by way of something that changes.
+    changes. ``close``: look at everything closely, else at those alone, and where it is None also glance at small
+    buffers. ``fixed``: what was looked at and was not reached by way of something that changes.
     """
 
     def __init__(
-        self, unit: str, inside: Container[int], known: Container[int], lively: Container[str], *, close: bool
+        self, unit: str, inside: Container[int], known: Container[int], lively: Container[str], *, close: bool | None
     ) -> None:
         self._unit, self._inside, self._known, self._lively, self._close = unit, inside, known, lively, close
         self.seen: dict[int, Any] = {}
@@ -149,9 +155,11 @@ class Walk:
         lively = name in self._lively
         try:
             if kind is TENSORS and name == ARGUMENT and not lively:
-                taken = TENSORS.take(obj, close=self._close, most=SMALL_BYTES)
+                taken = TENSORS.take(obj, close=bool(self._close), most=SMALL_BYTES)
+            elif kind is TENSORS and self._close is None and not lively:
+                taken = TENSORS.glance(obj)
             else:
-                taken = kind.take(obj, close=self._close or lively)
+                taken = kind.take(obj, close=bool(self._close or lively))
         except RuntimeError:  # a tensor of inference mode has no version
             return
         self.nodes.append(Node(name, obj, kind, taken, loose))
@@ -178,6 +186,12 @@ class Walk:
         elif issubclass(kind, threading.local):
             self._node(name, threading.local.__getattribute__(value, "__dict__"), FIELDS, step, loose)
             self._class(name, kind, step)
+        elif kind is contextvars.ContextVar:
+            self._go(name, step, [("", value.get(None))], loose)
+        elif issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
+            target = ctypes.py_object.from_address(id(value) + object.__basicsize__).value
+            if not isinstance(target, torch.Tensor):  # which nobody else might hold
+                self._go(name, step, [("", target)], loose)
         elif issubclass(kind, torch.Tensor):
             self._node(name, value, TENSORS, step, loose)
             if name != ARGUMENT and (kind in PLAIN_TENSORS or not is_library(kind)):  # others are libraries' own
@@ -188,7 +202,7 @@ class Walk:
                 self._node(name, value, how, step, loose)
             elif any(is_library(owner) for owner in kind.__mro__):
                 return
-            if kind in ADVANCING:
+            if kind in ADVANCING or issubclass(kind, ctypes._Pointer):
                 self._go(name, step, (("", part) for part in gc.get_referents(value)), loose)
             else:
                 self._object(name, value, step, loose)
@@ -207,13 +221,13 @@ class Walk:
         fields, kind = vars(module), MODULE
         if is_sharded(module):
             tensors = {key for key, value in fields.items() if isinstance(value, torch.Tensor)}
-            kind = Fields(MODULE.hidden | tensors | {"_parameters"})
+            kind = OfModules(MODULE.hidden | tensors | {"_parameters"})
         elif id(module) not in self._inside:
             attached = attached_to(module)
             if attached is not None and attached.state.unit not in ("", self._unit):
                 if _IN_MODULES.search(name):
                     return
-                kind = Fields(MODULE.hidden | {*_STATE, *HOOKS})
+                kind = Fields(MODULE.hidden | {"forward", *_STATE, *HOOKS})
         self._node(name, fields, kind, step, False)
         self._go(f"{name}.forward", step, [("", placed_before(fields.get("forward")))], False)
         self._class(name, type(module), step)

@@ -31,6 +31,7 @@ from autockpt.policies.rerun_state.tensors import (
     NotPutBackError,
     TensorTaken,
     fingerprint,
+    is_small,
     place_of,
     still_holds,
     without_values,
@@ -65,7 +66,6 @@ class Memory:
         self.restless: Counter[str] = Counter()
         self.calls = {True: 0, False: 0}  # by the unit's `training`
         self.code = Code()
-        self.uses_numpy: bool | None = None  # reading NumPy's random state is costly, so a first call decides
         self._cache_quiet: Quiet | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,7 +104,8 @@ class Quiet:
         walk.run(_roots(module))
         firm = [node for node in walk.nodes if not node.loose]
         self.lively = [node._replace(taken=None) for node in firm if node.name in lively]
-        self.tensors = [node for node in firm if node.kind is TENSORS and node.name not in lively]
+        tensors = [node for node in firm if node.kind is TENSORS and node.name not in lively]
+        self.tensors, self.small = ([n for n in tensors if is_small(n.obj) is small] for small in (False, True))
         self.nodes = [node for node in firm if node.kind is not TENSORS and node.name not in lively]
         self._fixed = walk.fixed  # by whose ids they are known
         settled = [node for node in self.nodes if not isinstance(node.kind, Global)]
@@ -158,7 +159,7 @@ class Quiet:
         """Whether all that is in containers is the very same. No slower than it must be: every call asks twice."""
         if self._values is None or any(self._empty) or list(map(len, self._sized)) != self._lengths:
             return False
-        if not all(names.isdisjoint(keys) for names, keys in self._absent):
+        if self._absent and not all(names.isdisjoint(keys) for names, keys in self._absent):
             return False
         try:
             return all(map(operator.is_, self._now(), self._values))
@@ -199,10 +200,11 @@ class UnitState:
             self._still = walk.run(arguments)
         else:
             self._marks = quiet.marks()
-            self._still = []
+            small = quiet.small
+            self._still = [node._replace(taken=TENSORS.glance(node.obj)) for node in small] if small else []
             if quiet.lively or arguments:
-                walk = Walk(memory.unit, quiet.inside, quiet.known, memory.lively, close=False)
-                self._still = walk.run(arguments, quiet.lively)
+                walk = Walk(memory.unit, quiet.inside, quiet.known, memory.lively, close=None)
+                self._still += walk.run(arguments, quiet.lively)
         self._changing: list[Node] = []
         self._versions: dict[int, int] = {}
         self.doubts: list[Node] = []  # tensors without a copy that the forward wrote to
@@ -225,6 +227,10 @@ class UnitState:
         memory, quiet = self._memory, self._quiet
         changed = changed_of(self._still) + (quiet.changed() if quiet else [])
         tensors = self._changed_tensors()
+        if changed and any(node.kind is TENSORS and node.taken.glanced for node in changed):
+            # all that there are copies of: of running statistics only their number has a version that tells
+            changed += [node for node in self._still if node.kind is TENSORS and node.taken.glanced]
+            changed = [*{id(node): node for node in changed}.values()]
         self._over = True
         if not (changed or tensors or self._still):
             return
@@ -376,7 +382,7 @@ def _trimmed(node: Node) -> Node:
     if node.kind is not TENSORS:
         return node
     taken = node.taken._replace(alias=None, bits=None)
-    if node.taken.bits is not None:
+    if node.taken.bits is not None and not taken.glanced:
         taken = taken._replace(print=fingerprint(node.obj), stream=stream_of(node.obj.device))
     node = node._replace(taken=taken)
     if node.obj.is_leaf:

@@ -1,59 +1,59 @@
 """What a forward reads that belongs to the process: the random states of Python and NumPy, context variables, torch's
-default type, and which attention kernels are allowed."""
+default type and threads, and which kernels are allowed."""
 
 from __future__ import annotations
 
 import contextvars
 import ctypes
 import functools
+import pickle
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
-from autockpt.errors import ConflictError
-
-if TYPE_CHECKING:
-    from autockpt.policies.rerun_state.state import Memory
-
+_C: Any = torch._C
+_warns = _C._get_deterministic_algorithms_warn_only
 _SWITCHES = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     # in which order they are tried: sdpa_kernel(..., set_priority=True)
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),  # type: ignore[attr-defined]
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
     (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (_C._get_deterministic_algorithms, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns())),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    *(
+        (partial(_C._get_fp32_precision_getter, *place), partial(_C._set_fp32_precision_setter, *place))
+        for place in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))
+    ),
 )
 
 
 class Surroundings:
     """A Watch. After the forward what it did not use is dropped."""
 
-    def __init__(self, memory: Memory) -> None:
-        numpy = sys.modules.get("numpy")
-        self._memory, self._unread = memory, False
+    def __init__(self) -> None:
         self._python: tuple[Any, ...] | None = python_state()
-        self._numpy_words = numpy_words() if numpy is not None else b""
-        self._numpy: Any = numpy.random.get_state() if numpy is not None and memory.uses_numpy is not False else None
+        self._numpy = numpy_state()
         self._switches = _switches()
         self._context = contextvars.copy_context()
 
     def after(self) -> None:
         if self._python == python_state():
             self._python = None
-        if self._numpy is not None:
-            now = sys.modules["numpy"].random.get_state()
-            used = now[2] != self._numpy[2] or bool((now[1] != self._numpy[1]).any()) or now[3:] != self._numpy[3:]
-            self._memory.uses_numpy = used or bool(self._memory.uses_numpy)
-            if not used:
-                self._numpy = None
-        elif self._numpy_words and self._numpy_words != numpy_words():
-            self._memory.uses_numpy = self._unread = True
-        self._numpy_words = b""
+        if self._numpy == numpy_state():
+            self._numpy = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in a copy of the context that the forward began in: what it sets is gone after it."""
@@ -61,32 +61,22 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """As before the forward, and afterwards as now.
-
-        Raises ConflictError where the forward drew numbers from NumPy that nobody had read the state of.
-        """
-        if self._unread:
-            raise ConflictError(
-                f"{self._memory.unit} drew random numbers from NumPy for the first time, after steps without, so this "
-                "once its forward cannot run again as it did",
-                remedy="Run the step again: from now on NumPy's random state is kept for it.",
-            )
+        """As before the forward, and afterwards as now."""
         python = python_state() if self._python is not None else None
-        numpy = sys.modules["numpy"].random if self._numpy is not None else None
-        numpy_state = numpy.get_state() if numpy is not None else None
+        numpy = numpy_state() if self._numpy is not None else None
         switches = _switches()
         try:
             if self._python is not None:
                 put_python(self._python)
-            if numpy is not None:
-                numpy.set_state(self._numpy)
+            if self._numpy is not None:
+                put_numpy(self._numpy)
             _switch(switches, self._switches)
             yield
         finally:
             if python is not None:
                 put_python(python)
             if numpy is not None:
-                numpy.set_state(numpy_state)
+                put_numpy(numpy)
             _switch(_switches(), switches)
 
 
@@ -116,15 +106,43 @@ def _python_words() -> memoryview | None:
     return words if words.cast("I").tolist() == [index, *numbers] else None
 
 
-def numpy_words() -> bytes:
-    """NumPy's random state without its left-over normal number, as bytes; empty for generators without an address."""
-    try:
-        return _words_at(sys.modules["numpy"].random.mtrand._rand._bit_generator.ctypes.state_address).tobytes()
-    except AttributeError:
-        return b""
+def numpy_state() -> tuple[bytes, ...] | None:
+    """The state that NumPy draws from, read in the same way: words, and the left-over normal number. None where NumPy
+    is not there."""
+    if (numpy := sys.modules.get("numpy")) is None:
+        return None
+    generator = numpy.random.mtrand._rand
+    if (places := _numpy_places(generator._bit_generator)) is None:
+        return (pickle.dumps(generator.get_state(legacy=False)),)
+    return places[0].tobytes(), places[1].tobytes()
+
+
+def put_numpy(state: tuple[bytes, ...]) -> None:
+    """Make it the state that NumPy draws from."""
+    numpy = sys.modules["numpy"]
+    if len(state) == 1:
+        numpy.random.set_state(pickle.loads(state[0]))
+        return
+    words, (there, number) = numpy.frombuffer(state[0], "u4"), struct.unpack("i4xd", state[1])
+    numpy.random.set_state(("MT19937", words[:624], int(words[624]), there, number))
 
 
 @functools.lru_cache(maxsize=4)
+def _numpy_places(source: Any) -> tuple[memoryview, memoryview] | None:
+    """Where NumPy keeps its words, and the left-over normal number behind a word that says whether there is one; None
+    where they are not found."""
+    numpy = sys.modules["numpy"]
+    if sys.implementation.name != "cpython" or type(source) is not numpy.random.MT19937:
+        return None
+    generator, other = numpy.random.mtrand._rand, numpy.random.RandomState(0)
+    other.set_state((*other.get_state()[:3], 1, 0.1234567))
+    place = ctypes.string_at(id(other), type(other).__basicsize__).find(struct.pack("i4xd", 1, 0.1234567))
+    words, state = _words_at(source.ctypes.state_address), generator.get_state()
+    if place < 0 or words.cast("I").tolist() != [*state[1], state[2]]:
+        return None
+    return words, memoryview((ctypes.c_char * 16).from_address(id(generator) + place)).cast("B")
+
+
 def _words_at(address: int) -> memoryview:
     return memoryview((ctypes.c_uint32 * 625).from_address(address)).cast("B")
 
@@ -135,5 +153,6 @@ def _switches() -> list[Any]:
 
 def _switch(now: list[Any], wanted: list[Any]) -> None:
     if now != wanted:
-        for (_, put), value in zip(_SWITCHES, wanted, strict=True):
-            put(value)
+        for (_, put), value, before in zip(_SWITCHES, wanted, now, strict=True):
+            if value != before:
+                put(value)

@@ -17,6 +17,8 @@ COPIED_BYTES = 1 << 28
 SMALL_BYTES = 1 << 16
 """Parameters up to this size are, too: counters, scales. Of what a call is given no more is copied on first calls, in
 which a step must not need more memory than in others."""
+QUIET_BYTES = 1 << 20
+"""Buffers up to this size are copied before every forward, as one may begin to change them."""
 PLAIN_TENSORS, _STRIDED = frozenset((torch.Tensor, nn.Parameter, nn.Buffer)), torch.strided
 
 
@@ -57,7 +59,8 @@ class Kind:
 class TensorTaken(NamedTuple):
     """``alias`` holds the memory, ``bits`` what was in it, ``print`` a fingerprint of that; None where not taken.
 
-    ``stream`` is the one that the last two were queued on.
+    ``stream`` is the one that the last two were queued on. ``glanced``: only by version and memory it is to be told
+    whether it changed.
     """
 
     version: int
@@ -67,6 +70,7 @@ class TensorTaken(NamedTuple):
     bits: torch.Tensor | None
     print: torch.Tensor | int | None
     stream: Any = None
+    glanced: bool = False
 
 
 class Tensors(Kind):
@@ -89,13 +93,19 @@ class Tensors(Kind):
         stream = None if without_values() else stream_of(obj.device)
         return TensorTaken(version, place, obj.requires_grad, alias, bits, print, stream)
 
+    def glance(self, obj: Any) -> TensorTaken:
+        """What is small may be the next to change, so it is copied; the rest is not looked at closely."""
+        return self.take(obj, close=is_small(obj))._replace(glanced=True)
+
     def unchanged(self, obj: Any, taken: TensorTaken) -> bool:
         return bool(self.same(obj, taken))
 
     def same(self, obj: Any, taken: TensorTaken) -> bool | torch.Tensor:
         if (obj._version, obj.requires_grad, place_of(obj)) != (taken.version, taken.trains, taken.place):
             return False
-        if without_values():
+        if taken.alias is not None and _laid_out(obj) != _laid_out(taken.alias):
+            return False
+        if taken.glanced or without_values():
             return True
         if taken.bits is None:
             return _has(obj, taken)
@@ -106,9 +116,9 @@ class Tensors(Kind):
             return torch.equal(obj, taken.bits) if obj.is_cpu else (obj == taken.bits).all()
 
     def put(self, obj: Any, taken: TensorTaken) -> None:
-        if place_of(obj) != taken.place:
-            if taken.alias is None:
-                raise NotPutBackError
+        if place_of(obj) != taken.place and taken.alias is None:
+            raise NotPutBackError
+        if taken.alias is not None and _laid_out(obj) != _laid_out(taken.alias):
             obj.data = taken.alias
         if taken.bits is not None:
             if obj.shape != taken.bits.shape:  # resized in place
@@ -119,6 +129,17 @@ class Tensors(Kind):
             raise NotPutBackError
         if obj.is_leaf:
             obj.requires_grad_(taken.trains)
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether it is a buffer that is copied before every forward."""
+    weight = isinstance(tensor, nn.Parameter) or tensor.requires_grad
+    return not weight and place_of(tensor) != 0 and tensor.nbytes <= QUIET_BYTES
+
+
+def _laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
+    plain = tensor.layout is _STRIDED
+    return place_of(tensor), tensor.dtype, tensor.shape, plain and (tensor.stride(), tensor.storage_offset())
 
 
 def still_holds(taken: TensorTaken) -> bool:
