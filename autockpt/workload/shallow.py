@@ -12,14 +12,19 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.configs import find_config, quiet
 from autockpt.workload.factory import is_factory
 
-_PER_LAYER = ("layer_types", "mlp_layer_types")  # lists in transformers' configurations with an entry per layer
+# What transformers' configurations call the number of layers.
+_COUNTS = {"num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"} | {
+    *("n_layer", "n_layers", "depth"),
+}
+_PER_LAYER = ("layer_types", "mlp_layer_types")  # lists with an entry per layer
 
 
 def shallow_twin(spec: WorkloadSpec, settings: Mapping[str, Any], blocks: int, folder: Path) -> WorkloadSpec | None:
-    """The workload of ``spec`` with ``blocks`` blocks, its configuration written to ``folder``; None where unknown how.
+    """The workload of ``spec`` with at most ``blocks`` blocks in each of its stacks (encoder, decoder, vision tower),
+    its configuration written to ``folder``; None where unknown how.
 
-    ``settings`` are the resolved ones of the whole workload, whose shape the twin keeps. Only decoder-only models of
-    transformers whose configuration counts their layers have twins; the caller checks that the blocks are alike.
+    ``settings`` are the resolved ones of the whole workload, whose shape the twin keeps. Only models of transformers
+    whose configuration counts their layers have twins; the caller checks that the blocks are alike.
     """
     if is_factory(spec.model) or spec.trust_remote_code:
         return None
@@ -29,10 +34,8 @@ def shallow_twin(spec: WorkloadSpec, settings: Mapping[str, Any], blocks: int, f
     except AutockptError:
         return None
     config = source.config.to_dict()
-    if not isinstance(config.get("num_hidden_layers"), int) or config.get("is_encoder_decoder"):
+    if not _shorten(config, blocks):
         return None
-    config |= {"num_hidden_layers": blocks}
-    config |= {name: config[name][:blocks] for name in _PER_LAYER if isinstance(config.get(name), list)}
     if source.architecture is not None:
         config["architectures"] = [source.architecture]
     path = folder / "config.json"
@@ -41,3 +44,12 @@ def shallow_twin(spec: WorkloadSpec, settings: Mapping[str, Any], blocks: int, f
     if spec.pad_to is not None or spec.seq_len is not None:
         shape["seq_len"] = spec.seq_len
     return spec.model_copy(update={**shape, "model": str(path)})
+
+
+def _shorten(config: dict[str, Any], blocks: int) -> bool:
+    """Count at most ``blocks`` layers in each part of a configuration; whether that changes any."""
+    parts = [_shorten(part, blocks) for part in config.values() if isinstance(part, dict)]
+    deep = [name for name in _COUNTS & config.keys() if isinstance(config[name], int) and config[name] > blocks]
+    config |= dict.fromkeys(deep, blocks)
+    config |= {name: config[name][:blocks] for name in _PER_LAYER if deep and isinstance(config.get(name), list)}
+    return bool(deep) or any(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import transformers
@@ -21,30 +22,44 @@ pytestmark = pytest.mark.slow
 BLOCKS = 16
 
 
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkloadSpec:
-    folder = tmp_path_factory.mktemp("deep")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=BLOCKS, num_attention_heads=2
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    return WorkloadSpec(model=str(folder), batch_size=2, seq_len=32)
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=2,
+        architectures=["LlamaForCausalLM"],
+    ),
+    "t5": lambda: transformers.T5Config(  # the first block of each of its two stacks holds the positions
+        vocab_size=64,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=BLOCKS // 2,
+        num_heads=2,
+        architectures=["T5ForConditionalGeneration"],
+    ),
+}
 
 
-@pytest.mark.parametrize("lora", [None, 4])
-def test_the_menus_are_those_of_the_whole_model(spec: WorkloadSpec, lora: int | None) -> None:
-    spec = spec.model_copy(update={"lora": lora})
+@pytest.mark.parametrize(
+    ("model", "lora", "blocks"),
+    [("llama", 4, depth.TWIN_BLOCKS), ("t5", None, 2 * depth.TWIN_BLOCKS)],
+)
+def test_the_menus_are_those_of_the_whole_model(model: str, lora: int | None, blocks: int, tmp_path: Path) -> None:
+    CONFIGS[model]().save_pretrained(tmp_path)
+    spec = WorkloadSpec(model=str(tmp_path), batch_size=2, seq_len=32, lora=lora)
     card, space = load_hardware("rtx4090"), load_space("knobs")
     space = space.restricted(("recompute", "offload"))
     with ExitStack() as stack:
         tracer = stack.enter_context(tracer_for(card, spec))
-        blocks = [u for u in tracer.units if u.role == "block"]
-        whole = uniform_graphs(tracer, blocks, space.choices)
+        whole_blocks = [u for u in tracer.units if u.role == "block"]
+        whole = uniform_graphs(tracer, whole_blocks, space.choices)
         twin = depth.open_twin(stack, spec, tracer, whole["save"][1], card)
         assert twin is not None
         small_blocks = [u for u in twin.units if u.role == "block"]
-        assert len(small_blocks) == depth.TWIN_BLOCKS
+        assert len(small_blocks) == blocks
         small = uniform_graphs(twin, small_blocks, space.choices)
         heads = [head_graphs(traces, tracer.head, [CHUNKED_SOFTMAX]) for traces in (twin, tracer)]
         graphs = [graph for _, graph in (*small.values(), *whole.values())]
@@ -58,12 +73,12 @@ def test_the_menus_are_those_of_the_whole_model(spec: WorkloadSpec, lora: int | 
                 assert item.forward_seconds == pytest.approx(other.forward_seconds)
                 assert item.recompute_seconds == pytest.approx(other.recompute_seconds)
                 assert item.backward_seconds == pytest.approx(other.backward_seconds)
-        assert {u.name for u in mine.problem(0).units} == {u.name for u in blocks} | {"lm_head"}
-        plan = {u.name: whole["recompute"][0][u.name] if i < 5 else SAVE for i, u in enumerate(blocks)}
+        assert {u.name for u in mine.problem(0).units} == {u.name for u in whole_blocks} | {"lm_head"}
+        plan = {u.name: whole["recompute"][0][u.name] if i < 5 else SAVE for i, u in enumerate(whole_blocks)}
         assert mine.predictor.predict(plan) == real.predictor.predict(plan)
 
 
-def test_shallow_models_have_no_twin(spec: WorkloadSpec) -> None:
+def test_shallow_models_have_no_twin() -> None:
     small = WorkloadSpec(model="llama-tiny")
     with ExitStack() as stack:
         tracer = stack.enter_context(Tracer.from_spec(small))

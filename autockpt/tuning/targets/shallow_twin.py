@@ -21,7 +21,7 @@ from autockpt.tracing import Tracer
 from autockpt.workload.shallow import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while
-TWIN_BLOCKS = 6
+TWIN_BLOCKS = 6  # of each stack
 REMEMBERED_OPS = 100_000  # of ghost runs that are kept: about 0.3 GB
 OPS_PER_CANDIDATE = 120_000  # ghost-run for one candidate: fewer ghost runs of deeper models
 FEWEST_CALLS, MOST_CALLS = 6, 8
@@ -42,7 +42,7 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph,
     try:
         small = stack.enter_context(tracer_for(hardware, twin, fallback=False))
         alike = small.trace()
-        if len(alike.blocks()) != TWIN_BLOCKS or _matching(alike, base) is None:
+        if len(alike.blocks()) >= len(blocks) or _matching(alike, base) is None:
             return None
         return small
     except AutockptError:
@@ -68,8 +68,10 @@ def transplanted(small: CostModel, base: Graph, traces: Traces, needs: MemoryMod
     head = small.head
     if head is not None:
         head = head.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})
-    lean = dict.fromkeys((unit.name for unit in base.blocks()), menus[-1].items[-1].choice)
-    lean |= {name: RECOMPUTE for name in lean if RECOMPUTE in [item.choice for item in menus[-1].items]}
+    offered = {menu.kind: [item.choice for item in menu.items] for menu in menus}
+    lean = {
+        unit.name: RECOMPUTE if RECOMPUTE in offered[unit.kind] else offered[unit.kind][-1] for unit in base.blocks()
+    }
     leanest = remembering.always[plan_hash(lean)] = predictor.graph(lean)
     predictor.learn(lean, leanest)
     if head is not None:
