@@ -36,6 +36,8 @@ CompileMode = Literal["layers", "model"]
 """How a training step is compiled: every layer in place, or the whole model as one. None stands for eager steps."""
 Steps = Literal["eager", "layers", "model"]
 """The same, with a word for eager steps."""
+NEVER_CALLED = "never called"
+"""In a plan's settings: what would be units if the step called it, as a vision tower where it reads text alone."""
 R = TypeVar("R", Prediction | None, Measurement | None)
 Verdict = Literal["fits", "over_budget", "out_of_memory", "not_measured"]
 
@@ -358,6 +360,9 @@ class Plan(Data):
         view = align(self.model.units, [u.name for u in units])
         real = {u.name: u.cls for u in units}
         present = {meant: real[name] for meant, name in view.items()}
+        for pattern in filter(None, str(self.settings.get(NEVER_CALLED) or "").split(",")):
+            idle = tuple(f"{name}." for name in parse_pattern(pattern).select(present))
+            present = {name: cls for name, cls in present.items() if not f"{name}.".startswith(idle)}
         if difference := _difference(planned, present):
             where = f"{self._document.where('model', 'units')}: " if self._document else ""
             raise PlanError(

@@ -23,7 +23,8 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Tier, Unit
-from autockpt.schema.names import fold
+from autockpt.schema.names import fold, outermost
+from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Place, RawGraph, Source, summarize, to_graph
 from autockpt.tracing.cuda_kernels import AMPERE, Capability, fuses_dropout
@@ -107,19 +108,20 @@ class TracedRun:
     def _units(self, workload: Step) -> tuple[Unit, ...]:
         """Units that the first cycle called: those that were asked for, else blocks, else the best cuts.
 
-        Where they are not simply the blocks, the workload's settings name them, and a note says so.
+        Where they are not simply all blocks, the workload's settings name them or those that were never called, and a
+        note says so.
         """
-        units = refine(discover_units(workload.model, workload.units), self._recorder)
-        if units and not workload.units:
-            return units
-        if not workload.units:
+        there = discover_units(workload.model, workload.units)
+        units, named = refine(there, self._recorder), bool(workload.units)
+        if not units and not named:
             places: list[Place] = [(path, None) for path in self._recorder.location.paths]
             graph = to_graph(summarize(self._recorder, workload, places, self.source), ())
             called = {self._recorder.location.paths[number] for number in self._recorder.location.order}
             cuts = find_cuts(graph, called)
             if not cuts:
                 return ()
-            units = refine(discover_units(workload.model, ",".join(cuts)), self._recorder)
+            there, named = discover_units(workload.model, ",".join(cuts)), True
+            units = refine(there, self._recorder)
             workload.notes += (f"Nothing repeats in this model. {said_of_cuts(graph, cuts)}",)
         names = [unit.name for unit in units if unit.role == "block"]
         if not names:
@@ -127,7 +129,11 @@ class TracedRun:
                 f"units {workload.units!r}: none of these modules is called in the step",
                 remedy="Name modules whose forward runs; `autockpt trace --ops` prints the module of every op.",
             )
-        workload.settings = {**workload.settings, "units": ",".join(fold(dict.fromkeys(names, "")))}
+        if named:
+            workload.settings = {**workload.settings, "units": ",".join(fold(dict.fromkeys(names, "")))}
+        called_units = {unit.name for unit in units}
+        if idle := outermost([unit.name for unit in there if unit.name not in called_units]):
+            workload.settings = {**workload.settings, NEVER_CALLED: ",".join(fold(dict.fromkeys(idle, "")))}
         return units
 
     @contextmanager

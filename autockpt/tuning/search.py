@@ -42,6 +42,7 @@ from autockpt.schema import (
     parse_size,
 )
 from autockpt.schema.files import unwritable
+from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.remedy import STEP, Terms
 from autockpt.schema.request import identity_of
 from autockpt.tracing import Tracer
@@ -177,7 +178,7 @@ def search_step(
         question = Question(
             name=type(step.model).__name__,
             spec=None,
-            settings={**step.settings, **{k: v for k, v in tracer.settings.items() if k == "units"}},
+            settings={**step.settings, **{k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}},
             notes=said,
             budget=parsed,
             space=found.space,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from autockpt.errors import PlanError, UsageError
 from autockpt.explaining import ExplainRequest
 from autockpt.explaining.subject import open_subject
-from autockpt.runtime import apply
+from autockpt.runtime import apply, choices_for
 from autockpt.schema import Plan, Silence, WorkloadSpec
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, parse_choice
+from autockpt.schema.plan import NEVER_CALLED
 from autockpt.tracing import Tracer
 from autockpt.tuning.opening import blocks_of
 from autockpt.workload import Step
@@ -88,6 +90,34 @@ def test_named_modules_that_are_never_called_are_refused() -> None:
 def test_an_output_head_inside_of_a_unit_is_the_units() -> None:
     with Tracer.from_spec(WorkloadSpec(model="llama-tiny", units="lm_head,model.layers.0")) as tracer:
         assert tracer.head is None and [unit.name for unit in blocks_of(tracer)] == ["model.layers.0", "lm_head"]
+
+
+def test_blocks_that_the_step_never_calls_are_named_and_a_plan_without_them_is_of_the_same_model() -> None:
+    """As a vision tower that is trained on text alone."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True)
+            self.tower = nn.ModuleList(block() for _ in range(2))
+            self.layers = nn.ModuleList(block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    step = Step(Reader(), torch.ones(2, 4, 8), loss=lambda model, batch: model(batch).sum())
+    with Tracer.from_step(step) as tracer:
+        assert tracer.settings[NEVER_CALLED] == "tower.0-1"
+        assert {unit.name for unit in blocks_of(tracer)} == {f"layers.{i}" for i in range(3)}
+        plan = Plan.create({"layers.1": RECOMPUTE}, tracer.units, settings=tracer.settings)
+        assert choices_for(step.model, plan) == {f"layers.{i}": RECOMPUTE if i == 1 else SAVE for i in range(3)} | {
+            f"tower.{i}": SAVE for i in range(2)
+        }
+        silent = Plan.create({"layers.1": RECOMPUTE}, tracer.units)
+    with pytest.raises(PlanError, match="the plan knows no tower"):
+        choices_for(step.model, silent)
 
 
 def test_plans_written_by_hand_may_name_any_modules(tmp_path: Path) -> None:
