@@ -116,7 +116,7 @@ class Replay:
         self.reached = UnitState(state.memory, module, [*objects, *modes], self.tensors)
         self._over = False
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        if state.memory.code.calls_backward:
+        if state.memory.code.uses_gradients:
             self.takes_gradients()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -235,9 +235,9 @@ class Replay:
     def takes_gradients(self) -> None:
         """Backward is or may be called inside of this forward: it adds to ``.grad``, which may be read there."""
         if not self._gradients:
-            leaves = {id(t): t for t in (*self.parameters.tensors, *self.reached.tensors()) if t is not None}
-            trains = [t for t in leaves.values() if t.is_leaf and t.requires_grad]
-            self._gradients = [(t, None if t.grad is None else t.grad.clone()) for t in trains]
+            known = {id(t): t for t in (*self.parameters.tensors, *self.reached.tensors()) if t is not None}
+            leaves = [t for t in known.values() if t.is_leaf]
+            self._gradients = [(t, None if t.grad is None else t.grad.clone()) for t in leaves]
 
     @contextmanager
     def _earlier_gradients(self) -> Iterator[None]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.campaign.counters import COUNTERS
+
 # fmt: off
 
 
@@ -38,90 +40,9 @@ SCALE = "x = x * (1 + 0.1 * float({value}))"
 
 
 def _counters() -> list[Piece]:
-    """State that every forward advances and reads: (name, top, setup, advance, value)."""
-    box = "class Box_N:\n    def __init__(self):\n        self.n = 0"
-    slots = "class Box_N:\n    __slots__ = ('n',)\n    def __init__(self):\n        self.n = 0"
-    table: list[tuple[str, str, str, str, str]] = [
-        ("object of an own class", box, "self.s_N = Box_N()", "self.s_N.n += 1", "self.s_N.n"),
-        ("object with slots", slots, "self.s_N = Box_N()", "self.s_N.n += 1", "self.s_N.n"),
-        ("SimpleNamespace", "", "self.s_N = types.SimpleNamespace(n=0)", "self.s_N.n += 1", "self.s_N.n"),
-        ("object in nested dicts", box, "self.s_N = {'a': {'b': Box_N()}}", "self.s_N['a']['b'].n += 1", "self.s_N['a']['b'].n"),
-        ("object in a tuple", box, "self.s_N = (Box_N(),)", "self.s_N[0].n += 1", "self.s_N[0].n"),
-        ("object of an object", box, "self.s_N = Box_N(); self.s_N.inner = Box_N()", "self.s_N.inner.n += 1", "self.s_N.inner.n"),
-        ("NumPy array", "", "self.s_N = np.zeros(1)", "self.s_N[0] += 1", "self.s_N[0]"),
-        ("NumPy array reassigned", "", "self.s_N = np.zeros(1)", "self.s_N = self.s_N + 1", "self.s_N[0]"),
-        ("NumPy array in a dict", "", "self.s_N = {'n': np.zeros(1)}", "self.s_N['n'] += 1", "self.s_N['n'][0]"),
-        ("UserList", "", "self.s_N = collections.UserList()", "self.s_N.append(1)", "len(self.s_N)"),
-        ("UserDict", "", "self.s_N = collections.UserDict(n=0)", "self.s_N['n'] += 1", "self.s_N['n']"),
-        ("deque", "", "self.s_N = collections.deque(maxlen=9)", "self.s_N.append(1)", "len(self.s_N)"),
-        ("Counter", "", "self.s_N = collections.Counter()", "self.s_N['n'] += 1", "self.s_N['n']"),
-        ("defaultdict", "", "self.s_N = collections.defaultdict(int)", "self.s_N['n'] += 1", "self.s_N['n']"),
-        ("set", "", "self.s_N = set()", "self.s_N.add(len(self.s_N))", "len(self.s_N)"),
-        ("list", "", "self.s_N = []", "self.s_N.append(1)", "len(self.s_N)"),
-        ("dict", "", "self.s_N = {'n': 0}", "self.s_N['n'] += 1", "self.s_N['n']"),
-        ("int", "", "self.s_N = 0", "self.s_N += 1", "self.s_N"),
-        ("Fraction", "", "self.s_N = fractions.Fraction(0)", "self.s_N += 1", "self.s_N"),
-        ("bytearray", "", "self.s_N = bytearray(1)", "self.s_N[0] += 1", "self.s_N[0]"),
-        ("array.array", "", "self.s_N = array.array('i', [0])", "self.s_N[0] += 1", "self.s_N[0]"),
-        ("itertools.count", "", "self.s_N = itertools.count()", "v_N = next(self.s_N)", "v_N"),
-        ("iterator of a list", "", "self.s_N = iter(list(range(99)))", "v_N = next(self.s_N)", "v_N"),
-        ("itertools.cycle", "", "self.s_N = itertools.cycle([0, 1, 2])", "v_N = next(self.s_N)", "v_N"),
-        ("generator", "", "self.s_N = (i for i in range(99))", "v_N = next(self.s_N)", "v_N"),
-        ("queue", "", "self.s_N = queue.Queue()", "self.s_N.put(1)", "self.s_N.qsize()"),
-        ("StringIO", "", "self.s_N = io.StringIO()", "self.s_N.write('.')", "self.s_N.tell()"),
-        ("dataclass replaced", "@dataclasses.dataclass(frozen=True)\nclass Cfg_N:\n    n: int = 0", "self.s_N = Cfg_N()", "self.s_N = dataclasses.replace(self.s_N, n=self.s_N.n + 1)", "self.s_N.n"),
-        ("NumPy generator as attribute", "", "self.s_N = np.random.default_rng(1)", "v_N = self.s_N.random()", "v_N"),
-        ("random.Random as attribute", "", "self.s_N = random.Random(1)", "v_N = self.s_N.random()", "v_N"),
-        ("RandomState as attribute", "", "self.s_N = np.random.RandomState(1)", "v_N = self.s_N.rand()", "v_N"),
-        ("torch.Generator as attribute", "", "self.s_N = torch.Generator().manual_seed(1)", "v_N = torch.rand((), generator=self.s_N)", "v_N"),
-        ("closure", "def counting_N():\n    n = 0\n    def tick():\n        nonlocal n\n        n += 1\n        return n\n    return tick", "self.s_N = counting_N()", "v_N = self.s_N()", "v_N"),
-        ("partial over a list", "def tick_N(box):\n    box[0] += 1\n    return box[0]", "self.s_N = functools.partial(tick_N, [0])", "v_N = self.s_N()", "v_N"),
-        ("bound method of an object", f"{box}\n    def tick(self):\n        self.n += 1\n        return self.n", "self.s_N = Box_N().tick", "v_N = self.s_N()", "v_N"),
-        ("enumeration's member", "class Kind_N(enum.Enum):\n    A = 1\nKind_N.A.n = 0", "", "Kind_N.A.n += 1", "Kind_N.A.n"),
-        ("module imported in forward", "import sys\nsys.modules['settings_N'] = types.ModuleType('settings_N')", "import settings_N\nsettings_N.n = 0", "import settings_N\nsettings_N.n += 1", "settings_N.n"),
-        ("function attribute", "def f_N(): pass\nf_N.n = 0", "", "f_N.n += 1", "f_N.n"),
-        ("default argument", "def f_N(box=[0]):\n    box[0] += 1\n    return box[0]", "", "v_N = f_N()", "v_N"),
-        ("class counter", "class Box_N:\n    n = 0", "", "Box_N.n += 1", "Box_N.n"),
-        ("counter of the module's class", "", "type(self).s_N = 0", "type(self).s_N += 1", "self.s_N"),
-        ("list on the module's class", "", "type(self).s_N = [0]", "self.s_N[0] += 1", "self.s_N[0]"),
-        ("global list", "COUNT_N = [0]", "", "COUNT_N[0] += 1", "COUNT_N[0]"),
-        ("global int", "COUNT_N = 0", "", "globals()['COUNT_N'] += 1", "COUNT_N"),
-        ("global NumPy generator", "RNG_N = np.random.default_rng(1)", "", "v_N = RNG_N.random()", "v_N"),
-        ("global random.Random", "RNG_N = random.Random(1)", "", "v_N = RNG_N.random()", "v_N"),
-        ("global torch.Generator", "RNG_N = torch.Generator().manual_seed(1)", "", "v_N = torch.rand((), generator=RNG_N)", "v_N"),
-        ("global itertools.count", "COUNT_N = itertools.count()", "", "v_N = next(COUNT_N)", "v_N"),
-        ("ContextVar that forward sets", "VAR_N = contextvars.ContextVar('v_N')", "VAR_N.set(0)", "VAR_N.set(VAR_N.get() + 1)", "VAR_N.get()"),
-        ("threading.local", "LOCAL_N = threading.local()", "LOCAL_N.n = 0", "LOCAL_N.n += 1", "LOCAL_N.n"),
-        ("ctypes object", "import ctypes", "self.s_N = ctypes.c_int(0)", "self.s_N.value += 1", "self.s_N.value"),
-        ("multiprocessing.Value", "import multiprocessing", "self.s_N = multiprocessing.Value('i', 0)", "self.s_N.value += 1", "self.s_N.value"),
-        ("memoryview", "", "self.s_N = memoryview(bytearray(1))", "self.s_N[0] += 1", "self.s_N[0]"),
-        ("arguments of an error", "", "self.s_N = ValueError(0)", "self.s_N.args = (self.s_N.args[0] + 1,)", "self.s_N.args[0]"),
-        ("environment variable", "", "os.environ['CAMPAIGN_N'] = '0'", "os.environ['CAMPAIGN_N'] = str(int(os.environ['CAMPAIGN_N']) + 1)", "os.environ['CAMPAIGN_N']"),
-        ("WeakKeyDictionary", "SEEN_N = weakref.WeakKeyDictionary()", "", "SEEN_N[self] = SEEN_N.get(self, 0) + 1", "SEEN_N[self]"),
-        ("tensor by .data", "", "self.s_N = torch.zeros(())", "self.s_N.data.add_(1)", "self.s_N"),
-        ("tensor by NumPy", "", "self.s_N = torch.zeros(1)", "self.s_N.numpy()[0] += 1", "self.s_N"),
-        ("tensor in place", "", "self.s_N = torch.zeros(())", "self.s_N.add_(1)", "self.s_N"),
-        ("tensor reassigned", "", "self.s_N = torch.zeros(())", "self.s_N = self.s_N + 1", "self.s_N"),
-        ("tensor in a dict, in place", "", "self.s_N = {'n': torch.zeros(())}", "self.s_N['n'].add_(1)", "self.s_N['n']"),
-        ("tensor of an object, by .data", box, "self.s_N = Box_N(); self.s_N.t = torch.zeros(())", "self.s_N.t.data.add_(1)", "self.s_N.t"),
-        ("buffer in place", "", "self.register_buffer('s_N', torch.zeros(()))", "self.s_N.add_(1)", "self.s_N"),
-        ("buffer by .data", "", "self.register_buffer('s_N', torch.zeros(()))", "self.s_N.data.add_(1)", "self.s_N"),
-        ("buffer by NumPy", "", "self.register_buffer('s_N', torch.zeros(1))", "self.s_N.numpy()[0] += 1", "self.s_N"),
-        ("buffer reassigned", "", "self.register_buffer('s_N', torch.zeros(()))", "self.s_N = self.s_N + 1", "self.s_N"),
-        ("buffer's .data assigned", "", "self.register_buffer('s_N', torch.zeros(()))", "self.s_N.data = self.s_N + 1", "self.s_N"),
-        ("view of a buffer", "", "self.register_buffer('s_N', torch.zeros(3)); self.t_N = self.s_N[1:]", "self.t_N[0] += 1", "self.s_N[1]"),
-        ("frozen parameter by .data", "", "self.s_N = nn.Parameter(torch.zeros(()), requires_grad=False)", "self.s_N.data.add_(1)", "self.s_N"),
-        ("frozen parameter's .data assigned", "", "self.s_N = nn.Parameter(torch.zeros(()), requires_grad=False)", "self.s_N.data = self.s_N.data + 1", "self.s_N"),
-        ("frozen parameter by NumPy", "", "self.s_N = nn.Parameter(torch.zeros(1), requires_grad=False)", "self.s_N.numpy()[0] += 1", "self.s_N"),
-        ("frozen parameter in place", "", "self.s_N = nn.Parameter(torch.zeros(()), requires_grad=False)", "self.s_N.add_(1)", "self.s_N"),
-        ("attribute of a child module", "", "self.c_N = nn.Identity(); self.c_N.n = 0", "self.c_N.n += 1", "self.c_N.n"),
-        ("module in a list, its buffer", "", "self.s_N = [nn.Module()]; self.s_N[0].register_buffer('n', torch.zeros(()))", "self.s_N[0].n += 1", "self.s_N[0].n"),
-        ("module in a dict, its attribute", "", "self.s_N = {'m': nn.Module()}; self.s_N['m'].n = 0", "self.s_N['m'].n += 1", "self.s_N['m'].n"),
-        ("property with storage elsewhere", "STORE_N = {}\nclass Prop_N:\n    @property\n    def n(self): return STORE_N.get('n', 0)\n    @n.setter\n    def n(self, value): STORE_N['n'] = value", "self.s_N = Prop_N()", "self.s_N.n += 1", "self.s_N.n"),
-    ]
     return [
         Piece(f"counter: {name}", "state", top=top, setup=setup, use=f"{advance}\n{SCALE.format(value=value)}")
-        for name, top, setup, advance, value in table
+        for name, top, setup, advance, value in COUNTERS
     ]
 
 
@@ -129,6 +50,7 @@ def _statistics() -> list[Piece]:
     """State that forward advances and does not read: usual, and the same afterwards."""
     moe = "p_N = torch.softmax(self.gate_N(x), -1)\nself.load_N += p_N.detach().mean((0, 1))\nx = x * (1 + p_N[..., :1])"
     return [
+        Piece("average in a buffer", "ordinary", setup="self.register_buffer('mean_N', torch.ones(D))", use="with torch.no_grad():\n    self.mean_N.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)\nx = x * self.mean_N.clone().to(x.dtype)", ordinary=True),
         Piece("call counter", "ordinary", setup="self.calls_N = 0", use="self.calls_N += 1", ordinary=True),
         Piece("MoE load statistics", "ordinary", setup="self.gate_N = nn.Linear(D, 4)\nself.register_buffer('load_N', torch.zeros(4))", use=moe, ordinary=True),
         Piece("MoE load in an attribute", "ordinary", setup="self.gate_N = nn.Linear(D, 4)\nself.load_N = torch.zeros(4)", use=moe, ordinary=True),

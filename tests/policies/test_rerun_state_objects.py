@@ -178,12 +178,26 @@ class Words(tuple):
     pass
 
 
+class Low:
+    value = 1
+
+
+class High:
+    value = 2
+
+
 def holders_of_many_kinds() -> dict[str, Any]:
     for name in ("MADE", "LATER"):
         globals().pop(name, None)
     weight = nn.Parameter(torch.ones(1), requires_grad=False)
     holders = [torch.ones(1), weight, lambda: 0, functools.partial(int), Words(), type("Own", (), {})]
-    return {"calls": 0, "holders": holders, "order": collections.OrderedDict(a=1, b=2, c=3), "keys": {0: None}}
+    return {
+        "calls": 0,
+        "holders": holders,
+        "order": collections.OrderedDict(a=1, b=2, c=3),
+        "keys": {0: None},
+        "role": Low(),
+    }
 
 
 def attributes_later_on(kept: dict[str, Any]) -> float:
@@ -199,7 +213,8 @@ def attributes_later_on(kept: dict[str, Any]) -> float:
     kept["order"].move_to_end(next(iter(kept["order"])))
     del kept["keys"][(key := min(kept["keys"]))]
     kept["keys"][key + 1] = None
-    first = next(iter(kept["order"].values()))
+    kept["role"].__class__ = High if type(kept["role"]) is Low else Low
+    first = next(iter(kept["order"].values())) * kept["role"].value
     return sum(h.n for h in kept["holders"]) + MADE + 3 * globals()["LATER"] + 5 * first + 7 * min(kept["keys"])
 
 
@@ -472,6 +487,20 @@ def statistics_later_on(unit: Any, x: Tensor) -> Tensor:
     return unit.sn(x) @ unit.book.clone() * (unit.mean + unit.low) * np.random.randn()
 
 
+@functools.cache
+def drawn(unit: Any, step: int) -> Tensor:
+    return torch.randn(D)
+
+
+def drawn_later_on(unit: Any, x: Tensor) -> Tensor:
+    """What a cached function draws, and a gradient that forward itself adds up, from the fourth call on."""
+    unit.calls += 1
+    if unit.calls < 4:
+        return x
+    unit.k.grad = torch.ones(D, D) if unit.k.grad is None else unit.k.grad + 1
+    return nn.functional.dropout(x + drawn(unit, unit.calls // 2), 0.3) * unit.k.grad.mean()
+
+
 def patched(unit: Any, x: Tensor) -> Tensor:
     """Puts a forward around its child's, and turns a weight round, once and late."""
     unit.calls += 1
@@ -498,6 +527,7 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
     "clamped input": (lambda unit: None, clamped_input),
     "entries swapped": (with_entries, swapped),
     "statistics, late": (with_statistics, statistics_later_on),
+    "drawn, late": (lambda unit: (with_key(unit), setattr(unit, "calls", 0)), drawn_later_on),
     "patched, late": (lambda unit: unit.__dict__.update(calls=0), patched),
     "gradients taken inside, late": (lambda unit: unit.__dict__.update(calls=0), of_gradients),
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
-import dis
 import functools
 import gc
 import re
@@ -31,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies.attachment import attached_to
+from autockpt.policies.rerun_state.code import Code, may_do, names_of
 from autockpt.policies.rerun_state.kinds import (
     ABSENT,
     ADVANCING,
@@ -68,12 +68,6 @@ MODULE = OfModules(frozenset(vars(nn.Module())) - {*_STATE, *HOOKS})
 _CALLED = ("__call__", "__getattr__", "__setattr__", "__getitem__", "__enter__", "__exit__", "__iter__")
 _IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
 _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
-_METHOD = re.compile(r":\w+\.(\w+)$")
-_UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
-_UNSEEN |= {"batch_norm"}  # its running statistics
-"""Names by which code comes to write to a tensor without its version counter showing it."""
-_ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"globals", "setattr", "vars", "__dict__"})
-"""Instructions by which code makes names, and names by which it comes to make others."""
 _WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
 _WRAPPERS += (staticmethod, classmethod, property)
 _BASES = (nn.Module, object, CustomOpDef, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
@@ -107,7 +101,8 @@ class Walk:
 
     ``inside``: ids of the unit's modules. ``known``: ids of what need not be looked at. ``lively``: names of what
     changes. ``close``: look at everything closely, else at those alone, and where it is None also glance at small
-    buffers. ``fixed``: what was looked at and was not reached by way of something that changes.
+    buffers. ``fixed``: what was looked at and was not reached by way of something that changes. ``functions``: their
+    code, by name.
     """
 
     def __init__(
@@ -118,7 +113,7 @@ class Walk:
         self.fixed: dict[int, Any] = {}
         self.nodes: list[Node] = []
         self._homes: set[tuple[Any, ...]] = set()
-        self._code: list[tuple[str, types.CodeType]] = []
+        self.functions: list[tuple[str, types.CodeType]] = []
         self._open: deque[tuple[str, Any, int, bool]] = deque()
 
     def run(self, roots: Iterable[tuple[str, Any]], found: Iterable[Node] = ()) -> list[Node]:
@@ -186,6 +181,10 @@ class Walk:
         elif issubclass(kind, threading.local):
             self._node(name, threading.local.__getattribute__(value, "__dict__"), FIELDS, step, loose)
             self._class(name, kind, step)
+        elif kind is functools._lru_cache_wrapper:
+            self._attributes(name, vars(value), step, loose)
+            if value.cache_info().maxsize is None:  # others keep what they have in C's lists, too
+                self._go(name, step, [(".cache", p) for p in gc.get_referents(value) if type(p) is dict], loose)
         elif kind is contextvars.ContextVar:
             self._go(name, step, [("", value.get(None))], loose)
         elif issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
@@ -215,7 +214,8 @@ class Walk:
         self._attributes(name, attributes(value), step, loose)
         if slots := tuple(_slots(type(value))):
             self._node(name, value, Names(slots, _slot, object.__setattr__, object.__delattr__), step, loose)
-        self._class(name, type(value), step)
+        if type(value).__flags__ & _HEAP:
+            self._node(f"{name}.__class__", value, TYPE, step, loose)
 
     def _module(self, name: str, module: nn.Module, step: int) -> None:
         fields, kind = vars(module), MODULE
@@ -249,12 +249,12 @@ class Walk:
         home = function.__globals__
         if _in_library(home.get("__name__")):
             return
-        self._code.append((name, function.__code__))
+        self.functions.append((name, function.__code__))
         for cell in function.__closure__ or ():
             self._node(f"{name}:closure", cell, CELL, step, False)
         self._go(f"{name}:default", step, [("", function.__defaults__), ("", function.__kwdefaults__)], False)
         self._node(name, function.__dict__, FIELDS, step, False)
-        names, made = _names_of(function.__code__)
+        names, made = names_of(function.__code__)
         self._names(home, names, made, step)
 
     def _names(self, home: dict[str, Any], names: tuple[str, ...], made: tuple[str, ...], step: int) -> None:
@@ -280,31 +280,6 @@ class Walk:
                 self.nodes.append(Node(f"the global {key}", home, Global(key), {key: value}))
                 self._open.append((f"the global {key}", value, step + 1, False))
 
-    def code(self) -> Code:
-        """What the code may do that a forward may come to: of methods those alone that such code names."""
-        named, found, left, before = {"forward"}, set[types.CodeType](), self._code, -1
-        while len(left) != before:
-            before, later = len(left), []
-            for name, code in left:
-                method = _METHOD.search(name)
-                if method is None or method[1] in named or method[1].startswith("__"):
-                    found.update(_parts(code))
-                    named.update(*(part.co_names for part in _parts(code)))
-                else:
-                    later.append((name, code))
-            left = later
-        assigns = any("data" in part.co_names and any(map(_assigns, dis.get_instructions(part))) for part in found)
-        return Code(not named.isdisjoint(_UNSEEN), assigns, "backward" in named)
-
-
-class Code(NamedTuple):
-    """Whether code names what writes to tensors behind autograd's back, whether it assigns to a ``.data``, and whether
-    it may call ``backward``."""
-
-    writes_unseen: bool = False
-    assigns: bool = False
-    calls_backward: bool = False
-
 
 _codes: dict[int, Code] | None = None
 
@@ -315,7 +290,7 @@ def code_of(unit: str, module: nn.Module) -> Code:
         return _codes[id(module)]
     walk = Walk(unit, {id(inner) for inner in module.modules()}, (), (), close=False)
     walk.run([("", module)])
-    code = walk.code()
+    code = may_do(walk.functions)
     if _codes is not None:
         _codes[id(module)] = code
     return code
@@ -331,10 +306,6 @@ def code_known(known: dict[int, Code]) -> Iterator[None]:
         yield
     finally:
         _codes = others
-
-
-def _assigns(instruction: dis.Instruction) -> bool:
-    return instruction.opname == "STORE_ATTR" and instruction.argval == "data"
 
 
 def _warn_of_more() -> None:
@@ -414,26 +385,10 @@ def _empty_cell(cell: types.CellType, _: str) -> None:
 
 
 CELL = Names(("",), _of_cell, _to_cell, _empty_cell)
+TYPE = Names(
+    ("",), lambda obj, _: type(obj), lambda obj, _, cls: object.__setattr__(obj, "__class__", cls), object.__delattr__
+)
 CLASS = Names(None, getattr, type.__setattr__, type.__delattr__)
-
-
-@functools.lru_cache(maxsize=10_000)
-def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names by which code may come to globals, and such of them as it may make: all that it assigns to."""
-    parts = list(_parts(code))
-    names = {name for part in parts for name in part.co_names}
-    made = [step.argval for part in parts for step in dis.get_instructions(part) if step.opname in _ASSIGNS]
-    if not _BY_WORDS.isdisjoint(names):
-        made += [word for part in parts for word in part.co_consts if type(word) is str and word.isidentifier()]
-    return tuple(sorted(names.union(made))), tuple(dict.fromkeys(made))
-
-
-def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of functions defined in it."""
-    yield code
-    for inner in code.co_consts:
-        if type(inner) is types.CodeType:
-            yield from _parts(inner)
 
 
 @functools.cache

@@ -24,8 +24,9 @@ from torch.nn.modules import module as all_modules
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import stream_of
+from autockpt.policies.rerun_state.code import Code, may_do
 from autockpt.policies.rerun_state.kinds import ABSENT, Fields, Parameters
-from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, Code, Global, Node, Walk, changed_of, said
+from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, TYPE, Global, Node, Walk, changed_of, said
 from autockpt.policies.rerun_state.tensors import (
     TENSORS,
     NotPutBackError,
@@ -110,7 +111,7 @@ class Quiet:
         self._fixed = walk.fixed  # by whose ids they are known
         settled = [node for node in self.nodes if not isinstance(node.kind, Global)]
         self.known = (walk.fixed.keys() | {id(node.obj) for node in settled}) - {id(node.obj) for node in self.lively}
-        self._others, self._cells, self._views = list[Node](), list[CellType](), list[Any]()
+        self._others, self._cells, self._typed, self._views = list[Node](), list[CellType](), list[Any](), list[Any]()
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
         for node in settled:
             kind = node.kind
@@ -129,6 +130,8 @@ class Quiet:
                 self._views.append(node.obj)
             elif type(node.obj) is CellType:
                 self._cells.append(node.obj)
+            elif kind is TYPE:
+                self._typed.append(node.obj)
             else:
                 self._others.append(node)
         self._fields = [fields for _, fields in self._getters]
@@ -153,7 +156,7 @@ class Quiet:
 
     def _now(self) -> Iterator[Any]:
         parts = itertools.chain(self._full, [get(home) for get, home in self._getters])
-        return itertools.chain(itertools.chain.from_iterable(parts), map(_contents, self._cells))
+        return itertools.chain(*parts, map(_contents, self._cells), map(type, self._typed))
 
     def _same(self) -> bool:
         """Whether all that is in containers is the very same. No slower than it must be: every call asks twice."""
@@ -196,7 +199,7 @@ class UnitState:
             inside = {id(inner) for inner in module.modules()}
             walk = Walk(memory.unit, inside, (), memory.lively, close=True)
             walk.run(_roots(module))
-            memory.code = walk.code()
+            memory.code = may_do(walk.functions)
             self._still = walk.run(arguments)
         else:
             self._marks = quiet.marks()

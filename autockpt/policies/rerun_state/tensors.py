@@ -59,8 +59,8 @@ class Kind:
 class TensorTaken(NamedTuple):
     """``alias`` holds the memory, ``bits`` what was in it, ``print`` a fingerprint of that; None where not taken.
 
-    ``stream`` is the one that the last two were queued on. ``glanced``: only by version and memory it is to be told
-    whether it changed.
+    ``form`` is how the tensor lay in it, ``stream`` the one that copy and fingerprint were queued on. ``glanced``: only
+    by version and memory it is to be told whether it changed.
     """
 
     version: int
@@ -69,6 +69,7 @@ class TensorTaken(NamedTuple):
     alias: torch.Tensor | None
     bits: torch.Tensor | None
     print: torch.Tensor | int | None
+    form: tuple[Any, ...] | None = None
     stream: Any = None
     glanced: bool = False
 
@@ -91,7 +92,7 @@ class Tensors(Kind):
             bits = alias.clone()
         print = None if copied else fingerprint(obj)
         stream = None if without_values() else stream_of(obj.device)
-        return TensorTaken(version, place, obj.requires_grad, alias, bits, print, stream)
+        return TensorTaken(version, place, obj.requires_grad, alias, bits, print, _form(obj), stream)
 
     def glance(self, obj: Any) -> TensorTaken:
         """What is small may be the next to change, so it is copied; the rest is not looked at closely."""
@@ -103,7 +104,7 @@ class Tensors(Kind):
     def same(self, obj: Any, taken: TensorTaken) -> bool | torch.Tensor:
         if (obj._version, obj.requires_grad, place_of(obj)) != (taken.version, taken.trains, taken.place):
             return False
-        if taken.alias is not None and _laid_out(obj) != _laid_out(taken.alias):
+        if taken.form is not None and _form(obj) != taken.form:
             return False
         if taken.glanced or without_values():
             return True
@@ -116,9 +117,9 @@ class Tensors(Kind):
             return torch.equal(obj, taken.bits) if obj.is_cpu else (obj == taken.bits).all()
 
     def put(self, obj: Any, taken: TensorTaken) -> None:
-        if place_of(obj) != taken.place and taken.alias is None:
-            raise NotPutBackError
-        if taken.alias is not None and _laid_out(obj) != _laid_out(taken.alias):
+        if place_of(obj) != taken.place or (taken.form is not None and _form(obj) != taken.form):
+            if taken.alias is None:
+                raise NotPutBackError
             obj.data = taken.alias
         if taken.bits is not None:
             if obj.shape != taken.bits.shape:  # resized in place
@@ -137,9 +138,9 @@ def is_small(tensor: torch.Tensor) -> bool:
     return not weight and place_of(tensor) != 0 and tensor.nbytes <= QUIET_BYTES
 
 
-def _laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
-    plain = tensor.layout is _STRIDED
-    return place_of(tensor), tensor.dtype, tensor.shape, plain and (tensor.stride(), tensor.storage_offset())
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    form = tensor.dtype, tensor.shape
+    return (*form, tensor.stride(), tensor.storage_offset()) if tensor.layout is _STRIDED else form
 
 
 def still_holds(taken: TensorTaken) -> bool:

@@ -1,0 +1,67 @@
+"""What the code of a forward may do, by the names in it."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import types
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+_METHOD = re.compile(r":\w+\.(\w+)$")
+_UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
+_UNSEEN |= {"batch_norm"}  # its running statistics
+"""Names by which code comes to write to a tensor without its version counter showing it."""
+_ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"globals", "setattr", "vars", "__dict__"})
+"""Instructions by which code makes names, and names by which it comes to make others."""
+
+
+class Code(NamedTuple):
+    """Whether code names what writes to tensors behind autograd's back, whether it assigns to a ``.data``, and whether
+    it may call ``backward`` or go by a ``.grad``."""
+
+    writes_unseen: bool = False
+    assigns: bool = False
+    uses_gradients: bool = False
+
+
+def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
+    """Of functions by how they are reached. Of methods those alone count that code of these names."""
+    named, found, left, before = {"forward"}, set[types.CodeType](), functions, -1
+    while len(left) != before:
+        before, later = len(left), []
+        for name, code in left:
+            method = _METHOD.search(name)
+            if method is None or method[1] in named or method[1].startswith("__"):
+                found.update(_parts(code))
+                named.update(*(part.co_names for part in _parts(code)))
+            else:
+                later.append((name, code))
+        left = later
+    assigns = any("data" in part.co_names and any(map(_assigns, dis.get_instructions(part))) for part in found)
+    gradients = "backward" in named or ("grad" in named and "autograd" not in named)
+    return Code(not named.isdisjoint(_UNSEEN), assigns, gradients)
+
+
+@functools.lru_cache(maxsize=10_000)
+def names_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names by which code may come to globals, and such of them as it may make: all that it assigns to."""
+    parts = list(_parts(code))
+    names = {name for part in parts for name in part.co_names}
+    made = [step.argval for part in parts for step in dis.get_instructions(part) if step.opname in _ASSIGNS]
+    if not _BY_WORDS.isdisjoint(names):
+        made += [word for part in parts for word in part.co_consts if type(word) is str and word.isidentifier()]
+    return tuple(sorted(names.union(made))), tuple(dict.fromkeys(made))
+
+
+def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of functions defined in it."""
+    yield code
+    for inner in code.co_consts:
+        if type(inner) is types.CodeType:
+            yield from _parts(inner)
+
+
+def _assigns(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "STORE_ATTR" and instruction.argval == "data"
