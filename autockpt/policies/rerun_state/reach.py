@@ -361,7 +361,7 @@ def _slots(cls: type) -> Iterator[str]:
 def _slot(obj: Any, name: str) -> Any:
     try:
         return object.__getattribute__(obj, name)
-    except AttributeError:
+    except (AttributeError, ValueError):  # of an empty cell
         return ABSENT
 
 
@@ -369,22 +369,7 @@ def _get(home: dict[str, Any], key: str) -> Any:
     return home.get(key, ABSENT)
 
 
-def _of_cell(cell: types.CellType, _: str) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ABSENT
-
-
-def _to_cell(cell: types.CellType, _: str, value: Any) -> None:
-    cell.cell_contents = value
-
-
-def _empty_cell(cell: types.CellType, _: str) -> None:
-    del cell.cell_contents
-
-
-CELL = Names(("",), _of_cell, _to_cell, _empty_cell)
+CELL = Names(("cell_contents",), _slot, object.__setattr__, object.__delattr__)
 TYPE = Names(
     ("",), lambda obj, _: type(obj), lambda obj, _, cls: object.__setattr__(obj, "__class__", cls), object.__delattr__
 )

@@ -111,7 +111,8 @@ class Quiet:
         self._fixed = walk.fixed  # by whose ids they are known
         settled = [node for node in self.nodes if not isinstance(node.kind, Global)]
         self.known = (walk.fixed.keys() | {id(node.obj) for node in settled}) - {id(node.obj) for node in self.lively}
-        self._others, self._cells, self._typed, self._views = list[Node](), list[CellType](), list[Any](), list[Any]()
+        self._others, self._cells, self._typed = list[Node](), list[CellType](), list[Any]()
+        self._views, self._inner = list[Any](), list[Any]()  # the second of dictionaries whose keys are in the first
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
         for node in settled:
             kind = node.kind
@@ -123,7 +124,8 @@ class Quiet:
                 if keys:
                     self._getters.append((operator.itemgetter(*keys, keys[0]), node.obj))
                 else:
-                    self._views += [kind.keys(node.obj), *([dict.values(node.obj)] if kind.ordered else [])]
+                    self._views.append(kind.keys(node.obj))
+                    self._inner += [dict.values(node.obj)] if kind.ordered else []
             elif isinstance(node.obj, type):
                 self._views.append(vars(node.obj).values())
             elif type(node.obj) is list:
@@ -146,8 +148,8 @@ class Quiet:
         self._learn()
 
     def _learn(self) -> None:
-        self._full, self._empty = [v for v in self._views if len(v)], [v for v in self._views if not len(v)]
-        self._sized = [*self._full, *self._fields]
+        full, self._empty = [v for v in self._views if len(v)], [v for v in self._views if not len(v)]
+        self._full, self._sized = [*full, *(v for v in self._inner if len(v))], [*full, *self._fields]
         self._lengths = list(map(len, self._sized))
         try:
             self._values: list[Any] | None = list(self._now())
@@ -268,17 +270,11 @@ class UnitState:
             if not same:
                 _refuse(self._memory.unit, node)
 
-    def _changed_tensors(self) -> list[Node]:
-        quiet = self._quiet
-        if quiet is None or (now := quiet.marks()) == self._marks:
-            return []
-        return [node for node, a, b in zip(quiet.tensors, now, self._marks, strict=True) if a != b]
-
     @contextmanager
     def restored(self) -> Iterator[None]:
         nodes = changed_of(self._still) if self._over else [*self._still]
         if self._quiet is not None:
-            nodes += [*self._quiet.changed(), *self._quiet_tensors()]
+            nodes += [*self._quiet.changed(), *self._changed_tensors()]
         # which parameters a module has is looked after by the replay, as FSDP exchanges them
         nodes = [*self._changing, *(node for node in nodes if not isinstance(node.kind, Parameters))]
         if not nodes:
@@ -306,13 +302,15 @@ class UnitState:
             for node in advanced:
                 raise _advances(self._memory.unit, node)
 
-    def _quiet_tensors(self) -> list[Node]:
-        """Those that were changed since, as they were."""
-        assert self._quiet is not None
+    def _changed_tensors(self) -> list[Node]:
+        """Those that are known to be quiet otherwise and were changed since the forward began, as they were then."""
+        quiet = self._quiet
+        if quiet is None or (now := quiet.marks()) == self._marks:
+            return []
         return [
-            node._replace(taken=TensorTaken(*mark, None, None, None))
-            for node, mark, now in zip(self._quiet.tensors, self._marks, self._quiet.marks(), strict=True)
-            if mark != now
+            node._replace(taken=TensorTaken(*before, None, None, None))
+            for node, before, after in zip(quiet.tensors, self._marks, now, strict=True)
+            if before != after
         ]
 
     def _put_back(self, held: list[Node]) -> list[Node]:
