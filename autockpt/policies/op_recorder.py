@@ -20,7 +20,7 @@ from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.sentinels import CheckedCall
 from autockpt.policies.tape import Maker, Origin, Read, RemadeSlot, RerunOp
-from autockpt.policies.watching import passes_by, refuse_conditional, refuse_mapping, refuse_watching
+from autockpt.policies.watching import count_writes, passes_by, refuse_conditional, refuse_mapping, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
@@ -302,7 +302,9 @@ class _Taping(TorchDispatchMode):
             return out
         if kind == "writes":
             self._tape.before_write(func, args, kwargs)
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            count_writes(func, args)
+            return out
         if kind == "statistics":
             self._tape.before_write(func, args, kwargs)
         elif kind == "suspect":

@@ -29,13 +29,11 @@ from autockpt.policies.rerun_state import user_modes
 from autockpt.policies.saved import address_of
 from autockpt.policies.triton_kernels import READS, launches, name_of
 from autockpt.policies.user_checkpoint import hooks_in_force
-from autockpt.policies.watching import CHANGED_BY_WATCHING, passes_by, refuse_watching
+from autockpt.policies.watching import CHANGED_BY_WATCHING, count_writes, passes_by, refuse_watching
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 Place = tuple[int, int, int]
 _current = threading.local()
-
-
 _LEAF = tree_structure(0)
 
 
@@ -241,10 +239,12 @@ class _Scope(TorchDispatchMode):
         if not self._wanted(func) or draws_random_numbers(func, args, kwargs):
             if func in CHANGED_BY_WATCHING:
                 refuse_watching(func, args, self._frame.unit)
-            out = func(*args, **kwargs)
+            out, kind = func(*args, **kwargs), kind_of(func)
             # torch.matmul's last step is one; torch.unsafe_split outside of a scope leaves watching to its caller
-            if kind_of(func) == "hidden view" and self._frame.recording:
+            if kind == "hidden view" and self._frame.recording:
                 self._frame.watch(args[0], out)
+            elif kind == "writes":
+                count_writes(func, args)
             return out
         self._ops += 1
         place = self._number, self._functions, self._ops

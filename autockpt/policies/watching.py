@@ -30,6 +30,13 @@ def passes_by(func: Any) -> bool:
     return isinstance(func, HigherOrderOperator) or torch.compiler.is_dynamo_compiling()
 
 
+def count_writes(func: Any, args: tuple[Any, ...]) -> None:
+    """An op that writes to tensors has run. Inside a dispatch mode those over lists do not count as changes in place
+    (torch 2.13), which autograd and all who look for changes go by."""
+    if func._schema.name.startswith("aten::_foreach_"):
+        torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
+
+
 def refuse_conditional(given: list[torch.Tensor], unit: str) -> None:
     """Raise ConflictError where one of these results of ``torch.cond`` takes part in backward.
 

@@ -85,6 +85,7 @@ COUNTERS: tuple[tuple[str, str, str, str, str], ...] = (
     ("tensor in a dict, in place", "", "self.s_N = {'n': torch.zeros(())}", "self.s_N['n'].add_(1)", "self.s_N['n']"),
     ("tensor of an object, by .data", _BOX, "self.s_N = Box_N(); self.s_N.t = torch.zeros(())", "self.s_N.t.data.add_(1)", "self.s_N.t"),
     ("buffer in place", "", "self.register_buffer('s_N', torch.zeros(()))", "self.s_N.add_(1)", "self.s_N"),
+    ("buffers by an op over lists", "", "self.register_buffer('s_N', torch.zeros(()))", "torch._foreach_add_([self.s_N], 1)", "self.s_N"),
     ("buffer by .data", "", "self.register_buffer('s_N', torch.zeros(()))", "self.s_N.data.add_(1)", "self.s_N"),
     ("buffer by NumPy", "", "self.register_buffer('s_N', torch.zeros(1))", "self.s_N.numpy()[0] += 1", "self.s_N"),
     ("buffer reassigned", "", "self.register_buffer('s_N', torch.zeros(()))", "self.s_N = self.s_N + 1", "self.s_N"),

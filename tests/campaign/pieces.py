@@ -101,6 +101,7 @@ def _transforms() -> list[Piece]:
     plain: dict[str, str] = {
         "in-place product of a clone": "x = x.clone()\nx.mul_(1.5)",
         "in-place relu": "x = (x + 0.1).relu_()",
+        "in-place ops over lists": "a_, b_ = x * 1.5, x * 0.5\ntorch._foreach_add_([a_, b_], 0.1)\nx = torch.tanh(a_) + b_",
         "index assignment": "x = x.clone()\nx[:, 0] = 0.5",
         "write through a view": "x = x * 1.0\nx.view(-1)[:3] = 0.25",
         "masked_fill_": "x = (x * 1.0).masked_fill_(x > 1, 0.5)",
