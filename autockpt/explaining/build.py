@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autockpt.explaining.fronts import fronts
@@ -15,7 +15,8 @@ from autockpt.explaining.why import Answers, budget_steps, why
 from autockpt.profiling import said_of
 from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.explanation import Explanation, Largest, Speed
+from autockpt.schema.explanation import Explanation, Largest, Reach, Speed
+from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 
 
 def explain(question: ExplainRequest, listener: Listener | None = None) -> Explanation:
@@ -27,9 +28,14 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
     listener = listener or Silence()
     with open_subject(question, listener) as subject:
         listener.stage("solving")
-        answers = Answers(subject.profiled, tuple(subject.uniform))
+        answers = Answers(subject.profiled, subject.uniform)
         budget = _resolved(question, answers)
-        chosen = _chosen(subject, answers, budget)
+        asked = question.budget or (Budget(text=budget.asked, kind="bytes", size=budget.bytes) if budget else None)
+        found = None
+        if budget is not None and question.plan is None:
+            found = answers.at(budget.bytes, calls_per_candidate(subject.base))  # as a search would
+        steps = budget_steps(answers, asked, budget.bytes if budget else None)
+        chosen = _chosen(subject, answers, budget, [found, *(step.reach for step in steps if step.ours)])
         graph = subject.tracer.trace(chosen.choices)
         peak = subject.needs(graph)
         reserved = peak - graph.peak_bytes - answers.overhead
@@ -38,8 +44,6 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         device = subject.profiled.predictor.device
         measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
         reasons = why(answers, chosen.choices, budget.bytes if budget else None)
-        asked = question.budget or (Budget(text=budget.asked, kind="bytes", size=budget.bytes) if budget else None)
-        steps = budget_steps(answers, asked, budget.bytes if budget else None)
         limits = _limits(subject, answers, budget, listener)
         return Explanation(
             model=question.spec.model,
@@ -82,7 +86,9 @@ class _Chosen:
     notes: tuple[str, ...] = ()
 
 
-def _chosen(subject: Subject, answers: Answers, budget: ResolvedBudget | None) -> _Chosen:
+def _chosen(
+    subject: Subject, answers: Answers, budget: ResolvedBudget | None, reaches: Sequence[Reach | None]
+) -> _Chosen:
     question = subject.question
     if question.plan is not None and subject.choices is not None:
         same = question.plan.workload is None or question.plan.workload == question.spec
@@ -94,7 +100,7 @@ def _chosen(subject: Subject, answers: Answers, budget: ResolvedBudget | None) -
     if budget is None:
         said = "plain training: every layer saves everything"
         return _Chosen(answers.save_all.choices, said, "simulated")
-    found = answers.at(budget.bytes)
+    found = min((reach for reach in reaches if reach is not None), key=lambda r: r.step_seconds, default=None)
     if found is not None:
         return _Chosen(found.choices, f"the solver's plan for {budget.asked}", "simulated")
     needs = subject.profiled.needs(answers.lean.peak_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +12,11 @@ from autockpt.devices import get_device, process_environment
 from autockpt.errors import UsageError
 from autockpt.explaining.times import Times, of_device, of_hardware
 from autockpt.measuring import environment_of
-from autockpt.profiling import CostModel, UniformRuns, simulated_memory, tracer_for
+from autockpt.profiling import CostModel, simulated_memory, tracer_for
 from autockpt.schema import SAVE, Budget, Choice, Graph, Listener, Plan, Remake, Selective, WorkloadSpec
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
-from autockpt.tuning.opening import traced
+from autockpt.tuning.opening import Traced, traced, traced_for
 from autockpt.tuning.question import workload_key
 from autockpt.workload.units import units_named
 from search_spaces.hardware import list_hardware, load_hardware
@@ -76,11 +76,13 @@ def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Har
 
 @dataclass(frozen=True)
 class Subject:
-    """An open workload. ``choices`` are the plan's, by unit name."""
+    """An open workload. ``base`` is its plain step, ``uniform`` what all of its layers may do, ``choices`` are the
+    plan's, by unit name."""
 
     question: ExplainRequest
     tracer: Tracer
-    uniform: UniformRuns
+    base: Graph
+    uniform: tuple[str, ...]
     times: Times
     profiled: CostModel
     choices: Mapping[str, Choice] | None
@@ -95,11 +97,6 @@ class Subject:
         """Bytes of the device that a ghost run needs, its context included."""
         predictor = self.profiled.predictor
         return predictor.needs(graph) if predictor.needs else graph.peak_bytes + predictor.device.overhead_bytes
-
-    @property
-    def base(self) -> Graph:
-        """The ghost run with every unit on save."""
-        return self.uniform["save"][1]
 
 
 @contextmanager
@@ -120,9 +117,12 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
                 question = replace(question, spec=spec)
         choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
         of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
-        found = traced(tracer, load_space(SPACE), of_head=of_head, listener=listener)
-        uniform, head = found.uniform, found.heads
-        times, others = _times(question, uniform, list(head.graphs.values()) if head is not None else [])
+        space, card = load_space(SPACE), question.hardware
+        if card is None:
+            found = traced(tracer, space, of_head=of_head, listener=listener)
+        else:
+            found = traced_for(stack, card, question.spec, tracer, space, of_head=of_head, listener=listener)
+        times, others = _times(question, found)
         listener.stage("profiling choices")
         needs = simulated_memory(question.hardware, question.limit) if question.hardware is not None else None
         # choices of the plan that no menu has by itself
@@ -131,21 +131,23 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
         yield Subject(
             question=question,
             tracer=tracer,
-            uniform=uniform,
+            base=found.plain,
+            uniform=tuple(found.uniform),
             times=times,
             profiled=profiled,
             choices=choices,
-            notes=(*tracer.notes, *uniform["save"][1].notes, *found.notes),
+            notes=(*tracer.notes, *found.plain.notes, *found.notes),
         )
 
 
-def _times(question: ExplainRequest, uniform: UniformRuns, heads: Sequence[Graph]) -> tuple[Times, int]:
+def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
     """Op times, and the bytes of the device that others hold."""
+    heads = list(found.heads.graphs.values()) if found.heads is not None else []
     if question.hardware is not None:
-        return of_hardware(question.hardware, uniform, heads), 0
+        return of_hardware(question.hardware, found.graphs, heads), 0
     device = get_device(question.device)
     environment = environment_of(device, {**process_environment(question.device), **os.environ})
     times = of_device(
-        environment, uniform, heads, workload_key(question.spec, question.spec.model, {}), question.plan_path
+        environment, found.uniform, heads, workload_key(question.spec, question.spec.model, {}), question.plan_path
     )
     return times, device.used_by_others()

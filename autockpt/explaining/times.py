@@ -45,9 +45,9 @@ def of_device(
     )
 
 
-def of_hardware(hardware: Hardware, uniform: UniformRuns, heads: Sequence[Graph]) -> Times:
+def of_hardware(hardware: Hardware, graphs: Sequence[Graph], heads: Sequence[Graph]) -> Times:
     """Op times of a device that is described, not at hand."""
-    times = roofline_times(hardware, [graph for _, graph in uniform.values()])
+    times = roofline_times(hardware, graphs)
     times = times.completed(roofline_times(hardware, heads))
     return Times(times, "modelled", f"seconds are modelled by a roofline of {hardware.name}, nothing was timed")
 

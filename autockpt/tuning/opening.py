@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autockpt.devices import get_device, process_environment
-from autockpt.errors import UsageError
+from autockpt.errors import AutockptError, UsageError
 from autockpt.measuring import environment_of
-from autockpt.profiling import CostModel, Heads, Traces, UniformRuns, build_profile, head_graphs, uniform_graphs
-from autockpt.schema import SAVE, Choice, Environment, Graph, OpTimes, SearchSpace, Unit, parse_choice
+from autockpt.profiling import (
+    CostModel,
+    Heads,
+    MemoryModel,
+    Traces,
+    UniformRuns,
+    build_profile,
+    head_graphs,
+    uniform_graphs,
+)
+from autockpt.schema import (
+    SAVE,
+    Choice,
+    Environment,
+    Graph,
+    Hardware,
+    OpTimes,
+    SearchSpace,
+    Unit,
+    WorkloadSpec,
+    parse_choice,
+)
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.request import Listener, Silence
 from autockpt.tracing import Tracer
+from autockpt.tuning.targets.shallow_twin import DEEP, open_twin, transplanted
 
 CHUNKS = (256, 1024, 4096)
 """Tokens of a chunk, where head and loss run in chunks: fewer hold fewer logits, more keep a device busier."""
@@ -36,9 +58,22 @@ class Traced:
     twin: Traces | None = None
     base: Graph | None = None
 
-    def cost_model(self, times: OpTimes, **more: Any) -> CostModel:
-        """What choices cost by these op times; ``more`` as for ``build_profile``."""
-        return build_profile(self.twin or self.tracer, times, self.uniform, head=self.heads, **more)
+    @property
+    def plain(self) -> Graph:
+        """The whole model's plain step."""
+        return self.base or self.uniform["save"][1]
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """All of them but those of heads, whose regions that run again cost what is read off layers."""
+        return [*(graph for _, graph in self.uniform.values()), *([self.base] if self.base is not None else [])]
+
+    def cost_model(self, times: OpTimes, *, needs: MemoryModel | None = None, **more: Any) -> CostModel:
+        """What choices cost by these op times; ``needs`` and ``more`` as for ``build_profile``."""
+        if self.base is None:
+            return build_profile(self.tracer, times, self.uniform, head=self.heads, needs=needs, **more)
+        small = build_profile(self.twin or self.tracer, times, self.uniform, head=self.heads, **more)
+        return transplanted(small, self.base, self.tracer, needs)
 
 
 def traced(
@@ -68,6 +103,22 @@ def traced(
     if inexact and tracer.head is None:
         notes.append("--allow-inexact changes nothing: the model has no output head")
     return Traced(tracer, uniform, heads, space, tuple(notes))
+
+
+def traced_for(
+    stack: ExitStack, hardware: Hardware, spec: WorkloadSpec, tracer: Tracer, space: SearchSpace, **more: Any
+) -> Traced:
+    """The same for described hardware, where a deep model's shallow twin, kept open by ``stack``, stands for it.
+
+    ``more`` as for ``traced``.
+    """
+    if len(blocks_of(tracer)) >= DEEP:
+        base = tracer.trace()
+        twin = open_twin(stack, spec, tracer, base, hardware)
+        if twin is not None:
+            with suppress(AutockptError):
+                return replace(traced(twin, space, **more), tracer=tracer, twin=twin, base=base)
+    return traced(tracer, space, **more)
 
 
 class _Counted:

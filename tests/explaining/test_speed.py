@@ -11,6 +11,8 @@ from autockpt.explaining.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
 from autockpt.explaining.times import of_device
 from autockpt.reporting.explain_words import bound_words, speed_words
 from autockpt.schema import Plan, WorkloadSpec
+from autockpt.tuning import opening
+from autockpt.tuning.targets import shallow_twin
 from search_spaces.hardware import load_hardware
 from tests.page.samples import ENVIRONMENT, make_run, profile
 from tests.reporting.samples import small_graph
@@ -20,19 +22,22 @@ pytestmark = pytest.mark.slow
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)
 
 
-def test_parts_add_up_and_what_runs_again_is_work_but_not_the_models() -> None:
+def test_parts_add_up_and_what_runs_again_is_work_but_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     card = load_hardware("rtx4090")
     plain = explain(ExplainRequest(SPEC, hardware=card, limits=False))
-    plan = Plan(choices={"model.layers.*": "recompute"})  # type: ignore[dict-item]
+    for module, name, value in ((opening, "DEEP", 4), (shallow_twin, "DEEP", 4), (shallow_twin, "TWIN_BLOCKS", 3)):
+        monkeypatch.setattr(module, name, value)  # from here on a model of three blocks says what choices cost in four
+    plan = Plan(choices={"model.layers.0": "recompute", "model.layers.1-3": "remake"})  # type: ignore[dict-item]
     again = explain(ExplainRequest(SPEC, plan=plan, hardware=card, limits=False))
     assert plain.speed is not None and again.speed is not None
+    bytes_of = [{b.choice: b.kept_bytes for f in said.fronts for b in f.bargains} for said in (plain, again)]
+    assert bytes_of[0].items() <= bytes_of[1].items()
     assert plain.speed.flops == plain.speed.model_flops == again.speed.model_flops < again.speed.flops
     assert {SCORES, FEED_FORWARD, OPTIMIZER} <= {part.name for part in plain.speed.parts}
     whole = sum(part.seconds for part in plain.speed.parts)
     assert whole == pytest.approx(plain.speed.seconds, rel=0.02)
     assert sum(part.flops for part in again.speed.parts) == again.speed.flops
-    remade = explain(ExplainRequest(SPEC, plan=Plan(choices={"model.layers.*": "remake"}), hardware=card, limits=False))  # type: ignore[dict-item]
-    assert remade.speed is not None and all(not p.flops for p in remade.speed.parts if p.name == BETWEEN)
+    assert all(not part.flops for part in again.speed.parts if part.name == BETWEEN)
     assert 0 < again.speed.average_bytes <= again.peak_bytes
     assert plain.speed.utilisation is not None and 0 < plain.speed.utilisation < 1
     assert {part.bound for part in plain.speed.parts if part.name != OPTIMIZER} == {"launches"}, "so small a model"

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autockpt.errors import AutockptError
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import (
     CostModel,
@@ -30,17 +29,15 @@ from autockpt.schema import (
     format_bytes,
 )
 from autockpt.schema.hardware import Hardware
-from autockpt.schema.request import Listener
-from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.alternatives import WhatIf
 from autockpt.tuning.infeasible import naming_alternatives
 from autockpt.tuning.jobs import Described
-from autockpt.tuning.opening import Traced, blocks_of, traced
+from autockpt.tuning.opening import Traced, traced_for
 from autockpt.tuning.question import Clock
 from autockpt.tuning.stages import DRY_CALLS, enter_run, find_plan, foresee_plan, question_of
 from autockpt.tuning.targets.base import MOST_REPEATS, Target
-from autockpt.tuning.targets.shallow_twin import DEEP, calls_per_candidate, open_twin, transplanted
+from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.tuning.trials import Candidate, Score
 
 CANDIDATES = 1
@@ -74,7 +71,9 @@ def simulate_search(
         stack.enter_context(uncollected())
         with clock.stage("trace"):
             tracer = stack.enter_context(tracer_for(hardware, request.workload))
-            found = _traced(stack, request, tracer, hardware, clock.listener)
+            space, notes = without_offload(request.space, hardware)
+            more = {"inexact": request.allow_inexact, "notes": notes, "listener": clock.listener}
+            found = traced_for(stack, hardware, request.workload, tracer, space, **more)
         budget, capped = within(request.budget, hardware)
         what_if = partial(on_hardware, request, hardware, found.space.choices)
         job, needs = Described(request.workload, hardware), simulated_memory(hardware)
@@ -97,22 +96,6 @@ def simulate_search(
         return find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls)
 
 
-def _traced(stack: ExitStack, request: SearchRequest, tracer: Tracer, hardware: Hardware, listener: Listener) -> Traced:
-    """Ghost runs of the whole model or, of a deep one, of its shallow twin."""
-    blocks = blocks_of(tracer)
-    space, notes = without_offload(request.space, hardware)
-    if len(blocks) >= DEEP:
-        base = tracer.trace()
-        twin = open_twin(stack, request.workload, tracer, base, hardware)
-        if twin is not None:
-            try:
-                found = traced(twin, space, request.allow_inexact, notes, listener=listener)
-            except AutockptError:
-                return traced(tracer, space, request.allow_inexact, notes, listener=listener)
-            return replace(found, tracer=tracer, twin=twin, base=base)
-    return traced(tracer, space, request.allow_inexact, notes, listener=listener)
-
-
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:
     """The space without choices that move bytes where that frees none, and a note on it."""
     moving = [kind for kind in space.choices if "offload" in kind]
@@ -124,14 +107,11 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
 
 
 def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: int | None) -> CostModel:
-    needs = simulated_memory(hardware, budget.budget_bytes)
-    graphs = [graph for _, graph in found.uniform.values()]
-    times = modelled(hardware, graphs if found.base is None else [*graphs, found.base])
+    times = modelled(hardware, found.graphs)
     if found.heads is not None:  # what regions cost that run again is read off layers
         times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
-    if found.base is None:
-        return found.cost_model(times, host_budget=host_budget, needs=needs)
-    return transplanted(found.cost_model(times, host_budget=host_budget), found.base, found.tracer, needs)
+    needs = simulated_memory(hardware, budget.budget_bytes)
+    return found.cost_model(times, host_budget=host_budget, needs=needs)
 
 
 def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]) -> WhatIf:
