@@ -29,7 +29,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
     with open_subject(question, listener) as subject:
         listener.stage("solving")
         answers = Answers(subject.profiled, subject.uniform)
-        budget = _resolved(question, answers)
+        budget = resolved(question, answers)
         asked = question.budget or (Budget(text=budget.asked, kind="bytes", size=budget.bytes) if budget else None)
         found = None
         if budget is not None and question.plan is None:
@@ -109,7 +109,7 @@ def _chosen(
     return _Chosen(answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
 
 
-def _resolved(question: ExplainRequest, answers: Answers) -> ResolvedBudget | None:
+def resolved(question: ExplainRequest, answers: Answers) -> ResolvedBudget | None:
     """The budget in bytes: the one asked for, else the plan's own."""
     device = answers.profiled.predictor.device
     if question.budget is None:

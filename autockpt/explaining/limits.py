@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -134,6 +134,7 @@ def workload_limits(
     ceiling: int,
     open_tracer: Callable[[WorkloadSpec], Tracer],
     needs: Callable[[Graph], int],
+    dimensions: Collection[Dimension] = ("batch size", "sequence length"),
 ) -> tuple[Largest, ...]:
     """The largest batch size and sequence length of a workload under ``ceiling`` bytes, for each of ``plans``.
 
@@ -146,7 +147,11 @@ def workload_limits(
     fields: dict[Dimension, str] = {"batch size": "batch_size", "sequence length": "seq_len"}
     for dimension, field_name in fields.items():
         now = settings.get(field_name)
-        if not isinstance(now, int) or (field_name == "seq_len" and spec.pad_to is not None):
+        if (
+            dimension not in dimensions
+            or not isinstance(now, int)
+            or (field_name == "seq_len" and spec.pad_to is not None)
+        ):
             continue
 
         def peak(plan: str, size: int, field_name: str = field_name) -> int:

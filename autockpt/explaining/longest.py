@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from autockpt.errors import InfeasibleError, UsageError
-from autockpt.explaining.build import explain
-from autockpt.explaining.subject import ExplainRequest
-from autockpt.schema import Budget, Listener, WorkloadSpec, format_bytes
+from autockpt.explaining.build import resolved
+from autockpt.explaining.limits import workload_limits
+from autockpt.explaining.subject import ExplainRequest, open_subject
+from autockpt.explaining.why import Answers
+from autockpt.schema import Budget, Listener, Silence, WorkloadSpec, format_bytes
+from autockpt.schema.explanation import Largest
 from autockpt.schema.hardware import Hardware
 
 
@@ -28,13 +31,13 @@ def with_longest(
             f"a budget of {budget.text} is a share of this job's own peak, which grows with its sequences",
             remedy="Give the budget in bytes (24GB), or auto.",
         )
-    said = explain(ExplainRequest(spec=spec, budget=budget, device=device, hardware=hardware), listener)
-    found = next((row for row in said.limits if row.dimension == "sequence length" and row.plan == "leanest"), None)
+    question = ExplainRequest(spec=spec, budget=budget, device=device, hardware=hardware)
+    found = _longest(question, listener or Silence())
     if found is None:
         raise UsageError(
             "this workload has no sequence length that could be found", remedy="Leave --seq-len auto and --pad-to out."
         )
-    if found.value is None or said.budget is None:
+    if found.value is None:
         raise InfeasibleError(
             f"not even the shortest sequences fit {budget.text}", remedy="Give a larger budget or a smaller batch."
         )
@@ -42,3 +45,23 @@ def with_longest(
     why = f" ({found.why})" if found.open_ended and found.why else ""
     note = f"the longest sequences that fit with the leanest plan: {found.value:,} tokens{peak}{why}"
     return spec.model_copy(update={"seq_len": found.value}), note
+
+
+def _longest(question: ExplainRequest, listener: Listener) -> Largest | None:
+    """The sequence length of the leanest plan; None where there is no such."""
+    with open_subject(question, listener) as subject:
+        answers = Answers(subject.profiled, subject.uniform)
+        budget, lean = resolved(question, answers), answers.lean.choices
+        if budget is None or subject.base.source != "ghost":
+            return None
+        listener.stage("trying other sizes")
+        found = workload_limits(
+            question.spec,
+            {"leanest": (lean, subject.profiled.predictor.graph(lean))},
+            subject.tracer.settings,
+            budget.bytes,
+            lambda spec: question.tracer(spec, fallback=False),
+            subject.needs,
+            ["sequence length"],
+        )
+    return next(iter(found), None)

@@ -34,6 +34,6 @@ def test_twice_what_is_found_does_not_fit() -> None:
 
 def test_where_no_length_fits_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
     row = SimpleNamespace(dimension="sequence length", plan="leanest", value=None)
-    monkeypatch.setattr(longest, "explain", lambda *asked: SimpleNamespace(limits=[row], budget=None))
+    monkeypatch.setattr(longest, "_longest", lambda *asked: row)
     with pytest.raises(InfeasibleError, match="shortest"):
         with_longest(SPEC, parse_budget("2MB"), device="cpu")
