@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.op_recorder import HANDS_OUT, Tape, is_wrapped
@@ -37,6 +38,7 @@ METADATA = frozenset(
 )
 autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+_MADE_OF_OTHERS: Any = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 Met = list[weakref.ref[torch.Tensor]]
@@ -150,6 +152,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not (tensor.is_complex() or tensor.is_inference() or tensor.is_neg())
 
 
+def _hides_code(func: Any) -> bool:
+    """Whether a function, or an op made of others, is somebody's own: its code may do with what it is given as it likes
+    each time."""
+    if not isinstance(func, (OpOverload, OpOverloadPacket)):
+        return not (getattr(func, "__module__", None) or "torch").startswith("torch")
+    ops = [func] if isinstance(func, OpOverload) else [getattr(func, name) for name in func.overloads()]
+    return any(op.namespace != "aten" and op.has_kernel_for_dispatch_key(_MADE_OF_OTHERS) for op in ops)
+
+
 class Learning(TorchFunctionMode):
     """Notes a call's functions beside a tape that notes its ops."""
 
@@ -170,7 +181,7 @@ class Learning(TorchFunctionMode):
         tape, kwargs = self._tape, kwargs or {}
         if tape.astray or func in METADATA:
             return func(*args, **kwargs)
-        if autocast_is_on() or dispatch_modes() > 1 or getattr(func, "__name__", "") in HANDS_OUT:
+        if autocast_is_on() or dispatch_modes() > 1 or getattr(func, "__name__", "") in HANDS_OUT or _hides_code(func):
             tape.astray = True
             return func(*args, **kwargs)
         try:

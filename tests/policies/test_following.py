@@ -107,6 +107,16 @@ def _inner_gradient(h: Tensor, step: int) -> Tensor:
     return y.sin().exp() * (1 + g)
 
 
+NOW, OPS = [0], torch.library.Library("autockpt_odd", "FRAGMENT")
+OPS.define("scale(Tensor x) -> Tensor")
+OPS.impl("scale", lambda x: x.exp() * (1 + 0.1 * NOW[0]), "CompositeImplicitAutograd")
+
+
+def _code_of_an_op(h: Tensor, step: int) -> Tensor:
+    NOW[0] = step
+    return torch.ops.autockpt_odd.scale(h).sin()
+
+
 ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "the same each time": lambda h, step: torch.tanh(h * 1.5 + 1.0).exp(),
     "a number that changes": lambda h, step: torch.tanh(h * (1 + 0.1 * step) + 1.0).exp(),
@@ -125,6 +135,7 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a write that begins late": _write,
     "a write by NumPy that begins late": _write_by_numpy,
     "an error that is caught": _caught,
+    "what the code of an op does": _code_of_an_op,
     "gradients switched off late": _without_gradient,
     "a gradient taken inside": _inner_gradient,
     "autocast that begins late": lambda h, step: (
