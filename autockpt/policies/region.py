@@ -12,10 +12,10 @@ the region lives as long as some graph needs it, whatever happens to the rest, a
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,14 +29,22 @@ from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
 from autockpt.policies.user_checkpoint import hooks_in_force
 
-# The backward of is_grads_batched runs under vmap, which forbids random numbers. What runs again has no batch.
-_outside_vmap = functools.partial(
-    torch._C._SetExcludeDispatchKeyGuard,
-    torch._C._parse_dispatch_key("VmapMode"),  # type: ignore[attr-defined]
-    True,
-)
-
 _Layout = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+@contextmanager
+def _outside_vmap() -> Iterator[None]:
+    """The backward of is_grads_batched runs under vmap, which forbids random numbers, and to call backward in it. What
+    runs again has no batch."""
+    C: Any = torch._C
+    levels = C._vmapmode_increment_nesting()
+    for _ in range(levels):
+        C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(levels - 1):
+            C._vmapmode_increment_nesting()
 
 
 class _Outside:

@@ -22,9 +22,14 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.first, self.second = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
-        self.drop = nn.Dropout(0.2)
+        self.drop, self.descends = nn.Dropout(0.2), False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.descends:  # a step of the block's own, by a backward inside of its forward
+            inner = x.detach().requires_grad_()
+            self.first(inner).square().mean().backward(inputs=[inner])
+            assert inner.grad is not None
+            x = x - inner.grad
         return x + self.drop(self.second(torch.tanh(self.first(self.norm(x)))))
 
 
@@ -113,8 +118,14 @@ def test_transforms_of_torch_func_through_the_head(choice: Choice) -> None:
 
 
 @each_kind
-def test_many_gradients_at_once_with_dropout(kind: str) -> None:
-    assert_as_plain(of_blocks(kind), many_at_once)
+@pytest.mark.parametrize("descends", [False, True])
+def test_many_gradients_at_once_with_dropout(descends: bool, kind: str) -> None:
+    def run(model: Model) -> list[Any]:
+        for layer in model.layers:
+            layer.descends = descends
+        return many_at_once(model)
+
+    assert_as_plain(of_blocks(kind), run)
 
 
 @pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
