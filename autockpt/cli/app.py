@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
+from autockpt.callstack import with_room
 from autockpt.cli.bench import bench
 from autockpt.cli.calibrate import calibrate
 from autockpt.cli.diagnose import diagnose
@@ -42,8 +47,21 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Entry point of the console script; ends the process with the verb's exit code."""
+    code = 1
+
+    def end_at_once() -> None:
+        """Without taking all objects apart one by one, which takes seconds after many ghost runs."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+    atexit.register(end_at_once)  # the first to be registered is the last to be called
     try:
-        build()(prog_name="autockpt")
+        with_room(lambda: build()(prog_name="autockpt"))
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
     finally:
         # the answer is given: a further signal could only break what libraries do when the interpreter ends
         signal.signal(signal.SIGINT, signal.SIG_IGN)

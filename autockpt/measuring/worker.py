@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autockpt.callstack import with_room
 from autockpt.errors import AutockptError, MeasurementError
 from autockpt.measuring.failures import device_lost, letting_go, to_wire
 from autockpt.schema.choices import parse_choices
@@ -119,8 +120,12 @@ def main() -> None:
             data = data[os.write(writes, data) :]
 
     worker = Worker(answer)
-    while worker.serve(requests.get()):
-        pass
+
+    def serve() -> None:
+        while worker.serve(requests.get()):
+            pass
+
+    with_room(serve)
     # At once: tearing down a lost device can hang.
     os._exit(1)
 

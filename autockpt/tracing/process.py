@@ -28,6 +28,7 @@ from typing import IO, Any
 import torch
 
 from autockpt import errors
+from autockpt.callstack import with_room
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.errors import AutockptError, GhostError
 from autockpt.schema.workload import WorkloadSpec
@@ -71,7 +72,9 @@ def main(socket: int, note: int, log: int) -> None:
     connection = Connection(socket)
     with contextlib.suppress(EOFError, OSError):
         source, threads, spec, device, capability = pickle.loads(connection.recv_bytes())
-        serve(connection, Note(note), source, threads, lambda run: run.build(spec, device, capability))
+        with_room(
+            lambda: serve(connection, Note(note), source, threads, lambda run: run.build(spec, device, capability))
+        )
     os._exit(0)
 
 
@@ -229,7 +232,7 @@ class GhostProcess:
                     os.dup2(log.fileno(), fd)
                 for connection in list(_open_ends):
                     connection.close()
-                serve(theirs, note, source, threads, prepare)
+                with_room(lambda: serve(theirs, note, source, threads, prepare))
             finally:
                 os._exit(0)
 
