@@ -1,13 +1,19 @@
-"""``import autockpt.auto`` in real scripts, each a process of its own."""
+"""``import autockpt.auto`` in scripts, each a process of its own."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import runpy
 import subprocess
 import sys
+import traceback
+import warnings
 from pathlib import Path
 
 import pytest
+
+from autockpt.tracing.process import can_fork
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +44,59 @@ def has_plan(model):
 PLAN = "autockpt: 1\nchoices: {layers.0: recompute, layers.1: save, layers.2: offload}\n"
 
 
+Result = subprocess.CompletedProcess[str]
+
+
+def as_a_process(environment: dict[str, str], folder: Path) -> Result:
+    line = [sys.executable, "train.py"]
+    return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=environment, timeout=900)
+
+
+def as_a_fork(environment: dict[str, str], folder: Path) -> Result:
+    """The same in a copy of this process, which has torch and transformers already: they take seconds to import."""
+    said = [folder / "stdout", folder / "stderr"]
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            for number, file in enumerate(said, 1):
+                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+            code = _run(environment, folder)
+        finally:
+            os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return Result(["train.py"], status, *(file.read_text() for file in said))
+
+
+def _run(environment: dict[str, str], folder: Path) -> int:
+    """What an interpreter does with a script, from its arguments to what is registered for its exit."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    atexit._clear()
+    warnings.simplefilter("ignore")
+    sys.modules.pop("autockpt.auto", None)
+    code = 0
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else 1
+
+
 @pytest.fixture
 def script(tmp_path: Path):
+    """Runs a script, ``real`` as a process that was started afresh."""
+
     def run(
-        code: str, plan: str | None = PLAN, start: str = START, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
+        code: str, plan: str | None = PLAN, start: str = START, real: bool = not can_fork(), **environment: str
+    ) -> Result:
         inherited = {k: v for k, v in os.environ.items() if k not in ("AUTOCKPT_PLAN", "AUTOCKPT_BUDGET", "RANK")}
         settings = inherited | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
@@ -53,10 +107,7 @@ def script(tmp_path: Path):
             (tmp_path / "plan.yaml").write_text(plan)
             settings["AUTOCKPT_PLAN"] = "plan.yaml"
         (tmp_path / "train.py").write_text(start + code)
-        line = [sys.executable, "train.py"]
-        done = subprocess.run(
-            line, capture_output=True, text=True, cwd=tmp_path, env=settings | environment, timeout=900
-        )
+        done = (as_a_process if real else as_a_fork)(settings | environment, tmp_path)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -141,16 +192,16 @@ assert not has_plan(model)
     ids=["another model", "no training"],
 )
 def test_nothing_attached_is_said_at_exit(script, code: str, why: str) -> None:
-    done = script(code)
+    done = script(code, real="Net(2)" in code)
     assert done.returncode == 0
     assert f"autockpt: plan.yaml was attached to nothing: {why}\n" == done.stderr
 
 
 def test_without_the_variable_nothing_happens(script) -> None:
     line = "import autockpt.auto, sys; print('torch' in sys.modules)"
-    done = script(line, plan=None, start="")
+    done = script(line, plan=None, start="", real=True)
     assert "neither AUTOCKPT_PLAN nor AUTOCKPT_BUDGET is set" in done.stderr and done.stdout == "False\n"
-    assert not script(line, plan=None, start="", RANK="1").stderr  # one of several processes speaks
+    assert not script(line, plan=None, start="", real=True, RANK="1").stderr  # one of several processes speaks
 
 
 @pytest.mark.parametrize(
@@ -169,8 +220,10 @@ def test_what_is_wrong_is_one_screen_and_ends_the_script(script, code: str, plan
 TRAINER = """\
 import autockpt.auto
 import transformers
+from autockpt.integrations import at_start
 from tests.integrations.test_transformers import LLAMA, trainer
 from pathlib import Path
+at_start.TRIALS = 1
 """
 
 
