@@ -11,12 +11,12 @@ import torch
 import autockpt
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.measuring import StepRunner
+from autockpt.measuring import StepRunner, environment_of
 from autockpt.profiling import memory_at_hand
 from autockpt.runtime import apply, attach
 from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget, parse_choice
 from autockpt.tracing import Tracer
-from autockpt.tuning.batches import foreseen_sizes, judge_of, variant
+from autockpt.tuning import batches
 from autockpt.tuning.jobs import Live
 from autockpt.workload import Step, build, discover_units
 from search_spaces.spaces import load_space
@@ -95,14 +95,18 @@ def test_a_predicted_peak_is_the_allocators(job):
         assert abs(needs(graph) - measured) <= max(2 << 20, 0.02 * measured), plan  # one segment of the small pool
 
 
-def test_variants_of_a_job_are_judged_by_what_the_allocator_takes():
+def test_variants_of_a_job_are_judged_by_what_the_allocator_takes(monkeypatch):
     """Batch sizes, as the alternatives to a job that does not fit, go by the same rules as plans do."""
     spec = WorkloadSpec(model="llama-tiny", seq_len=128)
     space = load_space("knobs").restricted(("save", "recompute"))
     asked = SearchRequest(budget=parse_budget("1GB"), workload=spec, space=space, device="standin")
-    judge = judge_of(asked, ["save", "recompute"])
-    known = foreseen_sizes(lambda size: Live(build(variant(spec, 16, size), "standin")), judge, [8, 16], Silence())
-    workload = build(variant(spec, 16, 16), "standin")
+    # a worker would say the same, after seconds of imports
+    monkeypatch.setattr(batches, "environment_here", lambda name: environment_of(get_device(name)))
+    judge = batches.judge_of(asked, ["save", "recompute"])
+    known = batches.foreseen_sizes(
+        lambda size: Live(build(batches.variant(spec, 16, size), "standin")), judge, [8, 16], Silence()
+    )
+    workload = build(batches.variant(spec, 16, 16), "standin")
     units = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
     runner = StepRunner(workload, get_device("standin"))
     for kind, choices in (("save", {}), ("recompute", dict.fromkeys(units, RECOMPUTE))):
@@ -136,7 +140,7 @@ def test_what_nobody_waits_for_does_not_pile_up(use):
     standin.set_schedule("copies-late")
     model, x, peaks = Model().to("standin"), torch.randn(4096, 64).to("standin"), []
     with attach(model, OFFLOAD_ALL):
-        for rounds in (3, 20):
+        for rounds in (3, 12):
             standin.synchronize()
             torch.accelerator.reset_peak_memory_stats()
             for _ in range(rounds):
