@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -50,30 +51,34 @@ def train(rank: int, shard: partial[Any], choices: dict[str, Choice] | None = No
     return seen
 
 
-def differences(rank: int, shard: partial[Any], freed: bool) -> Iterator[str]:
-    """``freed``: parameters are given back after forward, so a segment of several sharded units cannot run again."""
+def differences(rank: int, shard: partial[Any], freed: bool, orders: Sequence[str]) -> Iterator[str]:
+    """``freed``: parameters are given back after forward, so a segment of several sharded units cannot run again.
+
+    Plans are attached by turns in one of ``orders``.
+    """
     wanted = train(rank, shard)
-    for what, choices in plans().items():
-        for order in ("before", "after"):
-            try:
-                got = train(rank, shard, choices, order)
-            except ConflictError as error:
-                if not ("one segment" in what and freed and "are sharded while it runs again" in str(error)):
-                    yield f"{what}, attached {order}: {error}"
-                continue
-            if "one segment" in what and freed:
-                yield f"{what}, attached {order}: not refused"
-            elif not wanted or len(got) != len(wanted) or not all(map(torch.equal, got, wanted)):
-                yield f"{what}, attached {order}: gradients"
+    for (what, choices), order in zip(plans().items(), cycle(orders)):
+        try:
+            got = train(rank, shard, choices, order)
+        except ConflictError as error:
+            if not ("one segment" in what and freed and "are sharded while it runs again" in str(error)):
+                yield f"{what}, attached {order}: {error}"
+            continue
+        if "one segment" in what and freed:
+            yield f"{what}, attached {order}: not refused"
+        elif not wanted or len(got) != len(wanted) or not all(map(torch.equal, got, wanted)):
+            yield f"{what}, attached {order}: gradients"
 
 
 def all_plans(rank: int) -> list[str]:
+    """Each plan under all pairs of a strategy, of a kind of parameters, and of an order."""
     wrong = []
     for original in (False, True):
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
             shard = partial(FullyShardedDataParallel, use_orig_params=original, sharding_strategy=strategy)
             freed = strategy is ShardingStrategy.FULL_SHARD
-            wrong += [f"{strategy}, {original=}, {d}" for d in differences(rank, shard, freed)]
+            orders = ("before", "after") if original == freed else ("after", "before")
+            wrong += [f"{strategy}, {original=}, {d}" for d in differences(rank, shard, freed, orders)]
     return wrong
 
 
