@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from autockpt.diagnose import DiagnoseRequest, diagnose, read_evidence
+from autockpt.diagnose import DiagnoseRequest, diagnose, prescribe, read_evidence
 from autockpt.diagnose.oom_log import read_text
 from autockpt.diagnose.prescribe import as_run
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema import Plan, Unit, WorkloadSpec, parse_budget, parse_choice
 from autockpt.schema.diagnosis import LogReading, SnapshotReading
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
 from tests.diagnose.logs import FORWARD, LOSS, message
 from tests.diagnose.snapshots import dumped, training_oom
 
@@ -27,8 +29,17 @@ def mib(number: float) -> str:
     return f"{number:.2f} MiB"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_choices() -> Iterator[None]:
+    """Each choice is some ghost runs more in every answer, and none here depends on which there are."""
+    few = load_space(prescribe.SPACE).restricted(("save", "recompute", "offload", "recompute_offload"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prescribe, "load_space", lambda name: few)
+        yield
+
+
 @pytest.fixture(scope="module")
-def plain_peak() -> int:
+def plain_peak(few_choices: None) -> int:
     """Simulated peak of the job without a plan, context included, on a card with lots of room."""
     said = diagnose(DiagnoseRequest(spec=SPEC, hardware=load_hardware("rtx4090")))
     assert said.agreement is not None and said.fits_already and not said.ways

@@ -14,27 +14,34 @@ from search_spaces.hardware import load_hardware
 
 CARD = load_hardware("rtx4090")
 PLANS = ("save", "recompute", "offload", "recompute_offload")
+SOME = ("recompute", "offload")
 
 
-def graphs(model: str, **settings) -> list[Graph]:
-    spec = WorkloadSpec(model=model, batch_size=2, seq_len=128, accumulate=7, **settings)
+def graphs(model: str, plans: tuple[str, ...], **settings) -> list[Graph]:
+    spec = WorkloadSpec(model=model, batch_size=2, seq_len=128, accumulate=5, **settings)
     with tracer_for(CARD, spec) as tracer:
         names = [unit.name for unit in tracer.units if unit.role == "block"]
-        return [tracer.trace(dict.fromkeys(names, parse_choice(kind))) for kind in PLANS]
+        return [tracer.trace(dict.fromkeys(names, parse_choice(kind))) for kind in plans]
 
 
 @pytest.mark.parametrize(
-    ("model", "settings"),
-    [("llama-tiny", {"dtype": "bf16", "lora": 4}), ("gpt2-tiny", {"autocast": "bf16"}), ("mixtral-tiny", {})],
+    ("model", "plans", "settings"),
+    [
+        ("llama-tiny", PLANS, {"dtype": "bf16", "lora": 4}),
+        ("gpt2-tiny", SOME, {"autocast": "bf16"}),
+        ("mixtral-tiny", SOME, {}),
+    ],
 )
-def test_two_micro_batches_tell_what_seven_would(model: str, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = graphs(model, **settings)
+def test_two_micro_batches_tell_what_five_would(
+    model: str, plans: tuple[str, ...], settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = graphs(model, plans, **settings)
     monkeypatch.setattr(run, "MICRO_BATCHES", 100)  # the tracer's process is a fork of this one
-    whole = graphs(model, **settings)
+    whole = graphs(model, plans, **settings)
     times = roofline_times(CARD, [*whole, *short])
     needs = simulated_memory(CARD)
-    for kind, a, b in zip(PLANS, short, whole, strict=True):
-        assert (a.repeated, b.repeated) == (5, 0) and len(b.ops) > 3 * len(a.ops)
+    for kind, a, b in zip(plans, short, whole, strict=True):
+        assert (a.repeated, b.repeated) == (3, 0) and len(b.ops) > 2 * len(a.ops)
         assert a.peak_bytes == b.peak_bytes, kind
         assert needs(a) == needs(b), kind
         assert a.flops == b.flops and sum(a.runs) == len(b.ops) and sum(a.copied) == len(b.copies)
@@ -43,4 +50,4 @@ def test_two_micro_batches_tell_what_seven_would(model: str, settings: dict, mon
         assert here.seconds_by_phase == pytest.approx(there.seconds_by_phase, rel=0.01, abs=1e-6)
         for unit, seconds in there.seconds_by_unit.items():
             assert here.seconds_by_unit[unit] == pytest.approx(seconds, rel=1e-6), unit
-        assert summarise(a).flops == summarise(b).flops and summarise(a).micro_batches == 7
+        assert summarise(a).flops == summarise(b).flops and summarise(a).micro_batches == 5
