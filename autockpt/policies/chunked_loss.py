@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, PolicySession
-from autockpt.policies.headcall import ChunkState, HeadCall
+from autockpt.policies.headcall import HeadCall, HeadState
 from autockpt.policies.lazylogits import LazyLogits, lazy_logits
 from autockpt.policies.rerun_state import user_modes
 from autockpt.schema.choices import Choice
@@ -31,7 +31,7 @@ class ChunkedLossPolicy:
         for unit in units:
             _refuse(unit)
             tokens = unit.choice.tokens  # type: ignore[union-attr]
-            session.place(unit.name, unit.module, run_chunked, ChunkState(unit.name, tokens))
+            session.place(unit.name, unit.module, run_chunked, HeadState(unit.name, tokens))
             session.note(
                 unit.name,
                 f"chunked_loss: logits and loss of {tokens} tokens at a time, again in backward; "
@@ -43,7 +43,7 @@ class ChunkedLossPolicy:
         return (max(1, forward // 2), forward - 1) if forward else (0, 0)
 
 
-def run_chunked(module: nn.Module, state: ChunkState, /, *args: Any, **kwargs: Any) -> Any:
+def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: Any) -> Any:
     """The head's forward: logits that are computed when they are needed. Without gradients, and inside
     ``torch.compile`` (which is said once), the plain forward.
 
@@ -70,7 +70,7 @@ def run_chunked(module: nn.Module, state: ChunkState, /, *args: Any, **kwargs: A
     return lazy_logits(call, hidden, none)
 
 
-def _say_compiled(state: ChunkState) -> None:
+def _say_compiled(state: HeadState) -> None:
     """Runs when the head is compiled, and not with it."""
     state.warn("because it is part of a graph of torch.compile; compile the model's layers one by one instead")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -20,12 +20,15 @@ from autockpt.policies.compared import laid_out_on, layout_of
 from autockpt.policies.fingerprints import fingerprint, form_of
 from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state import under, user_modes
+from autockpt.policies.saved_outputs import alias
 
 if TYPE_CHECKING:
-    from autockpt.policies.sentinels import CheckedCall, WatchedTensor
+    from autockpt.policies.sentinels import CheckedCall
 
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
+_IGNORED = -100
+_REDUCTIONS = {"mean": 1, "sum": 2}  # of ATen
 
 
 class Rows:
@@ -60,19 +63,15 @@ class Rows:
     def whole(self, why: str) -> None:
         """Told when logits are made that the choice was to save."""
 
-    def loss(self, loss: CrossEntropy, hidden: Tensor, target: Tensor) -> Tensor | None:
-        """The cross-entropy of rows × features against rows of class indices; None where it is left to PyTorch."""
-        raise NotImplementedError
 
-
-class ChunkState(Attachment):
-    """The attachment of an output head that runs again. ``tokens`` are the rows of one chunk."""
+class HeadState(Attachment):
+    """The attachment of an output head whose rows are taken in chunks: of ``size`` rows, or so many of them."""
 
     has_sentinel: ClassVar[bool] = True
 
-    def __init__(self, unit: str, tokens: int) -> None:
+    def __init__(self, unit: str, size: int) -> None:
         super().__init__(unit)
-        self.tokens = tokens
+        self.size = size
         self.warned = False
 
     def warn(self, why: str) -> None:
@@ -93,7 +92,7 @@ class HeadCall(Rows):
     choice = "chunked_loss"
     exact = False
 
-    def __init__(self, module: nn.Module, state: ChunkState, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, state: HeadState, device: torch.device) -> None:
         self._module, self._state, self.unit = module, state, state.unit
         self._autocast = Autocast(device.type)
         self._parameters = tuple(module.parameters())
@@ -133,13 +132,10 @@ class HeadCall(Rows):
             return call_inner(self._module, self._state, (hidden,), {})
 
     def chunk(self, rows: int) -> int:
-        return self._state.tokens
+        return self._state.size
 
     def whole(self, why: str) -> None:
         self._state.warn(why)
-
-    def loss(self, loss: CrossEntropy, hidden: Tensor, target: Tensor) -> Tensor:
-        return _Chunked.apply(loss, hidden, target, *self.trained)  # type: ignore[return-value]
 
 
 def refuse_twice(call: Rows) -> None:
@@ -151,7 +147,7 @@ def refuse_twice(call: Rows) -> None:
         )
 
 
-def refuse_many(call: Rows, gradient: Tensor) -> None:
+def _refuse_many(call: Rows, gradient: Tensor) -> None:
     """Raise ConflictError in a backward for several gradients at once."""
     if torch._C._functorch.is_legacy_batchedtensor(gradient):  # type: ignore[attr-defined]
         raise ConflictError(
@@ -234,84 +230,100 @@ class CrossEntropy:
                 logits, target, ignore_index=self.ignore_index, reduction="none", label_smoothing=self.label_smoothing
             )
 
+    def columns(self, target: Tensor) -> Tensor:
+        """Targets for a matrix that has, in its one column, what counts of each row."""
+        return torch.where(target == self.ignore_index, _IGNORED, 0)
+
     def chunks(self, rows: int) -> list[slice]:
         return [slice(start, min(start + self.chunk, rows)) for start in range(0, rows, self.chunk)]
 
 
-class _Chunked(torch.autograd.Function):
-    """Forward keeps nothing of the logits; backward computes each chunk again (Chen et al. 2016, arXiv:1604.06174)
-    and sums the weights' gradients over chunks in single precision at least."""
+class ChunkedLoss(torch.autograd.Function):
+    """Forward keeps nothing of the logits that it makes; backward computes each chunk again (Chen et al. 2016,
+    arXiv:1604.06174) and sums the weights' gradients over chunks in single precision at least. Sums over tokens are
+    left to the operator that plain training has, on one number per row."""
 
     @staticmethod
     def forward(ctx: Any, loss: CrossEntropy, hidden: Tensor, target: Tensor, *trained: Tensor) -> Tensor:
-        parts, watch = [], loss.call.watch
-        ctx.entries = []
+        parts, watch, ctx.entries = [], loss.call.watch, []
         with loss.call.running():
             for rows in loss.chunks(len(hidden)):
-                part = loss.losses(hidden[rows].detach(), target[rows]).detach()
+                parts.append(loss.losses(hidden[rows].detach(), target[rows]).detach())
                 if watch is not None:
-                    ctx.entries.append(watch.packed(part))
+                    ctx.entries.append(watch.packed(parts[-1]))
                     ctx.entries[-1].let_go()
-                parts.append(part if loss.reduction == "none" else _wide(part).sum())
-        ctx.loss = loss
-        count = None
-        if loss.reduction == "none":
-            result = torch.cat(parts)
-        else:
-            result = torch.stack(parts).sum()
-            if loss.reduction == "mean":
-                count = (target != loss.ignore_index).sum()
-                result = result / count
-            result = result.to(part.dtype)
-        ctx.save_for_backward(hidden, target, count)
+        ctx.loss, ctx.target = loss, target.clone() if ctx.entries else None
+        result, total = torch.cat(parts), None
+        if loss.reduction != "none":
+            column, reduction = -result[:, None], _REDUCTIONS[loss.reduction]
+            result, total = torch.ops.aten.nll_loss_forward(column, loss.columns(target), None, reduction, _IGNORED)
+        ctx.save_for_backward(alias(hidden), target, total)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         loss: CrossEntropy = ctx.loss
         refuse_twice(loss.call)
-        refuse_many(loss.call, gradients[0])
-        hidden, target, count = ctx.saved_tensors
-        gradient = gradients[0] if count is None else gradients[0] / count
+        _refuse_many(loss.call, gradients[0])
+        loss.passing()
+        hidden, target, total = _saved(ctx, loss)
+        loss.watch.check(hidden, loss.call)
+        gradient = gradients[0]
+        if total is not None:
+            column, reduction = total.new_empty((len(hidden), 1)), _REDUCTIONS[loss.reduction]
+            classes = loss.columns(target)
+            of_column = torch.ops.aten.nll_loss_backward(gradient, column, classes, None, reduction, _IGNORED, total)
+            gradient = -of_column[:, 0]
         _, wants_hidden, _, *wants = ctx.needs_input_grad
         trained = [p for p, wanted in zip(loss.call.trained, wants, strict=True) if wanted]
-        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_hidden = hidden if _nobody_else_holds(hidden) else torch.empty_like(hidden)
         sums: list[Tensor | None] = [None] * len(trained)
         chunks, autocast = loss.chunks(len(hidden)), Autocast(hidden.device.type)
         with loss.call.running():
             for rows, entry in zip_longest(chunks, ctx.entries):
-                given = hidden[rows], target[rows], gradient[rows] if gradient.dim() else gradient
-                some, found = _of_chunk(loss, *given, trained, of_hidden, entry, autocast)
-                if of_hidden is not None and some is not None:
+                with torch.enable_grad():
+                    part = hidden[rows].detach().requires_grad_(wants_hidden)
+                    losses = loss.losses(part, target[rows])
+                if entry is not None:
+                    # for the targets of forward: backward is for those of now, which in plain training it reads, too
+                    same = loss.losses(part.detach(), ctx.target[rows]) if loss.call.exact else losses.detach()
+                    entry.handed(same)
+                inputs = [part, *trained] if wants_hidden else trained
+                with autocast.as_before():
+                    found = list(torch.autograd.grad(losses, inputs, gradient[rows], allow_unused=True))
+                if wants_hidden and (some := found.pop(0)) is not None:
                     of_hidden[rows] = some
-                for i, part in enumerate(found):
-                    sums[i] = _added(sums[i], part, alone=len(chunks) == 1)
-                del some, found
+                for i, more in enumerate(found):
+                    sums[i] = _added(sums[i], more, alone=len(chunks) == 1)
+                del losses, found
         results = iter(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
-        return None, of_hidden, None, *(next(results) if wanted else None for wanted in wants)
+        return None, of_hidden if wants_hidden else None, None, *(next(results) if w else None for w in wants)
 
 
-def _of_chunk(
-    loss: CrossEntropy,
-    hidden: Tensor,
-    target: Tensor,
-    gradient: Tensor,
-    trained: list[nn.Parameter],
-    wanted: Tensor | None,
-    entry: WatchedTensor | None,
-    autocast: Autocast,
-) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """Gradients of one chunk: of its rows (where ``wanted``), and of the weights; under backward's own ``autocast``."""
-    with torch.enable_grad():
-        hidden = hidden.detach().requires_grad_(wanted is not None)
-        losses = loss.losses(hidden, target)
-    if entry is not None:
-        entry.handed(losses.detach())
-    inputs = [*([hidden] if wanted is not None else []), *trained]
-    with autocast.as_before():
-        gradient = gradient.to(losses.dtype).expand_as(losses)
-        found = list(torch.autograd.grad(losses, inputs, gradient, allow_unused=True))
-    return (found.pop(0) if wanted is not None else None), found
+def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:
+    """What backward was given. Raises InPlaceError where it was changed in place since."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        what = "logits" if loss.call.exact else "features"
+        raise InPlaceError(
+            f"the {what} of {loss.call.unit} (or their targets) have been modified by an inplace operation since the "
+            f"loss, and {loss.call.choice} reads them again in backward",
+            remedy=f"Change a clone of them, or use `save` on {loss.call.unit}.",
+        ) from error
+
+
+def _nobody_else_holds(saved: Tensor) -> bool:
+    """Whether memory may be written over: no other tensor is on it, and this backward is the graph's last."""
+    if torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+        return False
+    return _holders(saved) == _holders(torch.empty(0))
+
+
+def _holders(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autockpt.policies.headcall import Autocast, CrossEntropy, Elementwise
+from autockpt.policies.headcall import Autocast, ChunkedLoss, CrossEntropy, Elementwise
 
 if TYPE_CHECKING:
     from autockpt.policies.lazylogits import LazyLogits, LogitsSource
@@ -135,6 +135,8 @@ def _cross_entropy(
         return NotImplemented
     if len(target) != len(hidden) or len(hidden) == 0 or not torch.is_grad_enabled():
         return NotImplemented
+    if label_smoothing and source.call.exact:  # of two sums over all tokens, which chunks would take in another order
+        return NotImplemented
     source.check()
     settings = CrossEntropy(
         source.call,
@@ -147,9 +149,7 @@ def _cross_entropy(
         source.family.way(source),
         source.family.watched(hidden),
     )
-    loss = source.call.loss(settings, hidden, target)
-    if loss is None:
-        return NotImplemented
+    loss: Any = ChunkedLoss.apply(settings, hidden, target, *source.call.trained)
     source.family.chunked = True
     source.tell_watchers(loss)
     return loss
