@@ -42,7 +42,7 @@ from autockpt.policies.tape import Maker, Origin, RemadeSlot
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
 _WAYS = 16  # of one unit, by the forms of what it is given
-_NO_PACK = (-1, None, None, -1)
+_NO_PACK = (-1, None, None, None)
 
 
 class _Call:
@@ -78,17 +78,17 @@ class _Call:
 class _Slot(RemadeSlot):
     """A slot whose source is put together when it is asked for. ``storage``: what it was dropped from."""
 
-    __slots__ = ("_call", "_number", "storage")
+    __slots__ = ("_call", "storage")
 
-    def __init__(self, call: _Call, number: int, tensor: torch.Tensor, geometry: Geometry, entry: Any) -> None:
+    def __init__(self, call: _Call, source: Origin, tensor: torch.Tensor, geometry: Geometry, entry: Any) -> None:
         self._call: _Call | None = call
-        self._number, self.geometry, self.entry = number, geometry, entry
+        self.source, self.geometry, self.entry = source, geometry, entry
         self.storage = weakref.ref(tensor.untyped_storage())
 
-    def settle(self, sources: list[Origin]) -> None:
+    def settle(self, sources: dict[Origin, Origin]) -> None:
         assert self._call is not None
         self.maker, self.value, self.version = self._call.maker, None, 0
-        self.source = sources[self._number]
+        self.source = sources[self.source]
         self.source.slots.append(weakref.ref(self))
         self._call = None
 
@@ -167,7 +167,7 @@ class Following(TorchFunctionMode):
         at, geometry, dtype, source = self._packs[number] if number < len(self._packs) else _NO_PACK
         if at != self._at or self._call.settled:  # settled: a gradient was taken inside of the forward
             self.leave()
-        if geometry is None or self.lost:
+        if geometry is None or source is None or self.lost:
             return Kept(tensor, self._unit)
         if tensor.dtype is not dtype or type(tensor) not in PLAIN or geometry_of(tensor) != geometry:
             self.leave()

@@ -99,7 +99,7 @@ class Tape:
         named = {name: self._noted(arg) for name, arg in kwargs.items()}
         if _LOST in read or _LOST in named.values():
             return None
-        op = RerunOp(len(self._ops), func, tuple(read), named)
+        op = RerunOp(len(self._ops), func, read, named)
         self._ops.append(op)
         return op
 

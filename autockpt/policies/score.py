@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.op_recorder import HANDS_OUT, Tape, is_wrapped
 from autockpt.policies.saved_outputs import Geometry, geometry_of
-from autockpt.policies.tape import Origin, Read, RerunOp
+from autockpt.policies.tape import Origin, RerunOp
 
 PLAIN = (torch.Tensor, nn.Parameter)
 _EXACT = frozenset(
@@ -225,23 +225,19 @@ class Learning(TorchFunctionMode):
             return None
 
     def _score(self, score: RecordedCall) -> RecordedCall:
-        known: dict[Origin, int] = {}
+        known: dict[Origin, Origin] = {}  # to what stands for it in later calls
         for _, source, _, _ in self._tape.log:
             if source is not None and source.held is None:  # what is held in any case need not be made
-                known.setdefault(source, len(known))
+                known.setdefault(source, source.without_memory())
         ops = self._leading_to(known)
-        held = {source: self._held(source, score) for source in known}
-        latest = dict(held)  # of what each is made from, which the call meets last
-        for op in ops:
-            outputs = [s for ref in op.outputs if (s := ref()) is not None and s in known and s.held is None]
-            latest |= dict.fromkeys(outputs, max((latest[read] for read in op.reads()), default=-1))
-            args = tuple(_numbered(arg, known) for arg in op.args)
-            kwargs = {name: _numbered(arg, known) for name, arg in op.kwargs.items()}
-            score.ops.append((op.number, op.func, args, kwargs, [known[s] for s in outputs]))
-        score.sources += [_Form(s.nbytes, s.dtype, s.form, s.index, held[s]) for s in known]
+        latest = {source: self._held(source, score) for source in known}
+        score.sources = {known[source]: number for source, number in latest.items()}
+        for op in ops:  # of what each is made from, which the call meets last
+            latest |= dict.fromkeys(op.makes(known), max((latest[read] for read in op.reads()), default=-1))
+            score.ops.append(op.on(known))
         for at, source, geometry, dtype in self._tape.log:
             if source is None or geometry is None or source.held is not None:
-                score.packs.append((at, None, dtype, -1))
+                score.packs.append((at, None, dtype, None))
                 continue
             if latest[source] >= (self._steps[at - 1].first if at else len(self._outside)):
                 raise _Unfit  # a call that goes another way in that very function could not make it
@@ -249,7 +245,7 @@ class Learning(TorchFunctionMode):
         return score
 
     @staticmethod
-    def _leading_to(known: dict[Origin, int]) -> list[RerunOp]:
+    def _leading_to(known: dict[Origin, Origin]) -> list[RerunOp]:
         """The ops that make sources, in order; what they are made from is added to ``known``. Raises _Unfit."""
         ops: dict[int, RerunOp] = {}
         open_ends = [source for source in known if source.held is None]
@@ -259,7 +255,7 @@ class Learning(TorchFunctionMode):
                 raise _Unfit
             ops[op.number] = op
             new = dict.fromkeys(read for read in op.reads() if read not in known)
-            known.update({read: len(known) + i for i, read in enumerate(new)})
+            known.update({read: read.without_memory() for read in new})
             open_ends += [read for read in new if read.held is None]
         return [ops[number] for number in sorted(ops)]
 
@@ -277,59 +273,27 @@ class Learning(TorchFunctionMode):
         return number
 
 
-class _Form(NamedTuple):
-    """A source without its memory. ``held``: the tensor by number that a call holds for it, -1 where an op makes it."""
-
-    nbytes: int
-    dtype: torch.dtype
-    form: Geometry
-    index: int
-    held: int
-
-
-class _At(NamedTuple):
-    """A tensor among the arguments of an op: a source by number."""
-
-    source: int
-    geometry: Geometry
-
-
-def _numbered(arg: Any, known: dict[Origin, int]) -> Any:
-    if type(arg) is Read:
-        return _At(known[arg.source], arg.geometry)
-    return [_numbered(part, known) for part in arg] if type(arg) is list else arg
-
-
-def _sourced(arg: Any, sources: list[Origin]) -> Any:
-    if type(arg) is _At:
-        return Read(sources[arg.source], arg.geometry)
-    return [_sourced(part, sources) for part in arg] if type(arg) is list else arg
-
-
 class RecordedCall:
     """One way through a unit: its functions, what is done with each saved tensor, and how those dropped are made.
 
-    ``packs``: after how many functions a tensor is saved, its layout and type, and its source by number, -1 where it is
-    kept. ``holds``: what is held of the tensors that a call is given. ``noted``: ops. It holds no tensor itself.
+    ``packs``: after how many functions a tensor is saved, its layout and type, and its source, None where it is kept.
+    ``holds``: what is held of the tensors that a call is given. ``sources``: each with the number of the tensor that a
+    call holds for it, -1 where an op makes it. ``noted``: ops. It holds no tensor itself.
     """
 
     def __init__(self, steps: list[FunctionCall], noted: int) -> None:
         self.steps, self.noted = steps, noted
-        self.packs: list[tuple[int, Geometry | None, torch.dtype, int]] = []
+        self.packs: list[tuple[int, Geometry | None, torch.dtype, Origin | None]] = []
         self.holds: dict[int, tuple[Geometry, torch.dtype]] = {}
-        self.sources: list[_Form] = []
-        self.ops: list[tuple[int, Any, tuple[Any, ...], dict[str, Any], list[int]]] = []
+        self.sources: dict[Origin, int] = {}
+        self.ops: list[RerunOp] = []
 
-    def sources_of(self, held: dict[int, torch.Tensor], versions: dict[int, int]) -> list[Origin]:
-        """The sources of one call, with the ops that make them, from what it holds."""
-        sources = [Origin.formed(form.nbytes, form.dtype, form.form, form.index) for form in self.sources]
-        for source, form in zip(sources, self.sources, strict=True):
-            if form.held in held:
-                source.held, source.version = held[form.held], versions[form.held]
-        for number, func, args, kwargs, outputs in self.ops:
-            read = tuple([_sourced(arg, sources) for arg in args])
-            op = RerunOp(number, func, read, {name: _sourced(arg, sources) for name, arg in kwargs.items()})
-            for index in outputs:
-                sources[index].op = op
-                op.outputs.append(weakref.ref(sources[index]))
-        return sources
+    def sources_of(self, held: dict[int, torch.Tensor], versions: dict[int, int]) -> dict[Origin, Origin]:
+        """What stands for these sources in one call, with the ops that make them, from what it holds."""
+        own = {source: source.without_memory() for source in self.sources}
+        for source, number in self.sources.items():
+            if number in held:
+                own[source].held, own[source].version = held[number], versions[number]
+        for op in self.ops:
+            op.on(own)
+        return own

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +66,10 @@ class Origin:
         self._again: weakref.ref[torch.Tensor] | None = None
         self._again_version = 0
 
-    @classmethod
-    def formed(cls, nbytes: int, dtype: torch.dtype, form: Geometry, index: int) -> Origin:
-        """A source of a call whose ops nobody has noted: by what is known of an earlier one's."""
-        source = cls.__new__(cls)
-        source.nbytes, source.dtype, source.form, source.index = nbytes, dtype, form, index
+    def without_memory(self) -> Origin:
+        """The same source of another call, of which nobody has noted the ops."""
+        source = Origin.__new__(Origin)
+        source.nbytes, source.dtype, source.form, source.index = self.nbytes, self.dtype, self.form, self.index
         source.made = source.held = source.op = source._again = None
         source.version = source._again_version = source.born = 0
         source.free = source.read = True
@@ -129,7 +128,7 @@ class RerunOp:
 
     __slots__ = ("args", "func", "kwargs", "number", "outputs")
 
-    def __init__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, number: int, func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         self.number, self.func, self.args, self.kwargs = number, func, args, kwargs
         self.outputs: list[weakref.ref[Origin]] = []
 
@@ -143,9 +142,24 @@ class RerunOp:
 
     def run(self, value: Callable[[Origin], torch.Tensor]) -> Any:
         """Its result; ``value`` gives tensors on the sources."""
-        args = [_filled(arg, value) for arg in self.args]
-        kwargs = {name: _filled(arg, value) for name, arg in self.kwargs.items()}
+        args, kwargs = self._with(lambda read: _laid_out(value(read.source), read.geometry))
         return self.func(*args, **kwargs)
+
+    def makes(self, known: Container[Origin | None]) -> list[Origin]:
+        """Such of its outputs as are known and must be made."""
+        return [source for ref in self.outputs if (source := ref()) in known and source and source.held is None]
+
+    def on(self, others: Mapping[Origin, Origin]) -> RerunOp:
+        """The same op of another call, whose sources stand for those of this one."""
+        op = RerunOp(self.number, self.func, *self._with(lambda read: Read(others[read.source], read.geometry)))
+        for made in self.makes(others):
+            others[made].op = op
+            op.outputs.append(weakref.ref(others[made]))
+        return op
+
+    def _with(self, value: Callable[[Read], Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Its arguments, with others in the place of tensors."""
+        return [_filled(arg, value) for arg in self.args], {k: _filled(arg, value) for k, arg in self.kwargs.items()}
 
 
 class Read:
@@ -157,9 +171,9 @@ class Read:
         self.source, self.geometry = source, geometry
 
 
-def _filled(arg: Any, value: Callable[[Origin], torch.Tensor]) -> Any:
+def _filled(arg: Any, value: Callable[[Read], Any]) -> Any:
     if type(arg) is Read:
-        return _laid_out(value(arg.source), arg.geometry)
+        return value(arg)
     return [_filled(part, value) for part in arg] if type(arg) is list else arg
 
 
