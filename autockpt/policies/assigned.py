@@ -1,4 +1,4 @@
-"""Assignments to the ``.data`` of a tensor that autograd has saved.
+"""Hooks on saved tensors around a unit's forward, and assignments to the ``.data`` of a tensor that autograd has saved.
 
 Autograd holds the tensor itself where an op has saved what it was given, and backward then reads what was assigned.
 Hooks on saved tensors are handed another tensor over the memory of before, and nothing leads from it to the first.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,37 +18,31 @@ from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
 from autockpt.policies.compared import layout_of
+from autockpt.policies.conflicts import refuse_by_message
 from autockpt.policies.rerun_state.tensors import place_of
+
+if TYPE_CHECKING:
+    from autockpt.policies.sentinels import CheckedCall
 
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _assign: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Assignments(TorchFunctionMode):
-    """Refuses these within one forward of a unit, in which autograd saves tensors by way of ``hooks``."""
+    """Refuses these within one forward of a unit. ``pack`` is the hook for what autograd saves, before the other."""
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: str, pack: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
-        self._unit = unit
+        self._unit, self._pack = unit, pack
         self._given: list[torch.Tensor] = []
         self._saved: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    @contextmanager
-    def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-        """Hooks on saved tensors, and this mode."""
-
-        def noting(tensor: torch.Tensor) -> Any:
-            self._note(tensor)
-            return pack(tensor)
-
-        with saved_tensors_hooks(noting, unpack), self:
-            yield
-
-    def _note(self, tensor: torch.Tensor) -> None:
+    def pack(self, tensor: torch.Tensor) -> Any:
         """``tensor`` lies over what autograd saves: the op's result, or what the op was given."""
         for given in self._given:
             if (place := place_of(given)) and place == place_of(tensor) and layout_of(given) == layout_of(tensor):
                 self._saved[id(given)] = weakref.ref(given)
+        return self._pack(tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,3 +58,26 @@ class Assignments(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self._given = before
+
+
+@contextmanager
+def saving(
+    unit: str,
+    pack: Callable[[torch.Tensor], Any],
+    unpack: Callable[[Any], torch.Tensor],
+    watch: CheckedCall | None,
+    *,
+    assigns: bool,
+) -> Iterator[None]:
+    """Around a unit's forward: what autograd saves goes by way of ``pack`` and ``unpack``, and where its code
+    ``assigns`` to a ``.data``, that is looked at. ``watch`` is told when it has ended."""
+    assignments = Assignments(unit, pack) if assigns else None
+    hooks = saved_tensors_hooks(pack if assignments is None else assignments.pack, unpack)
+    try:
+        with hooks, assignments or nullcontext():
+            yield
+    except (RuntimeError, AssertionError) as error:
+        refuse_by_message(error, unit)
+        raise
+    if watch is not None:
+        watch.forward_ended()

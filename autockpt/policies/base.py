@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from autockpt.devices.transport import Transports
-from autockpt.errors import ConflictError
+from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.attachment import Attachment
-from autockpt.schema.choices import Choice
+from autockpt.schema.choices import ATTENTION, Choice
+from autockpt.schema.names import strip_prefixes
 
 L = TypeVar("L", bound="ForwardListener")
 
@@ -90,9 +91,28 @@ class Policy(Protocol):
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         """Least and most matrix products, attentions and convolutions that backward must execute again, of ``forward``.
 
-        Held against real steps by ``verify``, so that a choice that silently does nothing is found out.
+        Held against real steps by ``verify``, so that a choice that silently does nothing is found out. None where the
+        choice does not say otherwise.
         """
-        ...
+        return 0, 0
+
+
+def modules_named(unit: PlannedUnit, names: Sequence[str], what: str, *, called: bool = True) -> dict[str, nn.Module]:
+    """Modules by their names inside of a unit.
+
+    Raises PlanError, which says for ``what``, where there is none of that name, or none with a forward where it must be
+    ``called``.
+    """
+    inside = {strip_prefixes(path): module for path, module in unit.module.named_modules() if path}
+    for name in names:
+        if name not in inside or (called and isinstance(inside[name], nn.ModuleList | nn.ModuleDict)):
+            leaves = [path for path, module in inside.items() if not any(True for _ in module.children())]
+            forward = "with a forward " if name in inside else ""
+            raise PlanError(
+                f"{unit.name} has no module named {name!r} {forward}{what}",
+                remedy=f"Name modules as seen from the unit, or {ATTENTION!r}; it has: {', '.join(leaves)}.",
+            )
+    return {name: inside[name] for name in names}
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -17,14 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import acts, call_inner, call_plainly
-from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.headcall import HeadCall, HeadState
 from autockpt.policies.lazylogits import LazyLogits, lazy_logits
 from autockpt.policies.rerun_state import user_modes
 from autockpt.schema.choices import Choice
 
 
-class ChunkedLossPolicy:
+class ChunkedLossPolicy(Policy):
     kind: ClassVar[str] = "chunked_loss"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:

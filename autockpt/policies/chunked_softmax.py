@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.policies.attachment import acts, call_inner
-from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.chunked_loss import refuse_others
 from autockpt.policies.headcall import HeadState, Rows
 from autockpt.policies.lazylogits import lazy_logits
-from autockpt.schema.choices import Choice
 
 if TYPE_CHECKING:
     from autockpt.policies.sentinels import CheckedCall
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _ALIGNED = 16
 
 
-class ChunkedSoftmaxPolicy:
+class ChunkedSoftmaxPolicy(Policy):
     kind: ClassVar[str] = "chunked_softmax"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
@@ -37,9 +36,6 @@ class ChunkedSoftmaxPolicy:
             chunks = unit.choice.chunks  # type: ignore[union-attr]
             session.place(unit.name, unit.module, run_softmax, HeadState(unit.name, chunks))
             session.note(unit.name, f"chunked_softmax: in {chunks} parts, again in backward")
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        return 0, 0
 
 
 def run_softmax(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.schema.choices import Choice, CompileBudget
 
 # Compiled code is cached on disk by the exact number, among other things. Nobody else writes this one, so what is found
@@ -34,7 +34,7 @@ class BudgetState(Attachment):
         self.said = said
 
 
-class CompileBudgetPolicy:
+class CompileBudgetPolicy(Policy):
     """Carries out ``compile_budget``."""
 
     kind: ClassVar[str] = "compile_budget"

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autockpt.policies.rerun_state import Code
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.score import (
@@ -199,9 +200,12 @@ class Following(TorchFunctionMode):
 
 
 class RecordedCalls:
-    """The ways through one unit that can be followed."""
+    """What the calls of one unit taught: the ways through it that can be followed. ``code``: what its code may do;
+    ``checked``: ways on which no function was found whose ops nobody sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: Code) -> None:
+        self.code = code
+        self.checked: set[tuple[int, ...] | None] = set()
         self._scores: dict[Any, RecordedCall | None] = {}  # None: a way that cannot be followed
         self._own: list[tuple[Any, str]] | None = None
         self._misses = 0

@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import Transports, Ways
+from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
-from autockpt.policies.base import PlannedUnit, PolicySession, device_of
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_by_message, refuse_capture, refuse_late_writes, refuse_native
+from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer, unpack
-from autockpt.schema.choices import Choice, Offload, RecomputeOffload
+from autockpt.schema.choices import Offload, RecomputeOffload
 from autockpt.schema.graph import Tier
 
 MOVING = ("offload", "recompute_offload")
@@ -131,20 +131,14 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
     transport = state.pipeline.transport(device, state.tier)
     group = state.pipeline.open(state.unit, transport)
     watch = state.sentinel.watch(module) if state.sentinel is not None else None
-    try:
-        packer = Packer(group, transport, device, outside, module.parameters(), watch)
-        with (saved_tensors_hooks if watch is None else watch.hooks)(packer.pack, unpack):
-            output = call_inner(module, state, args, kwargs)
-    except (RuntimeError, AssertionError) as error:
-        refuse_by_message(error, state.unit)
-        raise
-    if watch is not None:
-        watch.forward_ended()
+    packer = Packer(group, transport, device, outside, module.parameters(), watch)
+    with saving(state.unit, packer.pack, unpack, watch, assigns=watch is not None and watch.assigns):
+        output = call_inner(module, state, args, kwargs)
     state.pipeline.close(group, transport)
     return output
 
 
-class OffloadPolicy:
+class OffloadPolicy(Policy):
     kind: ClassVar[str] = "offload"
     run: ClassVar[Callable[..., Any]] = staticmethod(run_offloaded)
     words: ClassVar[str] = "what it saves leaves the device between forward and backward"
@@ -162,9 +156,6 @@ class OffloadPolicy:
         for unit in _next_others(units, session.order):
             if queues:
                 session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        return 0, 0
 
 
 def _tier(unit: PlannedUnit) -> Tier:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.policies.attachment import acts, call_inner, call_plainly
-from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.conflicts import refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.region import UnitCall
@@ -19,7 +19,7 @@ from autockpt.policies.replay import Replay, ReplayState
 from autockpt.schema.choices import Choice
 
 
-class RecomputePolicy:
+class RecomputePolicy(Policy):
     kind: ClassVar[str] = "recompute"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.policies.arguments import take_apart
-from autockpt.policies.conflicts import refuse_by_message
+from autockpt.policies.assigned import saving
 from autockpt.policies.replay import Replay
 from autockpt.policies.rerun_state import Conditions, random_states_kept
 from autockpt.policies.saved import Kept, Watched
@@ -145,16 +145,10 @@ class UnitCall:
     def run(self) -> Any:
         """The first, ordinary forward. Raises ConflictError where it did what cannot be done twice."""
         replay = self._replay
-        hooks = saved_tensors_hooks if self._watch is None else self._watch.hooks
-        try:
-            with hooks(self._pack, unpack):
-                output = replay(*(tensors := replay.tensors))
-        except (RuntimeError, AssertionError) as error:
-            refuse_by_message(error, self.unit)
-            raise
+        watch = self._watch
+        with saving(self.unit, self._pack, unpack, watch, assigns=watch is not None and watch.assigns):
+            output = replay(*(tensors := replay.tensors))
         replay.finish()
-        if self._watch is not None:
-            self._watch.forward_ended()
         if replay.reached.doubts:
             with random_states_kept(self._conditions.places), self._conditions.restored():
                 replay.settle(tensors, output)

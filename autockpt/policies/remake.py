@@ -8,31 +8,29 @@ torch._functorch.partitioners).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.errors import ConflictError, PlanError
+from autockpt.errors import ConflictError
 from autockpt.policies.arguments import take_apart
-from autockpt.policies.assigned import Assignments
+from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
-from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_by_message, refuse_native
+from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.following import Following, RecordedCalls
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
-from autockpt.policies.rerun_state import Code, code_of, user_modes
+from autockpt.policies.rerun_state import code_of, user_modes
 from autockpt.policies.score import Learning
 from autockpt.policies.sentinels import HELD_BYTES
 from autockpt.policies.tape import unpack
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
-from autockpt.schema.names import strip_prefixes
 
 _sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
@@ -47,30 +45,13 @@ class RemakeState(Attachment):
         super().__init__(unit)
         self.keep = tuple(keep)
         self.everywhere = everywhere
-        self._cache_checked: set[tuple[int, ...]] | None = None
-        self._cache_ways: RecordedCalls | None = None
-        self._cache_code: Code | None = None
+        self._cache_calls: RecordedCalls | None = None
 
-    def code(self, module: nn.Module) -> Code:
-        """What the code of the unit's forward may do."""
-        if self._cache_code is None:
-            self._cache_code = code_of(self.unit, module)
-        return self._cache_code
-
-    def ways(self) -> RecordedCalls:
-        """The ways through the unit that later calls can follow."""
-        if self._cache_ways is None:
-            self._cache_ways = RecordedCalls()
-        return self._cache_ways
-
-    def is_new(self, path: tuple[int, ...]) -> bool:
-        """Whether the unit has not gone this way before."""
-        if self._cache_checked is None:
-            self._cache_checked = set()
-        if path in self._cache_checked:
-            return False
-        self._cache_checked.add(path)
-        return True
+    def calls(self, module: nn.Module) -> RecordedCalls:
+        """What the unit's calls so far have taught."""
+        if self._cache_calls is None:
+            self._cache_calls = RecordedCalls(code_of(self.unit, module))
+        return self._cache_calls
 
 
 class PartState(Attachment):
@@ -92,60 +73,46 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     refuse_changed(module, state, args, kwargs)
-    tensors: list[torch.Tensor] = []
-    take_apart((args, kwargs), tensors, [])
-    before = _sequence_nr()
-    try:
-        output, path = _watched(module, state, args, kwargs, tensors)
-    except (RuntimeError, AssertionError) as error:
-        refuse_by_message(error, state.unit)
-        raise
-    if path is None or state.is_new((_sequence_nr() - before, *path)):
+    calls, before = state.calls(module), _sequence_nr()
+    output, path = _watched(module, state, calls, args, kwargs)
+    way = (_sequence_nr() - before, *path) if path is not None else None
+    if way is None or way not in calls.checked:
         _refuse_custom_functions(output, before, state.unit)
+        calls.checked.add(way)
     return output
 
 
 def _watched(
-    module: nn.Module,
-    state: RemakeState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[torch.Tensor],
+    module: nn.Module, state: RemakeState, calls: RecordedCalls, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[int, int] | None]:
     """Run the forward: along an earlier call's tape, or with one of its own. With what tells its way from others; None
     where it left the earlier one."""
-    ways = state.ways()
-    outside = ways.outside(module, tensors) if state.everywhere else None
-    code = state.code(module)
-    key = ways.key(outside) if outside is not None else None
-    score = ways.score(key) if key is not None else None
-    watch = None
+    tensors: list[torch.Tensor] = []
+    take_apart((args, kwargs), tensors, [])
+    outside = calls.outside(module, tensors) if state.everywhere else None
+    key = calls.key(outside) if outside is not None else None
+    score = calls.score(key) if key is not None else None
+    watch, code = None, calls.code
     if state.sentinel is not None:
         # what later calls go by is proven first; and what a mode does with ops when they run again, each time
-        new = ways.is_new(key) or any(isinstance(mode, TorchDispatchMode) for mode in user_modes())
+        new = calls.is_new(key) or any(isinstance(mode, TorchDispatchMode) for mode in user_modes())
         watch = state.sentinel.watch(module, code=code, hold=HELD_BYTES, anew=new)
-    hooks = saved_tensors_hooks if watch is None else watch.hooks
-    if watch is None and code.assigns:
-        hooks = Assignments(state.unit).hooks
     if outside is not None and score is not None:
         following = Following(state.unit, score, outside, watch)
-        with hooks(following.pack, unpack), following:
+        with saving(state.unit, following.pack, unpack, watch, assigns=code.assigns), following:
             output = call_inner(module, state, args, kwargs)
-        if watch is not None:
-            watch.forward_ended()
         if following.lost:
-            ways.missed(key)
+            calls.missed(key)
         return output, None if following.lost else (score.noted, following.packed)
     tape = Tape(state.unit, tensors, state.keep, watch)
     learning = Learning(tape, outside) if outside is not None and key is not None else None
     noting = running(tape) if state.everywhere else nullcontext()
     handing = HandingOut(tape, data=not state.everywhere) if code.writes_unseen else nullcontext()
-    with current(tape), hooks(tape.pack, unpack), noting, learning or nullcontext(), handing:
+    hooks = saving(state.unit, tape.pack, unpack, watch, assigns=code.assigns)
+    with current(tape), hooks, noting, learning or nullcontext(), handing:
         output = call_inner(module, state, args, kwargs)
-    if watch is not None:
-        watch.forward_ended()
     if learning is not None:
-        ways.learn(key, learning.score())
+        calls.learn(key, learning.score())
     return output, tape.path
 
 
@@ -197,7 +164,7 @@ def _reads_only(function: type) -> bool:
     )
 
 
-class RemakePolicy:
+class RemakePolicy(Policy):
     """Carries out ``remake``."""
 
     kind: ClassVar[str] = "remake"
@@ -206,10 +173,10 @@ class RemakePolicy:
         for unit in units:
             choice = unit.choice
             assert isinstance(choice, Remake)
-            for module in _named(unit, choice.within, "whose tensors could be made again"):
+            for module in modules_named(unit, choice.within, "whose tensors could be made again").values():
                 session.place(unit.name, module, run_part, PartState(unit.name, keeps=False))
             keep = [] if EVERYTHING in choice.keep else [name for name in choice.keep if name != ATTENTION]
-            for module in _named(unit, keep, "whose output could be kept"):
+            for module in modules_named(unit, keep, "whose output could be kept").values():
                 session.place(unit.name, module, run_part, PartState(unit.name, keeps=True))
             state = RemakeState(unit.name, choice.keep, everywhere=not choice.within)
             session.place(unit.name, unit.module, run_remade, state)
@@ -221,15 +188,3 @@ class RemakePolicy:
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         assert isinstance(choice, Remake)
         return 0, 0 if EVERYTHING in choice.keep else forward
-
-
-def _named(unit: PlannedUnit, names: Sequence[str], what: str) -> Iterator[nn.Module]:
-    inside = {strip_prefixes(path): module for path, module in unit.module.named_modules() if path}
-    for name in names:
-        if name not in inside or isinstance(inside[name], nn.ModuleList | nn.ModuleDict):
-            leaves = [path for path, module in inside.items() if not any(True for _ in module.children())]
-            raise PlanError(
-                f"{unit.name} has no module named {name!r} {what}",
-                remedy=f"Name modules as seen from the unit, or {ATTENTION!r}; it has: {', '.join(leaves)}.",
-            )
-        yield inside[name]

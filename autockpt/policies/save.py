@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from autockpt.policies.base import PlannedUnit, PolicySession
-from autockpt.schema.choices import Choice
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 
 
-class SavePolicy:
+class SavePolicy(Policy):
     kind: ClassVar[str] = "save"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         for unit in units:
             session.note(unit.name, "nothing: autograd keeps what it saves")
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        return 0, 0

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from autockpt.policies.attachment import acts, call_plainly
-from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import without_cache
@@ -70,7 +70,7 @@ class SegmentState(ReplayState):
         self.region, self.position = region, position
 
 
-class SegmentPolicy:
+class SegmentPolicy(Policy):
     kind: ClassVar[str] = "segment"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:

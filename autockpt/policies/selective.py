@@ -13,7 +13,7 @@ from torch import nn
 
 from autockpt.errors import PlanError
 from autockpt.policies.attachment import acts, call_plainly
-from autockpt.policies.base import PlannedUnit, PolicySession
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_late_writes
 from autockpt.policies.recompute import run_twice
@@ -21,7 +21,6 @@ from autockpt.policies.replay import ReplayState
 from autockpt.policies.saved_outputs import KeepingReplay, ScopeState, run_scope
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Remake, Selective
-from autockpt.schema.names import strip_prefixes
 
 WHY = "keeps the outputs of single ops, which a compiled graph no longer shows"
 
@@ -49,7 +48,7 @@ def _run(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: d
     return run_twice(module, state, args, kwargs, KeepingReplay)
 
 
-class SelectivePolicy:
+class SelectivePolicy(Policy):
     """Carries out ``selective``: heavy ops of the named modules, or of the whole unit, are not run again."""
 
     kind: ClassVar[str] = "selective"
@@ -58,7 +57,7 @@ class SelectivePolicy:
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         for unit in units:
             refuse_late_writes(unit.module, unit.name)
-            keep, regions = _kept(unit.choice), _regions(unit)
+            keep, regions = kept_by(unit.choice), _regions(unit)
             # first the scopes: what runs again may itself be one, inside of what recomputes it
             for module, attention in _scopes(unit, keep, regions):
                 session.place(unit.name, module, run_scope, ScopeState(unit.name, attention=attention))
@@ -88,34 +87,15 @@ class KeepAttentionPolicy(SelectivePolicy):
 
 def kept_by(choice: Choice) -> tuple[str, ...]:
     """What a choice keeps the outputs of, beside a unit's inputs: modules of the unit, fused attention, everything."""
-    return (
-        choice.keep
-        if isinstance(choice, Remake)
-        else _kept(choice)
-        if isinstance(choice, KeepAttention | Selective)
-        else ()
-    )
-
-
-def _kept(choice: Choice) -> tuple[str, ...]:
     if isinstance(choice, KeepAttention):
         return (ATTENTION,)
-    assert isinstance(choice, Selective)
-    return choice.keep
+    return choice.keep if isinstance(choice, Selective | Remake) else ()
 
 
 def _regions(unit: PlannedUnit) -> dict[str, nn.Module]:
     """What runs again, each by itself, by its name inside the unit: "" is the unit."""
     within = unit.choice.within if isinstance(unit.choice, Selective) else ()
-    if not within:
-        return {"": unit.module}
-    inside = _inside(unit)
-    for name in within:
-        if name not in inside:
-            raise _no_module(unit, name, "that could run again", inside)
-        if isinstance(inside[name], nn.ModuleList | nn.ModuleDict):
-            raise _no_module(unit, name, "with a forward that could run again", inside)
-    return {name: inside[name] for name in within}
+    return modules_named(unit, within, "that could run again") if within else {"": unit.module}
 
 
 def _scopes(unit: PlannedUnit, keep: Sequence[str], regions: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
@@ -123,30 +103,17 @@ def _scopes(unit: PlannedUnit, keep: Sequence[str], regions: dict[str, nn.Module
     if EVERYTHING in keep:
         yield from ((module, False) for module in regions.values())
         return
-    inside = _inside(unit)
     for name in keep:
         if name == ATTENTION:
             yield from ((inner, True) for module in regions.values() for inner in _attentions(module))
-        elif name not in inside:
-            raise _no_module(unit, name, "whose output could be kept", inside)
-        elif not any(not region or name == region or name.startswith(f"{region}.") for region in regions):
+            continue
+        module = modules_named(unit, [name], "whose output could be kept", called=False)[name]
+        if not any(not region or name == region or name.startswith(f"{region}.") for region in regions):
             raise PlanError(
                 f"{unit.name} is to keep the output of {name}, which does not run again",
                 remedy=f"Leave it out of `keep`, or name a module around it in `within`: {', '.join(regions)}.",
             )
-        else:
-            yield inside[name], False
-
-
-def _inside(unit: PlannedUnit) -> dict[str, nn.Module]:
-    return {strip_prefixes(path): module for path, module in unit.module.named_modules() if path}
-
-
-def _no_module(unit: PlannedUnit, name: str, what: str, inside: dict[str, nn.Module]) -> PlanError:
-    return PlanError(
-        f"{unit.name} has no module named {name!r} {what}",
-        remedy=f"Name modules as seen from the unit, or {ATTENTION!r}; it has: {', '.join(_leaves(inside))}.",
-    )
+        yield module, False
 
 
 def _attentions(region: nn.Module) -> list[nn.Module]:
@@ -161,7 +128,3 @@ def _attentions(region: nn.Module) -> list[nn.Module]:
             found.append(module)
             inside.update(map(id, module.modules()))
     return found or [region]
-
-
-def _leaves(inside: dict[str, nn.Module]) -> list[str]:
-    return [name for name, module in inside.items() if not any(True for _ in module.children())]

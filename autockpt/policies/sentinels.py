@@ -22,10 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.errors import RerunMismatch
-from autockpt.policies.assigned import Assignments
 from autockpt.policies.compared import (
     Compared,
     Place,
@@ -212,7 +210,7 @@ class UnitSentinel:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
-        watch = CheckedCall(self, hold and hold * code.writes_unseen, Assignments(self.name) if code.assigns else None)
+        watch = CheckedCall(self, hold and hold * code.writes_unseen, assigns=code.assigns)
         self.sentinels.opened(watch)
         return watch
 
@@ -239,14 +237,14 @@ class UnitSentinel:
 
 
 class CheckedCall:
-    """One call that is checked. ``step`` is the step that it belongs to.
+    """One call that is checked. ``step`` is the step that it belongs to. ``assigns``: its code does so to a ``.data``.
 
     With ``hold`` no more than so many bytes of what is saved are held until the forward has ended; what is beyond is
     fingerprinted when it is saved.
     """
 
-    def __init__(self, sentinel: UnitSentinel, hold: int | None, assignments: Assignments | None = None) -> None:
-        self.sentinel, self._assignments = sentinel, assignments
+    def __init__(self, sentinel: UnitSentinel, hold: int | None, *, assigns: bool = False) -> None:
+        self.sentinel, self.assigns = sentinel, assigns
         self.step = sentinel.sentinels.step or sentinel.calls
         self.differences: list[str] = []
         self.proven = False
@@ -257,10 +255,6 @@ class CheckedCall:
         self.known: dict[Place, torch.Tensor] = {}  # fingerprints of the unit's own state, as it is now
 
     # The first forward.
-
-    def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
-        """Hooks on saved tensors around the unit's forward."""
-        return (self._assignments.hooks if self._assignments is not None else saved_tensors_hooks)(pack, unpack)
 
     @eagerly
     def packed(self, tensor: torch.Tensor) -> WatchedTensor:
