@@ -7,6 +7,7 @@ never run, and no iterator advances.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import io
 import itertools
@@ -43,11 +44,46 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b)
 
 
-class Fields(Kind):
+class Names(Kind):
+    """Names of a namespace, or some of them: slots of an object, globals, closure cells. ``names`` of None: those of a
+    class, whichever it has."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...] | None,
+        get: Callable[..., Any],
+        put: Callable[..., Any],
+        drop: Callable[..., Any],
+    ) -> None:
+        self._names, self._get, self._put, self._drop = names, get, put, drop
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        if self._names is None:
+            return {key: value for key, value in vars(obj).items() if not (key[:2] == "__" == key[-2:])}
+        return {name: self._get(obj, name) for name in self._names}
+
+    def unchanged(self, obj: Any, taken: Any) -> bool:
+        return not self._differing(self.take(obj, close=False), taken)
+
+    def _differing(self, now: Any, taken: Any) -> list[Any]:
+        both = [*taken, *(key for key in now if key not in taken)]
+        return [key for key in both if not _same(now.get(key, ABSENT), taken.get(key, ABSENT))]
+
+    def put(self, obj: Any, taken: Any) -> None:
+        for key in self._differing(self.take(obj, close=False), taken):
+            value = taken.get(key, ABSENT)
+            self._drop(obj, key) if value is ABSENT else self._put(obj, key, value)
+
+    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
+        return [(f".{name}", value) for name, value in taken.items()]
+
+
+class Fields(Names):
     """A dictionary: of an object's attributes, or for itself. Module attributes of ``hidden`` names are left alone.
     ``ordered``: in which order its keys stand counts."""
 
     def __init__(self, hidden: frozenset[str] = frozenset(), form: str = ".{}", *, ordered: bool = False) -> None:
+        super().__init__(None, dict.get, _set_item, _delete_item)
         self.hidden, self._form, self.ordered = hidden, form, ordered
 
     def keys(self, obj: Any) -> Any:
@@ -64,25 +100,16 @@ class Fields(Kind):
         alike = len(now) == len(taken) and all(map(operator.is_, now, taken))
         if alike and all(map(operator.is_, now.values(), taken.values())):
             return True
-        return (alike or not self.ordered) and not self._differing(obj, taken)
+        return (alike or not self.ordered) and not self._differing(now, taken)
 
-    def _differing(self, obj: Any, taken: Any) -> list[Any]:
-        both = [*taken, *(key for key in dict.keys(obj) if key not in taken)]
-        now = dict.get
-        return [
-            key for key in both if key not in self.hidden and not _same(now(obj, key, ABSENT), taken.get(key, ABSENT))
-        ]
+    def _differing(self, now: Any, taken: Any) -> list[Any]:
+        return [key for key in super()._differing(now, taken) if key not in self.hidden]
 
     def put(self, obj: Any, taken: Any) -> None:
-        kind: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
         now = [*self.keys(obj)]
         if self.ordered and not (len(now) >= len(taken) and all(map(operator.is_, now, taken))):
-            kind.clear(obj)
-        for key in self._differing(obj, taken):
-            if key in taken:
-                kind.__setitem__(obj, key, taken[key])
-            else:
-                kind.__delitem__(obj, key)
+            (OrderedDict if isinstance(obj, OrderedDict) else dict).clear(obj)
+        super().put(obj, taken)
 
     def size(self, obj: Any) -> int:
         return dict.__len__(obj)
@@ -94,9 +121,9 @@ class Fields(Kind):
 class OfModules(Fields):
     """A module's attributes. Choices come and go as its ``forward``."""
 
-    def _differing(self, obj: Any, taken: Any) -> list[Any]:
-        found = super()._differing(obj, taken)
-        if "forward" in found and AttachedForward in (type(obj.get("forward")), type(taken.get("forward"))):
+    def _differing(self, now: Any, taken: Any) -> list[Any]:
+        found = super()._differing(now, taken)
+        if "forward" in found and AttachedForward in (type(now.get("forward")), type(taken.get("forward"))):
             found.remove("forward")
         return found
 
@@ -104,9 +131,9 @@ class OfModules(Fields):
 class Parameters(Fields):
     """A module's own parameters. Where FSDP and accelerate exchange them for the same values they are left alone."""
 
-    def _differing(self, obj: Any, taken: Any) -> list[Any]:
-        found = super()._differing(obj, taken)
-        both = [p for key in found for p in (dict.get(obj, key), taken.get(key))]
+    def _differing(self, now: Any, taken: Any) -> list[Any]:
+        found = super()._differing(now, taken)
+        both = [p for key in found for p in (now.get(key), taken.get(key))]
         return [] if any(hasattr(p, "to_local") or getattr(p, "is_meta", False) for p in both) else found
 
 
@@ -134,39 +161,6 @@ class Elements(Kind):
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         return [(f"[{i}]", value) for i, value in enumerate(self._kind.__iter__(taken))]
-
-
-class Names(Kind):
-    """Names of a namespace, or some of them: slots of an object, globals, closure cells. ``names`` of None: those of a
-    class, whichever it has."""
-
-    def __init__(
-        self,
-        names: tuple[str, ...] | None,
-        get: Callable[..., Any],
-        put: Callable[..., Any],
-        drop: Callable[..., Any],
-    ) -> None:
-        self._names, self._get, self._put, self._drop = names, get, put, drop
-
-    def take(self, obj: Any, *, close: bool) -> Any:
-        if self._names is None:
-            return {key: value for key, value in vars(obj).items() if not (key[:2] == "__" == key[-2:])}
-        return {name: self._get(obj, name) for name in self._names}
-
-    def unchanged(self, obj: Any, taken: Any) -> bool:
-        now = self.take(obj, close=False)
-        return now.keys() == taken.keys() and all(_same(now[name], taken[name]) for name in taken)
-
-    def put(self, obj: Any, taken: Any) -> None:
-        now = self.take(obj, close=False)
-        for name in now | taken:
-            value = taken.get(name, ABSENT)
-            if not _same(now.get(name, ABSENT), value):
-                self._drop(obj, name) if value is ABSENT else self._put(obj, name, value)
-
-    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
-        return [(f".{name}", value) for name, value in taken.items()]
 
 
 class State(Kind):
@@ -233,6 +227,14 @@ class Arrays(Kind):
         return [("[…]", value) for value in taken.flat] if taken is not None and taken.dtype.hasobject else ()
 
 
+def _set_item(fields: Any, key: Any, value: Any) -> None:
+    (OrderedDict if isinstance(fields, OrderedDict) else dict).__setitem__(fields, key, value)
+
+
+def _delete_item(fields: Any, key: Any) -> None:
+    (OrderedDict if isinstance(fields, OrderedDict) else dict).__delitem__(fields, key)
+
+
 def position(iterator: Any) -> Any:
     """What tells that an iterator has advanced: what it holds, and how far the iterators in it are."""
     kind = type(iterator)
@@ -289,7 +291,6 @@ def _rewind(iterator: Any, taken: Any) -> None:
 
 
 FIELDS, DICT, PARAMETERS = Fields(), Fields(form="[{!r}]", ordered=True), Parameters(form="[{!r}]")
-ARRAYS = Arrays()
 BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(ADVANCING, State(position, None)),
     **dict.fromkeys(_SEQUENCES, State(position, _rewind)),
@@ -305,43 +306,40 @@ BY_TYPE: dict[type, Kind] = {
 """Kinds of these very types; those of subclasses: ``kind_of``."""
 _C_DATA: Any = ctypes.Structure.__mro__[1]
 _POINTERS = frozenset("&OPXZz")
-_MEMORY = State(_bytes, _set_bytes)
 _ARGS: Any = vars(BaseException)["args"]
 _ERROR = Names(("args",), lambda e, _: _ARGS.__get__(e), lambda e, _, args: _ARGS.__set__(e, args), object.__delattr__)
-_BUILT_IN = {kind: Elements(kind) for kind in (list, deque, set)}
-_RANDOM = State(random.Random.getstate, random.Random.setstate)
 _NUMPY_STATE = State(lambda r: pickle.dumps(r.get_state(legacy=False)), lambda r, s: r.set_state(pickle.loads(s)))
 _NUMPY_BITS = State(lambda b: pickle.dumps(b.state), lambda b, s: setattr(b, "state", pickle.loads(s)))
 _NUMPY_GENERATOR = State(
     lambda g: _NUMPY_BITS.take(g.bit_generator, close=False), lambda g, s: _NUMPY_BITS.put(g.bit_generator, s)
 )
+_BY_BASE: tuple[tuple[Any, Kind | None], ...] = (
+    (torch.Tensor, TENSORS),
+    (dict, DICT),
+    *((kind, Elements(kind)) for kind in (list, deque, set)),
+    ((memoryview, mmap.mmap, _C_DATA), State(_bytes, _set_bytes)),
+    (BaseException, _ERROR),
+    (random.SystemRandom, None),
+    (random.Random, State(random.Random.getstate, random.Random.setstate)),
+)
+
+
+@functools.cache
+def _of_numpy(numpy: Any) -> tuple[tuple[Any, Kind], ...]:
+    return (
+        (numpy.ndarray, Arrays()),
+        (numpy.random.RandomState, _NUMPY_STATE),
+        (numpy.random.BitGenerator, _NUMPY_BITS),
+        (numpy.random.Generator, _NUMPY_GENERATOR),
+    )
 
 
 def kind_of(value: Any) -> Kind | None:
     """How what is in a value can change, beside its attributes; None where it cannot."""
-    kind = type(value)
+    kind, numpy = type(value), sys.modules.get("numpy")
     if kind in BY_TYPE:
         return BY_TYPE[kind]
-    if issubclass(kind, torch.Tensor):
-        return TENSORS
-    if issubclass(kind, dict):
-        return DICT
-    for built_in, elements in _BUILT_IN.items():
-        if issubclass(kind, built_in):
-            return elements
-    if issubclass(kind, (memoryview, mmap.mmap, _C_DATA)):
-        return _MEMORY
-    if issubclass(kind, BaseException):
-        return _ERROR
-    if issubclass(kind, random.Random):
-        return None if issubclass(kind, random.SystemRandom) else _RANDOM
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if issubclass(kind, numpy.ndarray):
-        return ARRAYS
-    if issubclass(kind, numpy.random.RandomState):
-        return _NUMPY_STATE
-    if issubclass(kind, numpy.random.BitGenerator):
-        return _NUMPY_BITS
-    return _NUMPY_GENERATOR if issubclass(kind, numpy.random.Generator) else None
+    for base, how in _BY_BASE if numpy is None else (*_BY_BASE, *_of_numpy(numpy)):
+        if issubclass(kind, base):
+            return how
+    return None
