@@ -18,6 +18,7 @@ from torch import nn
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
+from autockpt.policies.compute_ops import draws_random_numbers, dropout_of
 from autockpt.schema.choices import Choice, CompileBudget
 
 # Compiled code is cached on disk by the exact number, among other things. Nobody else writes this one, so what is found
@@ -145,7 +146,6 @@ def _random_ops(graph: Any) -> Iterator[str]:
 def _draws(node: torch.fx.Node) -> bool:
     """Attention has dropout as an argument, mostly of zero."""
     target: Any = node.target
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            return bool(node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+    if dropout_of(target) is not None:
+        return draws_random_numbers(target, node.args, node.kwargs)
     return torch.Tag.nondeterministic_seeded in target.tags

@@ -27,14 +27,14 @@ def is_attention(func: Any) -> bool:
 
 def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call uses dropout. Left out when its forward runs again, it would shift all later random numbers."""
-    if (found := _dropout(func)) is None:
+    if (found := dropout_of(func)) is None:
         return False
     position, default = found
     return bool(kwargs.get("dropout_p", args[position] if position < len(args) else default))
 
 
 @functools.cache
-def _dropout(func: Any) -> tuple[int, Any] | None:
+def dropout_of(func: Any) -> tuple[int, Any] | None:
     """Where an op takes its dropout, and what it is by itself; None without any. Asking a schema takes as long as
     running a small op."""
     schema = getattr(func, "_schema", None)
