@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,11 +35,12 @@ def seed(device: torch.device, number: int) -> None:
 
 
 class TorchStates:
-    """The states of PyTorch's generators as they are now: the CPU's, and those of every accelerator in use."""
+    """The states of PyTorch's generators as they are now: the CPU's, and those of ``places``, which are kinds of
+    accelerators with an index; of None those of every accelerator in use."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Iterable[tuple[str, int]] | None = None) -> None:
         self._cpu = torch.get_rng_state()
-        self._places = {place: random_state(*place) for place in _places_in_use()}
+        self._places = {place: random_state(*place) for place in (_places_in_use() if places is None else places)}
 
     @property
     def tensors(self) -> list[torch.Tensor]:

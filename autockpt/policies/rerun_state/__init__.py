@@ -3,7 +3,7 @@
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept, under, user_modes
 from autockpt.policies.rerun_state.reach import code_known, code_of
-from autockpt.policies.rerun_state.state import Memory, UnitState, Watch
+from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.policies.rerun_state.structure import UnitStructure
 from autockpt.policies.rerun_state.surroundings import Surroundings
 
@@ -14,7 +14,6 @@ __all__ = [
     "Surroundings",
     "UnitState",
     "UnitStructure",
-    "Watch",
     "code_known",
     "code_of",
     "random_states_kept",

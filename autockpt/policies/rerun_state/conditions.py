@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from autockpt.devices import random_states
+from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
 from autockpt.policies.rerun_state.reach import is_library
 
@@ -25,19 +25,18 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type:
 
 
 class Conditions:
-    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on. ``dispatch_modes``: those
-    of the user's own.
+    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on: ``places``.
+    ``dispatch_modes``: those of the user's own.
 
     Raises ConflictError while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_autocast", "_cpu", "_default_device", "_devices", "_modes", "dispatch_modes")
+    __slots__ = ("_autocast", "_default_device", "_modes", "_random", "dispatch_modes", "places")
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
         places = sorted({(device.type, device.index or 0) for device in elsewhere}) if elsewhere else ()
-        self._cpu = torch.get_rng_state()
-        self._devices = [(place, _random_state(place)) for place in places]
+        self.places, self._random = places, _random_states(places)
         self._autocast = _autocast_now(places)
         self._default_device = _default_device()
         self._modes = user_modes()
@@ -45,17 +44,10 @@ class Conditions:
             [mode for mode in self._modes if isinstance(mode, TorchDispatchMode)] if self._modes else ()
         )
 
-    @property
-    def places(self) -> list[Place]:
-        """The accelerators whose random states are known."""
-        return [place for place, _ in self._devices]
-
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As then. Random states are not put back at the end: ``random_states_kept`` does that once for many."""
-        torch.set_rng_state(self._cpu)
-        for place, state in self._devices:
-            random_states.set_random_state(*place, state)
+        self._random.put_back()
         with ExitStack() as stack:
             if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
@@ -70,13 +62,11 @@ class Conditions:
 @contextmanager
 def random_states_kept(places: Sequence[Place]) -> Iterator[None]:
     """The CPU's random state and those of accelerators are afterwards as before."""
-    cpu, devices = torch.get_rng_state(), [(place, _random_state(place)) for place in places]
+    before = _random_states(places)
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        for place, state in devices:
-            random_states.set_random_state(*place, state)
+        before.put_back()
 
 
 def user_modes() -> Sequence[Any]:
@@ -100,9 +90,9 @@ def under(modes: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def _random_state(place: Place) -> torch.Tensor:
+def _random_states(places: Iterable[Place]) -> TorchStates:
     try:
-        return random_states.random_state(*place)
+        return TorchStates(places)
     except RuntimeError as error:
         if "capture" not in str(error):
             raise

@@ -13,9 +13,9 @@ import operator
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import CellType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,18 +44,6 @@ _RESTLESS = 3  # times that something may be found changed from outside before i
 _set_version: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
 _contents = operator.attrgetter("cell_contents")
 _EVERYWHERE = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
-
-
-class Watch(Protocol):
-    """A part of the state that a forward reads and changes. Made before the forward."""
-
-    def after(self) -> None:
-        """The forward has ended. Raises ConflictError where it did what cannot be done twice."""
-        ...
-
-    def restored(self) -> AbstractContextManager[None]:
-        """As before the forward, and in the end as now. Raises InPlaceError where there is no way back."""
-        ...
 
 
 class Memory:
@@ -186,7 +174,7 @@ class Quiet:
 
 
 class UnitState:
-    """A Watch over what one call of a unit reaches, ``objects`` among its arguments included."""
+    """What one call of a unit reaches, ``objects`` among its arguments included. Made before its forward."""
 
     def __init__(
         self, memory: Memory, module: nn.Module, objects: Sequence[Any], tensors: Sequence[torch.Tensor] = ()
@@ -218,6 +206,7 @@ class UnitState:
         self.moved: dict[int, int] = {}
 
     def after(self) -> None:
+        """The forward has ended. Raises ConflictError where it did what cannot be done twice."""
         memory, quiet = self._memory, self._quiet
         memory.calls[self._training] += quiet is None
         known = len(memory.lively)
@@ -272,6 +261,7 @@ class UnitState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        """As before the forward, and in the end as now. Raises InPlaceError where there is no way back."""
         nodes = changed_of(self._still) if self._over else [*self._still]
         if self._quiet is not None:
             nodes += [*self._quiet.changed(), *self._changed_tensors()]

@@ -41,19 +41,18 @@ _SWITCHES = (
 
 
 class Surroundings:
-    """A Watch. After the forward what it did not use is dropped."""
+    """Made before a forward. After it what it did not draw from is dropped."""
 
     def __init__(self) -> None:
-        self._python: tuple[Any, ...] | None = python_state()
-        self._numpy = numpy_state()
+        self._draws = [read() for read, _ in _GENERATORS]
         self._switches = _switches()
         self._context = contextvars.copy_context()
 
     def after(self) -> None:
-        if self._python == python_state():
-            self._python = None
-        if self._numpy == numpy_state():
-            self._numpy = None
+        """The forward has ended."""
+        self._draws = [
+            None if state == read() else state for (read, _), state in zip(_GENERATORS, self._draws, strict=True)
+        ]
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in a copy of the context that the forward began in: what it sets is gone after it."""
@@ -62,21 +61,16 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
-        python = python_state() if self._python is not None else None
-        numpy = numpy_state() if self._numpy is not None else None
-        switches = _switches()
+        drawn = [(*ways, state) for ways, state in zip(_GENERATORS, self._draws, strict=True) if state is not None]
+        now, switches = [read() for read, _, _ in drawn], _switches()
         try:
-            if self._python is not None:
-                put_python(self._python)
-            if self._numpy is not None:
-                put_numpy(self._numpy)
+            for _, put, state in drawn:
+                put(state)
             _switch(switches, self._switches)
             yield
         finally:
-            if python is not None:
-                put_python(python)
-            if numpy is not None:
-                put_numpy(numpy)
+            for (_, put, _), state in zip(drawn, now, strict=True):
+                put(state)
             _switch(_switches(), switches)
 
 
@@ -125,6 +119,9 @@ def put_numpy(state: tuple[bytes, ...]) -> None:
         return
     words, (there, number) = numpy.frombuffer(state[0], "u4"), struct.unpack("i4xd", state[1])
     numpy.random.set_state(("MT19937", words[:624], int(words[624]), there, number))
+
+
+_GENERATORS: Any = ((python_state, put_python), (numpy_state, put_numpy))
 
 
 @functools.lru_cache(maxsize=4)
