@@ -66,6 +66,13 @@ def take_apart(
     return instance
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value``, in the order of ``take_apart``."""
+    tensors: list[torch.Tensor] = []
+    take_apart(value, tensors, [])
+    return tensors
+
+
 def put_together(template: Any, tensors: Iterator[torch.Tensor], made: dict[int, Any] | None = None) -> Any:
     """``value`` again, in new containers and objects, with tensors from ``tensors``."""
     if template is _TENSOR:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.policies.arguments import take_apart
+from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.replay import Replay
 from autockpt.policies.rerun_state import Conditions, random_states_kept
@@ -92,28 +92,18 @@ def _as_input(value: torch.Tensor, trains: bool, fields: dict[str, Any]) -> torc
     return value
 
 
-Find = Callable[[torch.Tensor], "tuple[UnitCall, int] | None"]
-
-
 class UnitCall:
     """One call of a unit: what it needs to run again, and the slots that wait for it.
 
     ``number`` orders the calls of one region; ``readers`` are the numbers of later calls that read an output;
-    ``outputs`` holds those values, without a graph, only while backward is at work on the region. ``find`` says which
-    call returned a tensor, and as which of its outputs.
+    ``outputs`` holds those values, without a graph, only while backward is at work on the region. ``region``: what is
+    known of the calls before; None for a unit by itself.
     """
 
-    def __init__(
-        self,
-        replay: Replay,
-        number: int = 0,
-        levels: int = 1,
-        lock: threading.RLock | None = None,
-        find: Find | None = None,
-    ) -> None:
+    def __init__(self, replay: Replay, region: Recording | None = None) -> None:
         self.unit = replay.state.unit
-        self.number, self.levels = number, levels
-        self._replay, self._lock = replay, lock or threading.RLock()
+        self.number, self.levels = (0, 1) if region is None else (region.calls, region.levels)
+        self._replay, self._lock = replay, threading.RLock() if region is None else region.lock
         self._conditions = Conditions((*replay.tensors, *replay.parameters.tensors))
         self._sources: list[_Outside | _Inside] = []
         self._positions: list[int] = []
@@ -125,9 +115,9 @@ class UnitCall:
         self._watch = sentinel.watch(replay.module, code=code, anew=anew) if sentinel is not None else None
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
-        self._bind(find)
+        self._bind(region)
 
-    def _bind(self, find: Find | None) -> None:
+    def _bind(self, region: Recording | None) -> None:
         """Note where every input comes from. One that is given twice stays one: attention looks whether q is k."""
         seen: dict[int, int] = {}
         for tensor in self._replay.tensors:
@@ -135,8 +125,8 @@ class UnitCall:
             self._positions.append(position)
             if position < len(self._sources):
                 continue
-            if find is None or (found := find(tensor)) is None:
-                self._sources.append(_Outside(tensor, self.unit, alone=find is None))
+            if region is None or (found := region.find(tensor)) is None:
+                self._sources.append(_Outside(tensor, self.unit, alone=region is None))
             else:
                 call, leaf = found
                 call.readers.setdefault(leaf, []).append(self.number)
@@ -234,8 +224,7 @@ class UnitCall:
     def _keep_outputs(self, output: Any, until: int) -> None:
         wanted = [leaf for leaf, readers in self.readers.items() if min(readers) <= until and self.number < until]
         if wanted:
-            tensors: list[torch.Tensor] = []
-            take_apart(output, tensors, [])
+            tensors = tensors_of(output)
             self.outputs |= {leaf: tensors[leaf].detach() for leaf in wanted}
 
     def _drop_inputs(self, target: UnitCall) -> None:
@@ -263,27 +252,25 @@ class Recording:
     """
 
     def __init__(self, levels: int) -> None:
-        self._levels = levels
-        self._lock = threading.RLock()
-        self._calls = 0
+        self.levels, self.calls = levels, 0
+        self.lock = threading.RLock()
         self._known: dict[_Layout, tuple[weakref.ref[torch.UntypedStorage], int, UnitCall, int]] = {}
 
     def run(self, replay: Replay) -> Any:
         """A call of a unit: its first, ordinary forward. Raises as ``UnitCall.run``."""
-        call = UnitCall(replay, self._calls, self._levels, self._lock, self._find)
-        self._calls += 1
+        call = UnitCall(replay, self)
+        self.calls += 1
         output = call.run()
         self._learn(call, output)
         return output
 
     def _learn(self, call: UnitCall, output: Any) -> None:
-        tensors: list[torch.Tensor] = []
-        take_apart(output, tensors, [])
-        for leaf, tensor in enumerate(tensors):
+        for leaf, tensor in enumerate(tensors_of(output)):
             if (layout := _layout(tensor)) is not None:
                 self._known[layout] = (weakref.ref(tensor.untyped_storage()), tensor._version, call, leaf)
 
-    def _find(self, tensor: torch.Tensor) -> tuple[UnitCall, int] | None:
+    def find(self, tensor: torch.Tensor) -> tuple[UnitCall, int] | None:
+        """The call that returned a tensor, and as which of its outputs."""
         layout = _layout(tensor) if self._known else None
         if layout is None or (known := self._known.get(layout)) is None:
             return None

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError
-from autockpt.policies.arguments import take_apart
+from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
@@ -87,8 +87,7 @@ def _watched(
 ) -> tuple[Any, tuple[int, int] | None]:
     """Run the forward: along an earlier call's tape, or with one of its own. With what tells its way from others; None
     where it left the earlier one."""
-    tensors: list[torch.Tensor] = []
-    take_apart((args, kwargs), tensors, [])
+    tensors = tensors_of((args, kwargs))
     outside = calls.outside(module, tensors) if state.everywhere else None
     key = calls.key(outside) if outside is not None else None
     score = calls.score(key) if key is not None else None
@@ -136,9 +135,7 @@ def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:
 
     Those of PyTorch itself do not.
     """
-    leaves: list[torch.Tensor] = []
-    take_apart(output, leaves, [])
-    open_ends = [t.grad_fn for t in leaves if t.grad_fn is not None]
+    open_ends = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
     seen = set(open_ends)
     while open_ends:
         node = open_ends.pop()

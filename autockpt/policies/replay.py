@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from autockpt.errors import ConflictError
-from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
+from autockpt.policies.arguments import hidden_tensors, put_together, take_apart, tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_inference
@@ -148,10 +148,7 @@ class Replay:
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, as_it_is):
             again = self._again(tuple(inputs))
-        first: list[torch.Tensor] = []
-        second: list[torch.Tensor] = []
-        take_apart((output, kept), first, [])
-        take_apart((again, written), second, [])
+        first, second = tensors_of((output, kept)), tensors_of((again, written))
         same = len(first) == len(second) and all(map(_same_bits, first, second))
         for tensor, before in zip(written, kept, strict=True):
             tensor.data.copy_(before)

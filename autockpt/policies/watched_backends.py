@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices.random_states import RandomStates
 from autockpt.errors import ConflictError
-from autockpt.policies.arguments import take_apart
+from autockpt.policies.arguments import tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import device_of
 from autockpt.policies.compared import digest
@@ -78,10 +78,8 @@ def _bits(
     mode: AbstractContextManager[Any],
 ) -> list[str]:
     """Digests of what a copy of the unit saves for backward and returns, in order."""
-    tensors: list[torch.Tensor] = []
-    take_apart((args, kwargs), tensors, [])
     same = {id(parameter): parameter for parameter in module.parameters()}
-    own = {id(tensor): tensor.clone() for tensor in tensors if id(tensor) not in same}
+    own = {id(tensor): tensor.clone() for tensor in tensors_of((args, kwargs)) if id(tensor) not in same}
     try:
         twin, args, kwargs = copy.deepcopy((module, args, kwargs), {**same, **own})
     except Exception as error:
@@ -98,9 +96,7 @@ def _bits(
             for buffer, as_left in zip(module.buffers(), twin.buffers(), strict=True):
                 buffer.copy_(as_left)
         raise
-    leaves: list[torch.Tensor] = []
-    take_apart(output, leaves, [])
-    return [*digests, *map(digest, leaves)]
+    return [*digests, *map(digest, tensors_of(output))]
 
 
 def _never(packed: Any) -> torch.Tensor:
