@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,38 +107,6 @@ def fits(value: Any, pattern: Any, met: Met) -> bool:
     return len(parts) == len(pattern.parts) and all([fits(*pair, met) for pair in zip(parts, pattern.parts)])  # noqa: B905
 
 
-class Places:
-    """Numbers of the tensors that a call has met, in order: what it is given, then what functions return."""
-
-    def __init__(self, outside: Iterable[torch.Tensor]) -> None:
-        self.count = 0
-        self.known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        for tensor in outside:
-            self.add(tensor)
-
-    def add(self, tensor: torch.Tensor) -> None:
-        self.known[id(tensor)] = (weakref.ref(tensor), self.count)
-        self.count += 1
-
-    def of(self, tensor: torch.Tensor) -> int:
-        """Its number; -1 for one that was not met."""
-        found = self.known.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else -1
-
-    def pattern(self, value: Any) -> Any:
-        """What to hold a later argument against. Raises _Unfit."""
-        kind = type(value)
-        if kind in _EXACT:
-            return value
-        if kind in PLAIN and (number := self.of(value)) >= 0:
-            return Ordinal(number)
-        if kind is slice:
-            return _Parts(kind, tuple(map(self.pattern, (value.start, value.stop, value.step))))
-        if kind in (tuple, list):
-            return _Parts(kind, tuple(map(self.pattern, value)))
-        raise _Unfit
-
-
 def leaves_of(out: Any) -> Sequence[torch.Tensor]:
     """The tensors that a function returned."""
     if type(out) in PLAIN:
@@ -169,13 +137,13 @@ class Learning(TorchFunctionMode):
         self._tape, self._outside = tape, outside
         if all(map(is_plain, outside)):
             tape.learn()
-        self._places = Places(outside)
         self._steps: list[FunctionCall] = []
+        self._givers: list[FunctionCall | None] = []  # of each tensor that the call has met: the function that gave it
+        self._met: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by id, with its number
         # of each storage the tensor by which it was met first
         self._first: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Geometry, torch.dtype]] = {}
-        self._owner: list[FunctionCall | None] = [None] * len(outside)
-        for number, tensor in enumerate(outside if not tape.astray else ()):
-            self._meet(tensor, number)
+        for tensor in outside:
+            self._meet(tensor, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tape, kwargs = self._tape, kwargs or {}
@@ -185,11 +153,11 @@ class Learning(TorchFunctionMode):
             tape.astray = True
             return func(*args, **kwargs)
         try:
-            patterns = tuple(map(self._places.pattern, args)), {k: self._places.pattern(v) for k, v in kwargs.items()}
+            patterns = tuple(map(self._pattern, args)), {name: self._pattern(arg) for name, arg in kwargs.items()}
         except _Unfit:
             tape.astray = True
             return func(*args, **kwargs)
-        step = FunctionCall(func, *patterns, tape.packed, self._places.count)
+        step = FunctionCall(func, *patterns, tape.packed, len(self._givers))
         self._steps.append(step)
         tape.step, tape.within = len(self._steps), True
         try:
@@ -200,14 +168,28 @@ class Learning(TorchFunctionMode):
         finally:
             tape.within = False
         for tensor in (leaves := leaves_of(out)):
-            self._owner.append(step)
-            self._meet(tensor, self._places.count)
-            self._places.add(tensor)
+            self._meet(tensor, step)
         step.leaves = len(leaves)
         return out
 
-    def _meet(self, tensor: torch.Tensor, number: int) -> None:
-        if not is_plain(tensor):
+    def _pattern(self, value: Any) -> Any:
+        """What to hold a later argument against. Raises _Unfit."""
+        kind = type(value)
+        if kind in _EXACT:
+            return value
+        if kind in PLAIN and (known := self._met.get(id(value))) is not None and known[0]() is value:
+            return Ordinal(known[1])
+        if kind is slice:
+            return _Parts(kind, tuple(map(self._pattern, (value.start, value.stop, value.step))))
+        if kind in (tuple, list):
+            return _Parts(kind, tuple(map(self._pattern, value)))
+        raise _Unfit
+
+    def _meet(self, tensor: torch.Tensor, giver: FunctionCall | None) -> None:
+        number = len(self._givers)
+        self._givers.append(giver)
+        self._met[id(tensor)] = weakref.ref(tensor), number
+        if self._tape.astray or not is_plain(tensor):
             return
         storage = tensor.untyped_storage()
         known = self._first.get(storage._cdata)
@@ -268,8 +250,8 @@ class Learning(TorchFunctionMode):
         if first is None or first[0]() is not storage:
             raise _Unfit
         _, number, geometry, dtype = first
-        owner = self._owner[number]
-        (score.holds if owner is None else owner.holds)[number] = geometry, dtype
+        giver = self._givers[number]
+        (score.holds if giver is None else giver.holds)[number] = geometry, dtype
         return number
 
 
