@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autockpt.policies.fingerprints import Form, quietly, stream_of
+from autockpt.policies.fingerprints import Form, host_values, quietly, stream_of
 
 Place = tuple[Any, ...]
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
@@ -30,27 +30,14 @@ class Compared(NamedTuple):
 
 
 def read(compared: list[Compared]) -> list[tuple[bool, float]]:
-    """Whether each pair is equal, and how far its sketches are apart; one read per device."""
-    result: list[tuple[bool, float]] = [(True, 0.0)] * len(compared)
-    places: dict[torch.device, list[int]] = {}
-    for place, pair in enumerate(compared):
-        places.setdefault(pair.found.device, []).append(place)
-    with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
-        for device, found in places.items():
-            pairs = [compared[place] for place in found]
-            here = stream_of(device)
-            for stream in {pair.stream for pair in pairs} - {here}:  # the end of a backward need not come after these
-                here.wait_event(stream.record_event())
-            same = torch.stack([p.expected for p in pairs]) == torch.stack([p.found for p in pairs])
-            if any(p.distance is not None for p in pairs):
-                nothing = torch.zeros((), dtype=torch.float64, device=device)
-                away = torch.stack([nothing if p.distance is None else p.distance for p in pairs])
-                values = torch.stack([same.double(), away]).tolist()
-            else:
-                values = [same.tolist(), [0.0] * len(pairs)]
-            for place, equal, far in zip(found, *values, strict=True):
-                result[place] = bool(equal), far
-    return result
+    """Whether each pair is equal, and how far its sketches are apart; one read per device, another of sketches."""
+    for device, stream in {(pair.found.device, pair.stream) for pair in compared}:
+        if (here := stream_of(device)) != stream:  # the end of a backward need not come after these
+            here.wait_event(stream.record_event())
+    prints = host_values([print for pair in compared for print in (pair.expected, pair.found)])
+    apart = iter(host_values([pair.distance for pair in compared if pair.distance is not None]))
+    away = [0.0 if pair.distance is None else next(apart) for pair in compared]
+    return [(a == b, far) for a, b, far in zip(prints[::2], prints[1::2], away, strict=True)]
 
 
 def distance_of(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

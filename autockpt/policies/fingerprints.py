@@ -11,7 +11,7 @@ numbers, per device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +126,16 @@ def _sum_of_piece(piece: torch.Tensor) -> torch.Tensor:
 
 def _words_at_a_time(device: torch.device) -> int:
     return _ON_CPU if device.type == "cpu" else _ELSEWHERE
+
+
+def host_values(numbers: Sequence[torch.Tensor]) -> list[Any]:
+    """What stands on devices, one number or truth in each tensor; the host waits once for each device."""
+    found: dict[int, Any] = {}
+    with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
+        for device in {number.device for number in numbers}:
+            places = [place for place, number in enumerate(numbers) if number.device == device]
+            found.update(zip(places, torch.stack([numbers[place] for place in places]).tolist(), strict=True))
+    return [found[place] for place in range(len(numbers))]
 
 
 def stream_of(device: torch.device) -> Any:

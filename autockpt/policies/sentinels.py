@@ -54,8 +54,9 @@ _CAUSES = (
     "before backward; a tensor was written to by `.data` or NumPy; memory or hardware failed."
 )
 
-
+_ELSEWHERE = "a tensor that was saved on another stream"
 _code_of = eagerly(code_of)
+_current_node: Callable[[], Any] = torch._C._current_autograd_node  # type: ignore[attr-defined]
 
 
 class Rounding(NamedTuple):
@@ -210,7 +211,7 @@ class UnitSentinel:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
-        watch = CheckedCall(self, hold and hold * code.writes_unseen, assigns=code.assigns)
+        watch = CheckedCall(self, hold and hold * code.writes_unseen, code.assigns)
         self.sentinels.opened(watch)
         return watch
 
@@ -243,7 +244,7 @@ class CheckedCall:
     fingerprinted when it is saved.
     """
 
-    def __init__(self, sentinel: UnitSentinel, hold: int | None, *, assigns: bool = False) -> None:
+    def __init__(self, sentinel: UnitSentinel, hold: int | None, assigns: bool) -> None:
         self.sentinel, self.assigns = sentinel, assigns
         self.step = sentinel.sentinels.step or sentinel.calls
         self.differences: list[str] = []
@@ -366,18 +367,15 @@ class WatchedTensor:
     def let_go(self) -> None:
         """Fingerprint what is held, and hold it no longer."""
         tensor, self.held = self.held, None
-        if tensor is not None:
-            self._note(tensor)
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        if tensor._version != self._version:
+        if tensor is None or tensor._version != self._version:
             return  # autograd's own check is for this
-        if stream_of(tensor.device) != self._stream:
-            self._watch.sentinel.unchecked["a tensor that was saved on another stream"] += 1
-            return
-        if (why := why_not(tensor)) is not None:
+        why = _ELSEWHERE if stream_of(tensor.device) != self._stream else why_not(tensor)
+        if why is not None:
             self._watch.sentinel.unchecked[why] += 1
-            return
+        else:
+            self._look_at(tensor)
+
+    def _look_at(self, tensor: torch.Tensor) -> None:
         self._print = fingerprint(tensor, self._form)
         rounding = self._watch.sentinels.rounding
         if rounding is not None and tensor.is_floating_point() and not rounding.repeats(tensor.device):
@@ -407,25 +405,21 @@ class WatchedTensor:
                 tensor = tensor.conj()
             if self._form.flipped[1]:
                 tensor = tensor._neg_view()
-            self._print = fingerprint(tensor, self._form)
-            rounding = self._watch.sentinels.rounding
-            if self._sketch is not None and rounding is not None:
-                self._sketch = rounding.sketch(tensor)
+            self._look_at(tensor)
 
     def handed(self, value: torch.Tensor) -> None:
         """Backward is given ``value`` for it. Compared later, with all others at once."""
         if self._print is None:
             return
-        value = local_part(value)
+        value, node, why = local_part(value), _current_node(), None
         if stream_of(value.device) != self._stream:
-            self._watch.sentinel.unchecked["a tensor that was saved on another stream"] += 1
-            return
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        if node is not None and left_unwritten(node, value):
-            self._watch.sentinel.unchecked["a tensor that its kernel need not write"] += 1
-            return
-        if why_not(value) is not None or self._form.of(value) != self._form:
-            self._watch.sentinel.unchecked["a tensor that came back in another layout"] += 1
+            why = _ELSEWHERE
+        elif node is not None and left_unwritten(node, value):
+            why = "a tensor that its kernel need not write"
+        elif why_not(value) is not None or self._form.of(value) != self._form:
+            why = "a tensor that came back in another layout"
+        if why is not None:
+            self._watch.sentinel.unchecked[why] += 1
             return
         distance = tolerance = None
         rounding = self._watch.sentinels.rounding
@@ -438,7 +432,7 @@ class WatchedTensor:
         self._watch.add(Compared(self._words(), self._print, found, self._stream, distance, tolerance))
 
     def _words(self) -> str:
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = _current_node()
         reader = f"{node.name()} reads" if node is not None else "is read"
         what = f"{str(self._form.dtype).removeprefix('torch.')} tensor {tuple(self._form.size)}"
         return f"the {what} that {reader} (number {self._number + 1} of those that forward saved)"

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies.attachment import attached_to
+from autockpt.policies.fingerprints import host_values
 from autockpt.policies.rerun_state.code import Code, may_do, names_of
 from autockpt.policies.rerun_state.kinds import (
     ABSENT,
@@ -43,7 +44,7 @@ from autockpt.policies.rerun_state.kinds import (
     kind_of,
 )
 from autockpt.policies.rerun_state.structure import is_sharded, placed_before
-from autockpt.policies.rerun_state.tensors import PLAIN_TENSORS, SMALL_BYTES, TENSORS, Kind, read
+from autockpt.policies.rerun_state.tensors import PLAIN_TENSORS, SMALL_BYTES, TENSORS, Kind
 
 OBJECTS, DEPTH, SECONDS = 20_000, 24, 5.0
 """The most objects that are looked at from one unit, as many in one container, the most steps away, and for how long
@@ -91,7 +92,7 @@ class Node(NamedTuple):
 def changed_of(nodes: Sequence[Node]) -> list[Node]:
     """Those that are not as they were; whatever devices must be asked for that is read at once."""
     same = [node.kind.same(node.obj, node.taken) for node in nodes]
-    answers = iter(read([truth for truth in same if isinstance(truth, torch.Tensor)]))
+    answers = iter(host_values([truth for truth in same if isinstance(truth, torch.Tensor)]))
     known = [next(answers) if isinstance(truth, torch.Tensor) else truth for truth in same]
     return [node for node, truth in zip(nodes, known, strict=True) if not truth]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -161,16 +161,6 @@ def _wait_for(taken: TensorTaken) -> None:
     """What is queued from now on comes after what was taken."""
     if taken.stream is not None and (here := stream_of(taken.stream.device)) != taken.stream:
         here.wait_event(taken.stream.record_event())
-
-
-def read(truths: Sequence[torch.Tensor]) -> list[bool]:
-    """What is true on devices; the host waits once for each."""
-    found: dict[int, bool] = {}
-    with quietly():
-        for device in {truth.device for truth in truths}:
-            places = [place for place, truth in enumerate(truths) if truth.device == device]
-            found.update(zip(places, torch.stack([truths[place] for place in places]).tolist(), strict=True))
-    return [found[place] for place in range(len(truths))]
 
 
 def place_of(tensor: torch.Tensor) -> int:
