@@ -164,11 +164,11 @@ class Sentinels:
             else:
                 wrong.setdefault(watch, []).append(compared)
         for watch in watches:
-            if watch not in wrong and not watch.differences:
+            if watch not in wrong:
                 watch.sentinel.proven(watch, sum(1 for owner, _ in seen if owner is watch))
         for watch in watches:
-            if watch in wrong or watch.differences:
-                error = watch.error(wrong.get(watch, []))
+            if watch in wrong:
+                error = watch.error(wrong[watch])
                 if not isinstance(threading.current_thread(), (threading._MainThread, threading._DummyThread)):  # type: ignore[attr-defined]
                     self._in_a_thread = error
                 raise error
@@ -247,7 +247,6 @@ class CheckedCall:
     def __init__(self, sentinel: UnitSentinel, hold: int | None, assigns: bool) -> None:
         self.sentinel, self.assigns = sentinel, assigns
         self.step = sentinel.sentinels.step or sentinel.calls
-        self.differences: list[str] = []
         self.proven = False
         self._room = hold
         self._entries: list[WatchedTensor] = []
@@ -301,12 +300,6 @@ class CheckedCall:
         self._state = []
         self.sentinels.judge_at_end(self)
 
-    def differs(self, what: str) -> None:
-        """Something else that the call reads or changes is not what it was: a mismatch like a tensor's. ``what``
-        completes "running it again …"."""
-        self.differences.append(what)
-        self.sentinels.judge_at_end(self)
-
     def add(self, compared: Compared) -> None:
         self._compared.append(compared)
         self.sentinels.judge_at_end(self)
@@ -326,10 +319,9 @@ class CheckedCall:
         since = f"last proven right in step {last}" if last is not None else "never proven right"
         back = f"go back to a checkpoint of step {last} or before" if last is not None else "start again"
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        found = [*self.differences, *(f"{wrong[0].what}{more}" for _ in wrong[:1])]
         return RerunMismatch(
             f"backward of {name} was not given what its forward had computed (step {self.step}, {since}): "
-            f"{'; '.join(found)}. Do not use the gradients of this backward",
+            f"{wrong[0].what}{more}. Do not use the gradients of this backward",
             remedy=f"{_CAUSES}\nUse `save` for {name}, or take what changes out of its forward, and {back}.",
         )
 
