@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autockpt.policies.rerun_state import Code
+from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.score import (

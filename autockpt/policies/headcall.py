@@ -19,7 +19,7 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.compared import laid_out_on, layout_of
 from autockpt.policies.fingerprints import fingerprint, form_of
 from autockpt.policies.replay import running_again
-from autockpt.policies.rerun_state import under, user_modes
+from autockpt.policies.rerun_state.conditions import under, user_modes
 from autockpt.policies.saved_outputs import alias
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.replay import Replay
-from autockpt.policies.rerun_state import Conditions, random_states_kept
+from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
 from autockpt.policies.user_checkpoint import hooks_in_force

@@ -25,7 +25,8 @@ from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.following import Following, RecordedCalls
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
-from autockpt.policies.rerun_state import code_of, user_modes
+from autockpt.policies.rerun_state.conditions import user_modes
+from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.score import Learning
 from autockpt.policies.sentinels import HELD_BYTES
 from autockpt.policies.tape import unpack

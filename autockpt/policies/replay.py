@@ -19,7 +19,10 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
-from autockpt.policies.rerun_state import Memory, Surroundings, UnitState, UnitStructure, user_modes
+from autockpt.policies.rerun_state.conditions import user_modes
+from autockpt.policies.rerun_state.state import Memory, UnitState
+from autockpt.policies.rerun_state.structure import UnitStructure
+from autockpt.policies.rerun_state.surroundings import Surroundings
 from autockpt.policies.slots import as_it_is
 
 _current = threading.local()

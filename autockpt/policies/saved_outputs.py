@@ -25,7 +25,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.opkinds import kind_of
 from autockpt.policies.replay import Replay, ReplayState
-from autockpt.policies.rerun_state import user_modes
+from autockpt.policies.rerun_state.conditions import user_modes
 from autockpt.policies.saved import address_of
 from autockpt.policies.triton_kernels import READS, launches, name_of
 from autockpt.policies.user_checkpoint import hooks_in_force

@@ -37,7 +37,8 @@ from autockpt.policies.compared import (
 )
 from autockpt.policies.compiling import eagerly
 from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, stream_of, why_not
-from autockpt.policies.rerun_state import Code, code_of
+from autockpt.policies.rerun_state.code import Code
+from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.saved import probe_of
 
 Mode = Literal["off", "sample", "all"]

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
-from autockpt.policies.rerun_state import under, user_modes
+from autockpt.policies.rerun_state.conditions import under, user_modes
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
 from autockpt.policies.slots import differs

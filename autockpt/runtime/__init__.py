@@ -1,6 +1,6 @@
 """Applying choices to a live model, and taking them off again."""
 
-from autockpt.policies import recomputing
+from autockpt.policies.replay import recomputing
 from autockpt.runtime.apply import Handle, apply, choices_for
 from autockpt.runtime.gradients import GradientCheck, compare, judge
 from autockpt.runtime.observation import (

@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 
 from autockpt.devices.transport import Ways
 from autockpt.errors import ConflictError
-from autockpt.policies import ForwardListener
+from autockpt.policies.base import ForwardListener
 from autockpt.policies.compiling import eagerly
 from autockpt.policies.offload import MOVING
 from autockpt.policies.sentinels import Mode as SentinelMode

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from autockpt.policies import Attachment, ForwardListener, call_inner, refuse_native
+from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.base import ForwardListener
+from autockpt.policies.conflicts import refuse_native
 from autockpt.runtime.compiled import compiled_as
 from autockpt.schema.plan import CompileMode
 

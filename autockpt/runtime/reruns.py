@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.devices import Parcel, Transport, Transports, transport_for
-from autockpt.policies import draws_random_numbers, given_up, is_attention, is_heavy, kept_by, recomputing
+from autockpt.policies.compute_ops import draws_random_numbers, is_attention, is_heavy
+from autockpt.policies.replay import recomputing
+from autockpt.policies.saved_outputs import given_up
+from autockpt.policies.selective import kept_by
 from autockpt.schema.base import Data
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice
 from autockpt.schema.names import strip_prefixes

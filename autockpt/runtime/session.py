@@ -12,23 +12,12 @@ from torch import nn
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import Transports, Ways
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies import (
-    POLICIES,
-    AttachedForward,
-    Attachment,
-    ForwardListener,
-    PlannedUnit,
-    Sentinels,
-    attached_to,
-    flagged_modules,
-    place,
-    put_back,
-    refuse_lazy,
-    refuse_native,
-    refuse_wrappers,
-    take_off,
-)
+from autockpt.policies import POLICIES
+from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, place, put_back, take_off
+from autockpt.policies.base import ForwardListener, PlannedUnit
+from autockpt.policies.conflicts import flagged_modules, refuse_lazy, refuse_native, refuse_wrappers
 from autockpt.policies.sentinels import Mode as SentinelMode
+from autockpt.policies.sentinels import Sentinels
 from autockpt.runtime.guard import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
 from autockpt.runtime.proving import Proof, proof, sentinels_of
 from autockpt.schema.choices import Choice

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autockpt.policies import recomputing
+from autockpt.policies.replay import recomputing
 from autockpt.schema.graph import PHASES, Phase
 from autockpt.schema.names import strip_prefixes
 

@@ -17,7 +17,8 @@ from autockpt.devices import nvml
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
-from autockpt.policies.rerun_state import Code, code_known
+from autockpt.policies.rerun_state.code import Code
+from autockpt.policies.rerun_state.reach import code_known
 from autockpt.policies.saved_outputs import products_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save

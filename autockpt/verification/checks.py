@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from autockpt.errors import AutockptError, DeviceOutOfMemory
 from autockpt.history.statistics import Interval
 from autockpt.measuring import Measurer
-from autockpt.policies import POLICIES, kept_by
+from autockpt.policies import POLICIES
+from autockpt.policies.selective import kept_by
 from autockpt.runtime import Observation, Proof, UnitRuns, judge
 from autockpt.runtime.compiled import STEPS
 from autockpt.schema.choices import Choice, dump_choices

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from autockpt.policies import replay, score
-from autockpt.policies.rerun_state import Memory, UnitState, code_of
+from autockpt.policies.rerun_state.reach import code_of
+from autockpt.policies.rerun_state.state import Memory, UnitState
 
 DEFENCES = ("state", "sentinels", "following")
 

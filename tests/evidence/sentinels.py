@@ -66,8 +66,8 @@ def in_turns(shape: tuple[int, int, int, int], choice: Any, rounds: int) -> tupl
 
 def asking(calls: int = 200_000) -> float:
     """Seconds that it takes to ask a unit that is not due."""
-    from autockpt.policies import Sentinels
-    from autockpt.policies.rerun_state import Code
+    from autockpt.policies.rerun_state.code import Code
+    from autockpt.policies.sentinels import Sentinels
 
     sentinels = Sentinels("sample")
     unit = sentinels.unit("a unit")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.policies import attached_to, recomputing
+from autockpt.policies.attachment import attached_to
+from autockpt.policies.replay import recomputing
 from autockpt.schema import Plan
 from search_spaces.spaces import load_space
 from tests.policies.zoo import CASES, assert_equal

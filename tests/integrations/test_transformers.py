@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import autockpt
 from autockpt.errors import ConflictError, PlanError
 from autockpt.integrations.transformers import AutockptCallback
-from autockpt.policies import attached_to, recomputing
+from autockpt.policies.attachment import attached_to
+from autockpt.policies.replay import recomputing
 from autockpt.schema.plan import Plan
 from tests.policies.zoo import CASES, assert_equal
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.errors import ConflictError
-from autockpt.policies import InPlaceError, recomputing
 from autockpt.policies.attachment import place
+from autockpt.policies.base import InPlaceError
 from autockpt.policies.recompute import run_recomputed
-from autockpt.policies.replay import ReplayState
-from autockpt.policies.rerun_state import Conditions
+from autockpt.policies.replay import ReplayState, recomputing
+from autockpt.policies.rerun_state.conditions import Conditions
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
 from tests.policies.zoo import Tally, assert_equal

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies import InPlaceError
+from autockpt.policies.base import InPlaceError
 from autockpt.runtime import attach
 from autockpt.runtime.reruns import RunCounter
 from autockpt.schema.choices import Choice, parse_choice

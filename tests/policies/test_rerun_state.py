@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
-from autockpt.policies import InPlaceError
+from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import recomputing
 from autockpt.policies.rerun_state import tensors
 from autockpt.runtime import attach

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies import InPlaceError
-from autockpt.policies.rerun_state import Memory, UnitState
+from autockpt.policies.base import InPlaceError
+from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE
 from tests.policies.zoo import assert_equal

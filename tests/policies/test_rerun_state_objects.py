@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError, RerunMismatch
-from autockpt.policies import InPlaceError
+from autockpt.policies.base import InPlaceError
 from autockpt.policies.rerun_state import tensors
 from autockpt.policies.rerun_state.tensors import TENSORS
 from autockpt.runtime import attach

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies import InPlaceError
-from autockpt.policies.rerun_state import UnitStructure
+from autockpt.policies.base import InPlaceError
+from autockpt.policies.rerun_state.structure import UnitStructure
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Segment, Selective
 from tests.policies.zoo import assert_equal

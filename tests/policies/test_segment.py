@@ -16,7 +16,8 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.errors import ConflictError
-from autockpt.policies import POLICIES, InPlaceError
+from autockpt.policies import POLICIES
+from autockpt.policies.base import InPlaceError
 from autockpt.runtime import RunCounter, attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Segment, dump_choice, parse_choice
 from tests.policies.test_contract import (

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies import is_heavy
+from autockpt.policies.compute_ops import is_heavy
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice
 from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, plain, train

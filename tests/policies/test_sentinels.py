@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, RerunMismatch
-from autockpt.policies import recomputing, sentinels
+from autockpt.policies import sentinels
 from autockpt.policies.compared import left_unwritten
+from autockpt.policies.replay import recomputing
 from autockpt.policies.rerun_state import tensors
 from autockpt.policies.sentinels import Rounding
 from autockpt.runtime import Session, attach

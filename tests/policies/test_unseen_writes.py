@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, ConflictError
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.rerun_state import Code, code_of
+from autockpt.policies.rerun_state.code import Code
+from autockpt.policies.rerun_state.reach import code_of
 from autockpt.runtime import attach
 from autockpt.schema.choices import from_label
 from tests.policies.zoo import assert_equal

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies import attached_to
+from autockpt.policies.attachment import attached_to
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
