@@ -24,7 +24,7 @@ from autockpt.policies.rerun_state.tensors import place_of
 if TYPE_CHECKING:
     from autockpt.policies.sentinels import CheckedCall
 
-_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
+is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _assign: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -52,7 +52,7 @@ class Assignments(TorchFunctionMode):
                 "plain training would read the new values there, which are not those that forward computed with",
                 remedy=f"Make a new tensor of the new values instead, or use `save` on {self._unit}.",
             )
-        given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and not _is_wrapped(v)]
+        given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and not is_wrapped(v)]
         before, self._given = self._given, given
         try:
             return func(*args, **kwargs)

@@ -24,7 +24,7 @@ from autockpt.policies.user_checkpoint import Passes, inside_checkpoint
 if TYPE_CHECKING:
     from autockpt.policies.sentinels import UnitSentinel
 
-_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
+current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
@@ -72,7 +72,7 @@ def acts(state: Attachment) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    if forward_ad._current_level >= 0 or _transform() is not None or not _hooks_allowed():
+    if forward_ad._current_level >= 0 or current_transform() is not None or not _hooks_allowed():
         return False
     return inside_checkpoint() is None
 

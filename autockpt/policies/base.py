@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -113,6 +114,17 @@ def modules_named(unit: PlannedUnit, names: Sequence[str], what: str, *, called:
                 remedy=f"Name modules as seen from the unit, or {ATTENTION!r}; it has: {', '.join(leaves)}.",
             )
     return {name: inside[name] for name in names}
+
+
+@contextmanager
+def setting(place: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of ``place``, None where it is not there, has this value inside, and afterwards the one before."""
+    outer = getattr(place, name, None)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        setattr(place, name, outer)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from autockpt.errors import ConflictError
 
-_current_node: Callable[[], Any] = torch._C._current_autograd_node  # none outside of a backward
+current_node: Callable[[], Any] = torch._C._current_autograd_node  # none outside of a backward
 _FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
 _OTHER_ACTIVATION = "Use `save` or `remake` on {unit}, or another activation function."
 
@@ -96,7 +96,7 @@ def refuse_late_written(unit: str) -> None:
 
     Nothing about the tensor itself tells: the kernel's write leaves its version counter as it was.
     """
-    node = _current_node()
+    node = current_node()
     if type(node).__name__.startswith("RreluWithNoise") and node._saved_training:
         raise ConflictError(
             f"{unit} calls rrelu, which changes a tensor after it was saved", remedy=_OTHER_ACTIVATION.format(unit=unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autockpt.errors import ConflictError
+from autockpt.policies.assigned import is_wrapped
+from autockpt.policies.base import setting
 from autockpt.policies.compute_ops import draws_random_numbers, is_attention
 from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
 from autockpt.policies.saved import Kept
@@ -28,7 +30,6 @@ SMALL = 16
 _DEPTH = 64  # of ops between a saved tensor and what it could be made from; no search goes further back
 _NOWHERE = float("inf")
 _PLAIN = (torch.Tensor, nn.Parameter)
-is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _NAMES = """
     numpy data_ptr untyped_storage storage _typed_storage set_ share_memory_ resize_ __array__ __dlpack__
@@ -335,14 +336,9 @@ class HandingOut(TorchFunctionMode):
 _current = threading.local()
 
 
-@contextmanager
-def current(tape: Tape) -> Iterator[None]:
+def current(tape: Tape) -> AbstractContextManager[None]:
     """What runs inside finds the tape of its unit."""
-    outer, _current.tape = getattr(_current, "tape", None), tape
-    try:
-        yield
-    finally:
-        _current.tape = outer
+    return setting(_current, "tape", tape)
 
 
 def tape_of(unit: str) -> Tape | None:

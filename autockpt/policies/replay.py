@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart, tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.base import InPlaceError
+from autockpt.policies.base import InPlaceError, setting
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.rerun_state.conditions import user_modes
@@ -36,14 +36,9 @@ def recomputing() -> str | None:
     return getattr(_current, "unit", None)
 
 
-@contextmanager
-def running_again(unit: str) -> Iterator[None]:
+def running_again(unit: str) -> AbstractContextManager[None]:
     """What runs inside belongs to ``unit``, outside of its ordinary forward."""
-    outer, _current.unit = recomputing(), unit
-    try:
-        yield
-    finally:
-        _current.unit = outer
+    return setting(_current, "unit", unit)
 
 
 class ReplayState(Attachment):
@@ -54,12 +49,7 @@ class ReplayState(Attachment):
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
         self._cache_structure: UnitStructure | None = None
-        self._learn_anew()
-
-    def _learn_anew(self) -> None:
-        self.memory = Memory(self.unit)
-        self._cache_parameters: list[tuple[dict[str, Any], str]] | None = None
-        self._cache_views: list[tuple[dict[str, Any], str]] | None = None
+        self.memory = Memory(unit)
 
     def structure(self, module: nn.Module) -> UnitStructure:
         """The unit's modules as they are now. Where they are others, what calls taught is forgotten."""
@@ -67,27 +57,9 @@ class ReplayState(Attachment):
         if known is not None and known.still_is():
             return known
         if known is not None:
-            self._learn_anew()
+            self.memory = Memory(self.unit)
         self._cache_structure = UnitStructure(module)
         return self._cache_structure
-
-    def parameters(self, module: nn.Module) -> list[torch.Tensor | None]:
-        """The unit's parameters as they are now: FSDP exchanges them, so the modules are asked each time."""
-        return [home.get(name) for home, name in self.places(module)]
-
-    def places(self, module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-        """Where its modules keep these."""
-        if self._cache_parameters is None:
-            self._cache_parameters = [(m._parameters, name) for m in module.modules() for name in m._parameters]
-        return self._cache_parameters
-
-    def without_memory(self, module: nn.Module) -> bool:
-        """Whether the views that FullyShardedDataParallel puts in the place of parameters have lost their memory."""
-        if self._cache_views is None:
-            fields = ((vars(m), name) for m in module.modules() for name in vars(m))
-            self._cache_views = [(f, name) for f, name in fields if isinstance(f[name], torch.Tensor)]
-        now = (fields.get(name) for fields, name in self._cache_views)
-        return any(type(t) is torch.Tensor and t.numel() > 0 and _bytes(t) == 0 for t in now)
 
 
 class Replay:
@@ -109,7 +81,7 @@ class Replay:
         try:
             self._inputs = _Versions(self.tensors)
             self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
-            self.parameters = _Versions(state.parameters(module))
+            self.parameters = _Versions(self._structure.parameters())
         except RuntimeError as error:
             refuse_inference(error, state.unit)
             raise
@@ -138,7 +110,7 @@ class Replay:
         for watch in (self.surroundings, self.reached):
             watch.after()
         if (structure := self.state.structure(self.module)) is not self._structure:  # this forward made modules
-            self._structure, self.parameters = structure, _Versions(self.state.parameters(self.module))
+            self._structure, self.parameters = structure, _Versions(structure.parameters())
         self.tensors = []
         self._inputs = _Versions([])
         self._over = True
@@ -187,9 +159,9 @@ class Replay:
             )
         self.parameters.check(unit, "a parameter")
         self.hidden.check(unit, "a tensor among the arguments")
-        if self.state.without_memory(self.module):
+        if self._structure.without_memory():
             raise _in_pieces_error(unit)
-        now = self.state.parameters(self.module)
+        now = self._structure.parameters()
         if not all(map(operator.is_, before, now)) and any(map(_in_pieces, before, now)):
             self._gather()
 
@@ -199,7 +171,7 @@ class Replay:
         unshard: Any = getattr(self.module, "unshard", None)
         if unshard is not None:
             unshard()
-        now = self.state.parameters(self.module)
+        now = self._structure.parameters()
         if any(map(_in_pieces, self.parameters.tensors, now)):
             raise _in_pieces_error(self.state.unit)
 
@@ -221,7 +193,7 @@ class Replay:
     @contextmanager
     def _earlier_parameters(self) -> Iterator[None]:
         """The unit has the parameters that its forward began with: ``functional_call`` has taken them away again."""
-        now, places = self.state.parameters(self.module), self.state.places(self.module)
+        now, places = self._structure.parameters(), self._structure.places
         pairs = zip(places, self.parameters.tensors, now, strict=True)
         exchanged = [(home, name, before, after) for (home, name), before, after in pairs if _exchanged(before, after)]
         try:
@@ -304,7 +276,3 @@ def _in_pieces_error(unit: str) -> ConflictError:
         remedy="Choose recompute or save for it, or keep parameters whole after forward (FullyShardedDataParallel: "
         "SHARD_GRAD_OP; fully_shard: reshard_after_forward=False, or shard a segment's units together).",
     )
-
-
-def _bytes(tensor: torch.Tensor) -> int | None:
-    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else None

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodWrapperType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.attachment import Attachment, call_inner, current_transform
+from autockpt.policies.base import setting
 from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.opkinds import kind_of
 from autockpt.policies.replay import Replay, ReplayState
@@ -321,7 +322,7 @@ class _Calls(TorchFunctionMode):
                 scope.as_a_whole()
                 return out
         hooks = hooks_in_force(False) if frame.recording and key is not None and not _other_modes() else None
-        if hooks is None or (known := _products.get(key, _NEW)) is None:
+        if hooks is None or (known := _Learnt.products.get(key, _NEW)) is None:
             with scope:
                 return func(*args, **kwargs)
         saved: list[torch.Tensor] = []
@@ -343,7 +344,7 @@ class _Calls(TorchFunctionMode):
         if known == origins:
             frame.keep(place, _Whole(key, out, list(zip(origins, layouts, strict=True)), made))
         else:
-            _products[key] = None
+            _Learnt.products[key] = None
         return out
 
 
@@ -361,11 +362,16 @@ _PRODUCTS = frozenset(
     )
 )
 _NEW: Any = object()
-# By what a function is given: where what autograd saves comes from; None where more than one product is made
-_products: dict[Any, tuple[int, ...] | None] = {}
+
+
+class _Learnt:
+    """By what a function is given: where what autograd saves comes from; None where more than one product is made."""
+
+    products: ClassVar[dict[Any, tuple[int, ...] | None]] = {}
+
+
 _MOST_PRODUCTS = 10_000
 _SCALARS = (type(None), bool, int, float)
-_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -388,7 +394,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _other_modes() -> bool:
     """Whether other ops may run than those of plain tensors: a mode may put others in their place, as autocast does."""
-    if torch._C._is_any_autocast_enabled() or _transform() is not None or user_modes():  # type: ignore[attr-defined]
+    if torch._C._is_any_autocast_enabled() or current_transform() is not None or user_modes():  # type: ignore[attr-defined]
         return True
     return not all(getattr(mode, "only_records", False) for mode in _get_current_dispatch_mode_stack())
 
@@ -414,23 +420,17 @@ def _extent(tensor: torch.Tensor) -> Any:
 
 def _learn(key: Any, seen: list[Any], out: Any, origins: tuple[int, ...], made: list[torch.Tensor]) -> None:
     """Remember whether a function makes one product and nothing else, and returns it."""
-    if len(_products) >= _MOST_PRODUCTS:
+    if len(_Learnt.products) >= _MOST_PRODUCTS:
         return
     own = [address_of(leaf) for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)]
     product = len(seen) == 1 and type(out) is torch.Tensor and all(address_of(t) in own for t in (out, *made))
     # without anything saved nothing tells when a gradient is taken through it
-    _products[key] = origins if product and (origins or not out.requires_grad) else None
+    _Learnt.products[key] = origins if product and (origins or not out.requires_grad) else None
 
 
-@contextmanager
-def products_known(known: dict[Any, tuple[int, ...] | None]) -> Iterator[None]:
+def products_known(known: dict[Any, tuple[int, ...] | None]) -> AbstractContextManager[None]:
     """Go by ``known`` in here, and add to it what is learnt: apart from what else runs in this process."""
-    global _products
-    others, _products = _products, known
-    try:
-        yield
-    finally:
-        _products = others
+    return setting(_Learnt, "products", known)
 
 
 class ScopeState(Attachment):

@@ -16,7 +16,8 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from autockpt.policies.op_recorder import HANDS_OUT, Tape, is_wrapped
+from autockpt.policies.assigned import is_wrapped
+from autockpt.policies.op_recorder import HANDS_OUT, Tape
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.tape import Origin, RerunOp
 

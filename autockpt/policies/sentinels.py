@@ -36,6 +36,7 @@ from autockpt.policies.compared import (
     read,
 )
 from autockpt.policies.compiling import eagerly
+from autockpt.policies.conflicts import current_node
 from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, stream_of, why_not
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_of
@@ -57,7 +58,6 @@ _CAUSES = (
 
 _ELSEWHERE = "a tensor that was saved on another stream"
 _code_of = eagerly(code_of)
-_current_node: Callable[[], Any] = torch._C._current_autograd_node  # type: ignore[attr-defined]
 
 
 class Rounding(NamedTuple):
@@ -84,12 +84,12 @@ class Sentinels:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[weakref.ref[CheckedCall]] = []
+        self.open: list[weakref.ref[CheckedCall]] = []
         self._pending: dict[int, dict[int, CheckedCall]] = {}
         self._in_a_thread: RerunMismatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_open", "_pending", "_in_a_thread")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "open", "_pending", "_in_a_thread")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -126,14 +126,10 @@ class Sentinels:
         """A forward of the whole model has ended."""
         if torch.compiler.is_dynamo_compiling():
             return
-        opened, self._open = self._open, []
+        opened, self.open = self.open, []
         for ref in opened:
             if (watch := ref()) is not None:
                 watch.look_again()
-
-    def opened(self, watch: CheckedCall) -> None:
-        """A watched forward has begun."""
-        self._open.append(weakref.ref(watch))
 
     def judge_at_end(self, watch: CheckedCall) -> None:
         """Judge a watch when the present backward ends, or now outside of any."""
@@ -213,7 +209,7 @@ class UnitSentinel:
             self.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
         watch = CheckedCall(self, hold and hold * code.writes_unseen, code.assigns)
-        self.sentinels.opened(watch)
+        self.sentinels.open.append(weakref.ref(watch))
         return watch
 
     def proven(self, watch: CheckedCall, tensors: int) -> None:
@@ -404,7 +400,7 @@ class WatchedTensor:
         """Backward is given ``value`` for it. Compared later, with all others at once."""
         if self._print is None:
             return
-        value, node, why = local_part(value), _current_node(), None
+        value, node, why = local_part(value), current_node(), None
         if stream_of(value.device) != self._stream:
             why = _ELSEWHERE
         elif node is not None and left_unwritten(node, value):
@@ -425,7 +421,7 @@ class WatchedTensor:
         self._watch.add(Compared(self._words(), self._print, found, self._stream, distance, tolerance))
 
     def _words(self) -> str:
-        node = _current_node()
+        node = current_node()
         reader = f"{node.name()} reads" if node is not None else "is read"
         what = f"{str(self._form.dtype).removeprefix('torch.')} tensor {tuple(self._form.size)}"
         return f"the {what} that {reader} (number {self._number + 1} of those that forward saved)"

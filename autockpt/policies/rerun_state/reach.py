@@ -20,8 +20,8 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies.attachment import attached_to
+from autockpt.policies.base import setting
 from autockpt.policies.fingerprints import host_values
 from autockpt.policies.rerun_state.code import Code, may_do, names_of
 from autockpt.policies.rerun_state.kinds import (
@@ -282,31 +283,24 @@ class Walk:
                 self._open.append((f"the global {key}", value, step + 1, False))
 
 
-_codes: dict[int, Code] | None = None
+class _Known:
+    codes: ClassVar[dict[int, Code] | None] = None
 
 
 def code_of(unit: str, module: nn.Module) -> Code:
     """What the code of a unit's forward may do."""
-    if _codes is not None and id(module) in _codes:
-        return _codes[id(module)]
-    walk = Walk(unit, {id(inner) for inner in module.modules()}, (), (), close=False)
-    walk.run([("", module)])
-    code = may_do(walk.functions)
-    if _codes is not None:
-        _codes[id(module)] = code
-    return code
+    known = {} if _Known.codes is None else _Known.codes
+    if id(module) not in known:
+        walk = Walk(unit, {id(inner) for inner in module.modules()}, (), (), close=False)
+        walk.run([("", module)])
+        known[id(module)] = may_do(walk.functions)
+    return known[id(module)]
 
 
-@contextmanager
-def code_known(known: dict[int, Code]) -> Iterator[None]:
+def code_known(known: dict[int, Code]) -> AbstractContextManager[None]:
     """Go by what is ``known`` of units' code in here, by id of the module, and add to it: for who runs the same model
     with choice after choice, and nobody changes it meanwhile."""
-    global _codes
-    others, _codes = _codes, known
-    try:
-        yield
-    finally:
-        _codes = others
+    return setting(_Known, "codes", known)
 
 
 def _warn_of_more() -> None:

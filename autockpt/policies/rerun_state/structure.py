@@ -3,10 +3,12 @@ only."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from autockpt.policies.attachment import AttachedForward
@@ -17,8 +19,10 @@ class UnitStructure:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._places = [(inner._modules, name) for inner in modules for name in inner._modules]
-        self._inner = [children[name] for children, name in self._places]
+        homes: list[dict[str, Any]] = [inner._parameters for inner in modules]
+        self.places = [(home, name) for home in homes for name in home]
+        self._children = [(inner._modules, name) for inner in modules for name in inner._modules]
+        self._inner = [children[name] for children, name in self._children]
         self._modules, self._fields = modules, [vars(inner) for inner in modules]
         self._classes, self._forwards = list(map(type, modules)), [f.get("forward") for f in self._fields]
         self._counted: list[Mapping[str, Any]] = [inner._modules for inner in modules]
@@ -27,8 +31,22 @@ class UnitStructure:
 
     def still_is(self) -> bool:
         """Whether no module or forward was exchanged, and no module or parameter added or taken away, since."""
-        now = [children.get(name) for children, name in self._places]
+        now = [children.get(name) for children, name in self._children]
         return all(map(operator.is_, now, self._inner)) and self._count() == self._sizes and self._same_code()
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        """Those at their ``places`` as they are now: FSDP exchanges them, so the modules are asked each time."""
+        return [home.get(name) for home, name in self.places]
+
+    @functools.cached_property
+    def _views(self) -> list[tuple[dict[str, Any], str]]:
+        return [(fields, name) for fields in self._fields for name in fields if isinstance(fields[name], torch.Tensor)]
+
+    def without_memory(self) -> bool:
+        """Whether the views that FullyShardedDataParallel puts in the place of parameters have lost their memory."""
+        now = (fields.get(name) for fields, name in self._views)
+        plain = (t for t in now if type(t) is torch.Tensor and t.numel() > 0 and t.layout is torch.strided)
+        return any(t.untyped_storage().nbytes() == 0 for t in plain)
 
     def _same_code(self) -> bool:
         """Whether every module still runs the same forward, choices attached to it aside."""
