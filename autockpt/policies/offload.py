@@ -63,14 +63,14 @@ class Pipeline:
 
     def open(self, unit: str, transport: Transport) -> Group:
         """A unit's forward begins."""
-        return Group(unit, self._last, ahead=transport.copy_queues)
+        return Group(unit, self._last, transport)
 
-    def close(self, group: Group, transport: Transport) -> None:
+    def close(self, group: Group) -> None:
         """A unit's forward has ended."""
         self._last = group
         self.settle()
         self._pending.append(group)
-        if not transport.copy_queues:
+        if not group.transport.copy_queues:
             self.settle()
 
     def newest(self) -> Group | None:
@@ -128,13 +128,12 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
     refuse_capture(device, state.unit)
     buffers = state.buffers(module)
     outside = [t for t in tensors if t is not hidden] + buffers
-    transport = state.pipeline.transport(device, state.tier)
-    group = state.pipeline.open(state.unit, transport)
+    group = state.pipeline.open(state.unit, state.pipeline.transport(device, state.tier))
     watch = state.sentinel.watch(module) if state.sentinel is not None else None
-    packer = Packer(group, transport, device, outside, module.parameters(), watch)
+    packer = Packer(group, device, outside, module, watch)
     with saving(state.unit, packer.pack, unpack, watch, assigns=watch is not None and watch.assigns):
         output = call_inner(module, state, args, kwargs)
-    state.pipeline.close(group, transport)
+    state.pipeline.close(group)
     return output
 
 

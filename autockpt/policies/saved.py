@@ -44,13 +44,12 @@ _WEIGHT_STEPS = frozenset(_NAMES.split())
 class Group:
     """What one forward of one unit moved.
 
-    ``before`` is the group whose forward ran before this one's; backward comes to it next. ``ahead`` says whether
-    fetching before the bytes are needed pays, which is where copies run beside compute.
+    ``before`` is the group whose forward ran before this one's; backward comes to it next. Where copies run beside
+    compute, fetching before the bytes are needed pays.
     """
 
-    def __init__(self, unit: str, before: Group | None, ahead: bool) -> None:
-        self.unit = unit
-        self._ahead = ahead
+    def __init__(self, unit: str, before: Group | None, transport: Transport) -> None:
+        self.unit, self.transport = unit, transport
         self._storages: list[weakref.ref[SavedStorage]] = []
         self._before = weakref.ref(before) if before is not None else None
         self._after: weakref.ref[Group] | None = None
@@ -85,7 +84,7 @@ class Group:
 
     def fetch(self) -> None:
         """Start bringing back what backward has not had yet."""
-        if self._ahead and not self._fetched:
+        if self.transport.copy_queues and not self._fetched:
             self._fetched = True
             for storage in reversed(self.alive()):
                 if storage.waiting:
@@ -107,12 +106,12 @@ class Group:
 class SavedStorage:
     """One storage that left the device. ``users`` packed tensors look into it, ``waiting`` of them in this backward."""
 
-    def __init__(self, tensor: torch.Tensor, transport: Transport, group: Group) -> None:
+    def __init__(self, tensor: torch.Tensor, group: Group) -> None:
         self._probe, self._version = probe_of(tensor), tensor._version
         self.group = group
         self.users = self.waiting = 0
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        self.parcel = transport.send(whole)
+        self.parcel = group.transport.send(whole)
         group.add(self)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -140,21 +139,34 @@ class SavedStorage:
         return storage
 
 
-class Moved:
+class Watched:
+    """A tensor that is not kept: only that nobody changes it in place is held on to."""
+
+    __slots__ = ("_probe", "_size", "_unit", "_version")
+
+    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
+        self._probe, self._version = probe_of(tensor), tensor._version
+        self._size, self._unit = tensor.size(), unit
+
+    def check(self) -> None:
+        """Raise InPlaceError where it was changed in place since."""
+        _check(self._probe, self._version, self._unit, self._size)
+
+
+class Moved(Watched):
     """A saved tensor whose storage left the device. ``entry``: where a sentinel compares what comes back."""
 
-    __slots__ = ("_entry", "_layout", "_probe", "_storage", "_version")
+    __slots__ = ("_entry", "_layout", "_storage")
 
     def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: WatchedTensor | None = None) -> None:
+        super().__init__(tensor, storage.group.unit)
         self._storage, self._entry = storage, entry
         self._layout = layout_of(tensor)
-        self._probe, self._version = probe_of(tensor), tensor._version
         storage.add_user()
 
     def unpack(self) -> torch.Tensor:
-        unit = self._storage.group.unit
-        refuse_late_written(unit)
-        _check(self._probe, self._version, unit, self._layout[1])
+        refuse_late_written(self._unit)
+        self.check()
         if self._entry is not None:
             self._entry.look_again()
         storage = self._storage.bytes_for_one_user()
@@ -179,20 +191,6 @@ class Kept:
         if self.tensor._version != self._version:  # nested tensors have no size to ask for
             _check(self.tensor, self._version, self._unit, self.tensor.size())
         return self.tensor
-
-
-class Watched:
-    """A tensor that is not kept: only that nobody changes it in place is held on to."""
-
-    __slots__ = ("_probe", "_size", "_unit", "_version")
-
-    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
-        self._probe, self._version = probe_of(tensor), tensor._version
-        self._size, self._unit = tensor.size(), unit
-
-    def check(self) -> None:
-        """Raise InPlaceError where it was changed in place since."""
-        _check(self._probe, self._version, self._unit, self._size)
 
 
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,22 +222,19 @@ def unpack(packed: Moved | Kept) -> torch.Tensor:
 class Packer:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
-    ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. ``parameters`` are its own.
-    Tensors of subclasses stay, whatever they hold; a warning names each kind once. ``watch``: a sentinel that is to
-    know what leaves.
+    ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. Tensors of subclasses stay,
+    whatever they hold; a warning names each kind once. ``watch``: a sentinel that is to know what leaves.
     """
 
     def __init__(
         self,
         group: Group,
-        transport: Transport,
         device: torch.device,
         outside: Iterable[torch.Tensor],
-        parameters: Iterable[nn.Parameter],
-        watch: CheckedCall | None = None,
+        module: nn.Module,
+        watch: CheckedCall | None,
     ) -> None:
-        self._group, self._transport, self._device, self._watch = group, transport, device, watch
-        self._parameters = parameters
+        self._group, self._device, self._module, self._watch = group, device, module, watch
         self._frozen: set[torch.Size] | None = None
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
@@ -275,7 +270,9 @@ class Packer:
         if origin.grad_fn is not None or origin.requires_grad or origin.dtype not in (torch.bfloat16, torch.float16):
             return False
         if self._frozen is None:
-            self._frozen = {p.size() for p in self._parameters if p.dtype is torch.float32 and not p.requires_grad}
+            self._frozen = {
+                p.size() for p in self._module.parameters() if p.dtype is torch.float32 and not p.requires_grad
+            }
         return origin.size() in self._frozen
 
     def _storage_of(self, tensor: torch.Tensor) -> SavedStorage:
@@ -285,7 +282,7 @@ class Packer:
         storage = known() if known is not None else None
         # Parcels hold their source until the group settles, after this forward: while one lives, so does the address.
         if storage is None or not storage.holds(tensor):
-            storage = SavedStorage(tensor, self._transport, self._group)
+            storage = SavedStorage(tensor, self._group)
             self._seen[address] = weakref.ref(storage)
         return storage
 
