@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,9 +20,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.compared import layout_of
 from autockpt.policies.conflicts import refuse_by_message
 from autockpt.policies.rerun_state.tensors import place_of
-
-if TYPE_CHECKING:
-    from autockpt.policies.sentinels import CheckedCall
+from autockpt.policies.sentinels import CheckedCall
 
 is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _assign: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -13,14 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.headcall import HeadCall, HeadState
 from autockpt.policies.lazylogits import LazyLogits, lazy_logits
-from autockpt.policies.rerun_state.conditions import user_modes
+from autockpt.policies.rerun_state.conditions import user_function_modes
 from autockpt.schema.choices import Choice
 
 
@@ -29,7 +28,8 @@ class ChunkedLossPolicy(Policy):
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         for unit in units:
-            _refuse(unit)
+            refuse_others(unit)
+            _refuse_parts(unit.module, unit.name)
             tokens = unit.choice.tokens  # type: ignore[union-attr]
             session.place(unit.name, unit.module, run_chunked, HeadState(unit.name, tokens))
             session.note(
@@ -79,12 +79,6 @@ def _say_compiled(state: HeadState) -> None:
 _say_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _refuse(unit: PlannedUnit) -> None:
-    """Raise ConflictError for a unit that is not an output head with all its weights."""
-    refuse_others(unit)
-    _refuse_parts(unit.module, unit.name)
-
-
 def refuse_others(unit: PlannedUnit) -> None:
     """Raise ConflictError for a unit that is no output head."""
     if not isinstance(plain_head(unit.module), nn.Linear):
@@ -118,7 +112,7 @@ def _unsuited(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return "because the head is called with more than its features"
     if args[0].dim() < 2 or not args[0].numel():
         return "because the head is called without a token dimension"
-    if any(isinstance(mode, TorchFunctionMode) for mode in user_modes()):
+    if user_function_modes():
         return "because a TorchFunctionMode is in force around it, which may count calls"
     for inner in module.modules():
         if isinstance(inner, nn.modules.dropout._DropoutNd) and inner.training and inner.p > 0:

@@ -9,7 +9,7 @@ cross-entropy kernels do, e.g. of flash-attention; here with PyTorch's own opera
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,7 @@ from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.chunked_loss import refuse_others
 from autockpt.policies.headcall import HeadState, Rows
 from autockpt.policies.lazylogits import lazy_logits
-
-if TYPE_CHECKING:
-    from autockpt.policies.sentinels import CheckedCall
+from autockpt.policies.sentinels import CheckedCall
 
 # Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
 _ALIGNED = 16

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,7 @@ from autockpt.policies.fingerprints import fingerprint, form_of
 from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state.conditions import under, user_modes
 from autockpt.policies.saved_outputs import alias
-
-if TYPE_CHECKING:
-    from autockpt.policies.sentinels import CheckedCall
+from autockpt.policies.sentinels import CheckedCall
 
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
@@ -205,17 +203,16 @@ class MemoryWatch:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, ``chunk`` rows at a time.
+    """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, a chunk of rows at a time.
 
-    ``passing`` is told when backward comes by; ``watch`` knows whether ``hidden`` was written to since.
+    ``options``: what is ignored, and how labels are smoothed. ``passing`` is told when backward comes by; ``watch``
+    knows whether ``hidden`` was written to since.
     """
 
     call: Rows
     steps: tuple[Elementwise, ...]
-    chunk: int
     reduction: str
-    ignore_index: int
-    label_smoothing: float
+    options: dict[str, Any]
     autocast: Autocast
     passing: Callable[[], None]
     watch: MemoryWatch
@@ -226,16 +223,15 @@ class CrossEntropy:
         for step in self.steps:
             logits = step(logits)
         with self.autocast.as_before():
-            return nn.functional.cross_entropy(
-                logits, target, ignore_index=self.ignore_index, reduction="none", label_smoothing=self.label_smoothing
-            )
+            return nn.functional.cross_entropy(logits, target, reduction="none", **self.options)
 
     def columns(self, target: Tensor) -> Tensor:
         """Targets for a matrix that has, in its one column, what counts of each row."""
-        return torch.where(target == self.ignore_index, _IGNORED, 0)
+        return torch.where(target == self.options["ignore_index"], _IGNORED, 0)
 
     def chunks(self, rows: int) -> list[slice]:
-        return [slice(start, min(start + self.chunk, rows)) for start in range(0, rows, self.chunk)]
+        chunk = self.call.chunk(rows)
+        return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
 
 
 class ChunkedLoss(torch.autograd.Function):

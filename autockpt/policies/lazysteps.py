@@ -48,8 +48,8 @@ def _flatten(source: LogitsSource, start_dim: int = 0, end_dim: int = -1) -> Any
     return source.derive(hidden=source.hidden.flatten(start, end))
 
 
-def _contiguous(source: LogitsSource, **more: Any) -> Any:
-    return NotImplemented if more else source.derive()
+def _without_options(step: Callable[[LogitsSource], Any]) -> Callable[..., Any]:
+    return lambda source, **more: NotImplemented if more else step(source)
 
 
 def _index(source: LogitsSource, index: Any) -> Any:
@@ -77,10 +77,7 @@ def _index(source: LogitsSource, index: Any) -> Any:
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(source: LogitsSource, **more: Any) -> Any:
-        return NotImplemented if more else _step(source, lambda logits: logits.to(dtype), dtype)
-
-    return cast
+    return _without_options(lambda source: _step(source, lambda logits: logits.to(dtype), dtype))
 
 
 def _to(source: LogitsSource, *args: Any, **kwargs: Any) -> Any:
@@ -102,10 +99,6 @@ def _by_number(function: Callable[..., Tensor]) -> Callable[..., Any]:
         return _step(source, lambda logits: function(logits, other), source.dtype)
 
     return apply
-
-
-def _tanh(source: LogitsSource, **more: Any) -> Any:
-    return NotImplemented if more else _step(source, torch.tanh, source.dtype)
 
 
 def _step(source: LogitsSource, step: Elementwise, dtype: torch.dtype) -> LazyLogits:
@@ -138,19 +131,12 @@ def _cross_entropy(
     if label_smoothing and source.call.exact:  # of two sums over all tokens, which chunks would take in another order
         return NotImplemented
     source.check()
-    settings = CrossEntropy(
-        source.call,
-        source.steps,
-        source.call.chunk(len(hidden)),
-        reduction,
-        ignore_index,
-        label_smoothing,
-        Autocast(hidden.device.type),
-        source.family.way(source),
-        source.family.watched(hidden),
-    )
+    family, options = source.family, {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    autocast = Autocast(hidden.device.type)
+    passing, watch = family.way(source), family.watched(hidden)
+    settings = CrossEntropy(source.call, source.steps, reduction, options, autocast, passing, watch)
     loss: Any = ChunkedLoss.apply(settings, hidden, target, *source.call.trained)
-    source.family.chunked = True
+    family.chunked = True
     source.tell_watchers(loss)
     return loss
 
@@ -163,7 +149,7 @@ UNDERSTOOD: dict[Any, Callable[..., Any]] = {
     torch.detach: _detached,
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
     **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
-    _T.contiguous: _contiguous,
+    _T.contiguous: _without_options(lambda source: source.derive()),
     _T.__getitem__: _index,
     _T.float: _cast(torch.float32),
     _T.double: _cast(torch.float64),
@@ -172,5 +158,5 @@ UNDERSTOOD: dict[Any, Callable[..., Any]] = {
     _T.to: _to,
     **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__), _by_number(torch.mul)),
     **dict.fromkeys((_T.div, torch.div, _T.true_divide, torch.true_divide, _T.__truediv__), _by_number(torch.div)),
-    **dict.fromkeys((_T.tanh, torch.tanh), _tanh),
+    **dict.fromkeys((_T.tanh, torch.tanh), _without_options(lambda source: _step(source, torch.tanh, source.dtype))),
 }

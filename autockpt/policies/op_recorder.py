@@ -120,7 +120,7 @@ class Tape:
         if source is None:  # it comes from outside, or was changed in place: what it is now is held
             if tensor.is_inference() or storage._cdata in self._unwatched:
                 return _LOST
-            source = self._sources[storage._cdata] = Origin(tensor, storage)
+            source = self._sources[storage._cdata] = Origin.of(tensor, storage)
             source.born = self.step
             source.hold(tensor)
         if tensor.dtype is not source.dtype:
@@ -142,7 +142,7 @@ class Tape:
             return  # nothing new, but memory that was there before
         if tensor.is_inference():
             return  # it has no version counter, and autograd never saves it
-        source = self._sources[storage._cdata] = Origin(tensor, storage)
+        source = self._sources[storage._cdata] = Origin.of(tensor, storage)
         source.born = self.step
         if op is not None:
             source.op, source.index, source.free = op, index, free

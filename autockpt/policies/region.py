@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.replay import Replay
-from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept
+from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept, user_dispatch_modes
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
 from autockpt.policies.user_checkpoint import hooks_in_force
@@ -111,7 +111,7 @@ class UnitCall:
         sentinel = replay.state.sentinel
         code = replay.state.memory.code
         # what a dispatch mode counts goes on in the second run, and its results may go by that
-        anew = bool(self._conditions.dispatch_modes)
+        anew = bool(user_dispatch_modes())
         self._watch = sentinel.watch(replay.module, code=code, anew=anew) if sentinel is not None else None
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}

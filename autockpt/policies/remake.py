@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
@@ -25,7 +24,7 @@ from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.following import Following, RecordedCalls
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
-from autockpt.policies.rerun_state.conditions import user_modes
+from autockpt.policies.rerun_state.conditions import user_dispatch_modes
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.score import Learning
 from autockpt.policies.sentinels import HELD_BYTES
@@ -95,7 +94,7 @@ def _watched(
     watch, code = None, calls.code
     if state.sentinel is not None:
         # what later calls go by is proven first; and what a mode does with ops when they run again, each time
-        new = calls.is_new(key) or any(isinstance(mode, TorchDispatchMode) for mode in user_modes())
+        new = calls.is_new(key) or bool(user_dispatch_modes())
         watch = state.sentinel.watch(module, code=code, hold=HELD_BYTES, anew=new)
     if outside is not None and score is not None:
         following = Following(state.unit, score, outside, watch)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart, tensors_of
@@ -19,7 +18,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError, setting
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
-from autockpt.policies.rerun_state.conditions import user_modes
+from autockpt.policies.rerun_state.conditions import user_function_modes
 from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.policies.rerun_state.structure import UnitStructure
 from autockpt.policies.rerun_state.surroundings import Surroundings
@@ -87,8 +86,7 @@ class Replay:
             raise
         self.surroundings = Surroundings()
         # dispatch modes that list or count ops are to see those of the second run, too
-        modes = [mode for mode in user_modes() if isinstance(mode, TorchFunctionMode)]
-        self.reached = UnitState(state.memory, module, [*objects, *modes], self.tensors)
+        self.reached = UnitState(state.memory, module, [*objects, *user_function_modes()], self.tensors)
         self._over = False
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         if state.memory.code.uses_gradients:

@@ -19,20 +19,17 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
-from autockpt.policies.rerun_state.conditions import under, user_modes
+from autockpt.policies.rerun_state.conditions import under, user_dispatch_modes
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
+from autockpt.policies.sentinels import WatchedTensor
 from autockpt.policies.slots import differs
-
-if TYPE_CHECKING:
-    from autockpt.policies.sentinels import WatchedTensor
 
 
 class Origin:
@@ -49,31 +46,29 @@ class Origin:
         *("nbytes", "op", "read", "slots", "storage", "version"),
     )
 
-    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        self.storage = weakref.ref(storage)
-        self.nbytes = storage.nbytes()
-        self.dtype = tensor.dtype
-        self.form = geometry_of(tensor)
-        self.made: weakref.ref[torch.Tensor] | None = weakref.ref(tensor)
-        self.version = tensor._version
+    storage: weakref.ref[torch.UntypedStorage]
+
+    def __init__(self, nbytes: int, dtype: torch.dtype, form: Geometry, index: int = 0) -> None:
+        self.nbytes, self.dtype, self.form, self.index = nbytes, dtype, form, index
+        self.made: weakref.ref[torch.Tensor] | None = None
         self.held: torch.Tensor | None = None
         self.op: RerunOp | None = None
-        self.index = 0
-        self.free = False
         self.slots: list[weakref.ref[RemadeSlot]] = []
-        self.read = False
-        self.born = 0
+        self.free = self.read = False
+        self.version = self.born = self._again_version = 0
         self._again: weakref.ref[torch.Tensor] | None = None
-        self._again_version = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Origin:
+        """That of a tensor which is met for the first time."""
+        source = cls(storage.nbytes(), tensor.dtype, geometry_of(tensor))
+        source.storage, source.made, source.version = weakref.ref(storage), weakref.ref(tensor), tensor._version
+        return source
 
     def without_memory(self) -> Origin:
         """The same source of another call, of which nobody has noted the ops."""
-        source = Origin.__new__(Origin)
-        source.nbytes, source.dtype, source.form, source.index = self.nbytes, self.dtype, self.form, self.index
-        source.made = source.held = source.op = source._again = None
-        source.version = source._again_version = source.born = 0
+        source = Origin(self.nbytes, self.dtype, self.form, self.index)
         source.free = source.read = True
-        source.slots = []
         return source
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -226,7 +221,7 @@ class Maker:
     __slots__ = ("lock", "modes", "unit")
 
     def __init__(self, unit: str) -> None:
-        self.unit, self.modes = unit, [mode for mode in user_modes() if isinstance(mode, TorchDispatchMode)]
+        self.unit, self.modes = unit, user_dispatch_modes()
         self.lock = threading.RLock()
 
     def make(self, wanted: Origin) -> torch.Tensor:

@@ -26,12 +26,11 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type:
 
 class Conditions:
     """Taken before a forward. ``tensors`` show which devices it may draw random numbers on: ``places``.
-    ``dispatch_modes``: those of the user's own.
 
     Raises ConflictError while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_autocast", "_default_device", "_modes", "_random", "dispatch_modes", "places")
+    __slots__ = ("_autocast", "_default_device", "_modes", "_random", "places")
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
@@ -40,9 +39,6 @@ class Conditions:
         self._autocast = _autocast_now(places)
         self._default_device = _default_device()
         self._modes = user_modes()
-        self.dispatch_modes = (
-            [mode for mode in self._modes if isinstance(mode, TorchDispatchMode)] if self._modes else ()
-        )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -69,12 +65,24 @@ def random_states_kept(places: Sequence[Place]) -> Iterator[None]:
         before.put_back()
 
 
-def user_modes() -> Sequence[Any]:
-    """Modes in force that may change what functions and ops compute, the outermost first: all but those of libraries,
-    which look on."""
-    functions = _get_current_function_mode_stack() if _function_modes() else ()
-    ops = _get_current_dispatch_mode_stack() if _dispatch_modes() else ()
-    return [mode for mode in (*functions, *ops) if not is_library(type(mode))] if functions or ops else ()
+def user_function_modes() -> list[Any]:
+    """Modes in force that may change what functions compute, the outermost first: all but those of libraries, which
+    look on."""
+    return _of_users(_get_current_function_mode_stack() if _function_modes() else ())
+
+
+def user_dispatch_modes() -> list[Any]:
+    """The same of ops."""
+    return _of_users(_get_current_dispatch_mode_stack() if _dispatch_modes() else ())
+
+
+def user_modes() -> list[Any]:
+    """Both."""
+    return [*user_function_modes(), *user_dispatch_modes()]
+
+
+def _of_users(modes: Sequence[Any]) -> list[Any]:
+    return [mode for mode in modes if not is_library(type(mode))] if modes else []
 
 
 @contextmanager

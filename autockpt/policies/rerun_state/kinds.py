@@ -29,6 +29,7 @@ import torch
 from autockpt.policies.attachment import AttachedForward
 from autockpt.policies.rerun_state.tensors import COPIED_BYTES, TENSORS, Kind, NotPutBackError
 
+Way = Callable[..., Any]
 ABSENT = object()
 _PLAIN = (bool, int, str, bytes)
 _SEQUENCES = tuple({type(iter(kind)) for kind in ([], (), "", b"", bytearray(), range(0), range(1 << 70))})
@@ -48,13 +49,7 @@ class Names(Kind):
     """Names of a namespace, or some of them: slots of an object, globals, closure cells. ``names`` of None: those of a
     class, whichever it has."""
 
-    def __init__(
-        self,
-        names: tuple[str, ...] | None,
-        get: Callable[..., Any],
-        put: Callable[..., Any],
-        drop: Callable[..., Any],
-    ) -> None:
+    def __init__(self, names: tuple[str, ...] | None, get: Way, put: Way, drop: Way) -> None:
         self._names, self._get, self._put, self._drop = names, get, put, drop
 
     def take(self, obj: Any, *, close: bool) -> Any:
