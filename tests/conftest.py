@@ -15,7 +15,9 @@ import torch
 from hypothesis import settings
 
 from autockpt.measuring import conditions
-from autockpt.tracing import crew
+from autockpt.schema import WorkloadSpec, parse_choice
+from autockpt.tracing import crew, process
+from autockpt.tracing.run import GhostRun
 from tests.accelerator import accelerator  # noqa: F401  a fixture
 from tests.device import ON_CUDA
 
@@ -44,6 +46,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Tests run side by side already: further ghost processes would only cost the time of starting them.
 crew.WORTH = float("inf")
 
+_import_for_children = process._import_for_children
+
+
+def _fill_caches_for_children() -> None:
+    """A tracer's process is a fork of this one: what the first ghost run takes longer, each would take anew."""
+    process._import_for_children = _import_for_children
+    run = GhostRun(threads=1)
+    run.build(WorkloadSpec(model="llama-tiny"), torch.device("cpu"))
+    run.trace({"model.layers.0": parse_choice("recompute")})
+    _import_for_children()
+
+
+process._import_for_children = _fill_caches_for_children
+
 # Tests make many objects and few cycles: the collector would look through them for a twentieth of their time.
 gc.set_threshold(1_000_000)
 
@@ -59,6 +75,17 @@ def _what_lives_on_is_not_searched_for_garbage() -> None:
 def _runners_freeze_what_lives_on_as_well() -> None:
     """They do not where somebody has done it before, as the fixture above: for users those could not be told apart."""
     conditions.Freezer.freeze = lambda self: gc.freeze()  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _seconds_are_measured_briefly() -> None:
+    """As few rounds as the code takes: how exact the seconds of a search are says no test that runs one."""
+    from autockpt.profiling import probes, profile
+    from autockpt.tuning import side_by_side
+    from autockpt.tuning.targets import measured
+
+    measured.SECONDS_PER_TRIAL = measured.FINAL_SECONDS = side_by_side.SECONDS = profile.ANCHOR_SECONDS = 0.0
+    probes.COPY_ROUNDS = 1
 
 
 # The same examples each time: a failure then belongs to the change at hand. HYPOTHESIS_PROFILE=explore draws new ones.
