@@ -35,6 +35,7 @@ from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
 from tests.policies.zoo import CASES
+from tests.tuning.small import TWO_LAYERS
 
 DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
 
@@ -236,7 +237,7 @@ def test_a_simulated_search_names_the_setting_with_the_most_tokens_per_second(tm
         hardware=load_hardware("rtx4090"),
         budget=parse_budget("600MB"),
         space=space,
-        workload={"batch_size": 1},
+        workload={"model": TWO_LAYERS, "batch_size": 1, "seq_len": 64},
     )
     answer = search_batch_sizes(asked, 4, run_search, Silence())
     assert answer.best.batch_size * answer.best.accumulate == 4

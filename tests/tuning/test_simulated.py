@@ -32,8 +32,11 @@ from autockpt.tuning import run_search, stages
 from autockpt.tuning.targets.simulated import within
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow
+
+WORKLOAD = WorkloadSpec(model=TWO_LAYERS, batch_size=4, seq_len=64)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +54,7 @@ def card() -> Hardware:
 
 def ask(out: Path, hardware: Hardware, budget: str = "60%act", **more: Any) -> SearchRequest:
     space = load_space("knobs").restricted(("recompute", "offload"))
-    data = {"budget": parse_budget(budget), "workload": WorkloadSpec(model="llama-tiny"), "space": space, "out": out}
+    data = {"budget": parse_budget(budget), "workload": WORKLOAD, "space": space, "out": out}
     return SearchRequest.model_validate(data | {"hardware": hardware, "trials": 6} | more)
 
 
@@ -75,7 +78,7 @@ def test_the_plan_says_what_it_is_and_claims_no_measurement(found: SearchOutcome
 
 def test_what_it_promises_is_what_a_ghost_run_of_the_plan_shows(found: SearchOutcome, card: Hardware) -> None:
     assert found.plan is not None and found.plan.predicted is not None
-    with Tracer.from_spec(WorkloadSpec(model="llama-tiny"), device=torch.device("cuda")) as tracer:
+    with Tracer.from_spec(WORKLOAD, device=torch.device("cuda")) as tracer:
         graph = tracer.trace(found.plan.choices_for(tracer.units, tracer.head))
         assert found.plan.predicted.peak_bytes >= graph.peak_bytes + card.context_bytes
         assert found.run_directory is not None
@@ -85,7 +88,7 @@ def test_what_it_promises_is_what_a_ghost_run_of_the_plan_shows(found: SearchOut
         assert above, "larger budgets than the one that was asked for"
         ghost = min(above, key=lambda run: run.predicted.peak_bytes)
         peak = ghost.predicted.peak_bytes
-        graph = as_seen_by(card, tracer.trace(ghost.choices), WorkloadSpec(model="llama-tiny"))
+        graph = as_seen_by(card, tracer.trace(ghost.choices), WORKLOAD)
         assert simulated_memory(card, peak)(graph) <= peak, "it fits the budget that is named for it"
 
 
@@ -135,8 +138,8 @@ def test_a_budget_is_at_most_what_the_hardware_has(card: Hardware) -> None:
 
 def test_nothing_fits_names_ways_out_that_really_fit(tmp_path: Path) -> None:
     cpu = load_hardware("cpu")  # to the byte: a caching allocator hands out whole segments of 20 MiB
-    small = cpu.model_copy(update={"memory_bytes": cpu.context_bytes + 5_500_000})
-    spec = WorkloadSpec(model="llama-tiny", batch_size=8)
+    small = cpu.model_copy(update={"memory_bytes": cpu.context_bytes + 3_500_000})
+    spec = WORKLOAD.model_copy(update={"batch_size": 8})
     with pytest.raises(InfeasibleError) as caught:
         run_search(ask(tmp_path, small, budget="auto", workload=spec))
     assert caught.value.exit_code == 3 and caught.value.smallest_peak is not None
