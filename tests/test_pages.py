@@ -173,11 +173,13 @@ def autockpt(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def small(command: str) -> list[str]:
-    """The same command for a tiny model and one trial."""
+    """The same command for a tiny model, few choices and one trial."""
     words = words_of(command)[1:]
     for option, value in SMALL.items():
         if option in words:
             words[words.index(option) + 1] = value
+    if words[0] == "search" and "--choices" not in words:
+        words += ["--choices", "save,recompute,offload"]
     if words[0] == "search" and "--hardware" not in words and "--device" not in words:
         words += ["--device", "cpu"]
     return words
