@@ -20,7 +20,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from autockpt import public
 from autockpt.cli.app import build
+from autockpt.explaining import subject
+from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 
@@ -221,8 +224,11 @@ def test_a_trace(autockpt: Autockpt) -> None:
 
 
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a kernel runs them: in one namespace, the last expression of each cell shown."""
+    """As a kernel runs them: in one namespace, the last expression of each cell shown. With few choices on the menu."""
     monkeypatch.chdir(tmp_path)
+    few = load_space("knobs").restricted(("save", "recompute", "offload"))
+    for module in (public, subject):
+        monkeypatch.setattr(module, "load_space", lambda name: few)
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = []
     for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import autockpt
 from autockpt.errors import UsageError
+from autockpt.explaining import subject
 from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
@@ -20,8 +21,9 @@ JOB = {"batch_size": 4, "seq_len": 64}
 
 
 def test_a_model_by_its_name_is_planned_for_a_card_explained_and_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(subject, "load_space", lambda name: SPACE)
     plan = autockpt.search(
         "llama-tiny", budget="60%act", hardware="rtx4090", trials=1, space=SPACE, out=tmp_path, progress=False, **JOB
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.explaining import ExplainRequest, explain
+from autockpt.explaining import ExplainRequest, explain, subject
 from autockpt.explaining.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
 from autockpt.explaining.times import of_device
 from autockpt.reporting.explain_words import bound_words, speed_words
@@ -14,6 +14,7 @@ from autockpt.schema import Plan, WorkloadSpec
 from autockpt.tuning import opening
 from autockpt.tuning.targets import shallow_twin
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
 from tests.page.samples import ENVIRONMENT, make_run, profile
 from tests.reporting.samples import small_graph
 
@@ -24,6 +25,8 @@ SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)
 
 def test_parts_add_up_and_what_runs_again_is_work_but_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     card = load_hardware("rtx4090")
+    few = load_space(subject.SPACE).restricted(("save", "recompute", "remake"))
+    monkeypatch.setattr(subject, "load_space", lambda name: few)
     plain = explain(ExplainRequest(SPEC, hardware=card, limits=False))
     for module, name, value in ((opening, "DEEP", 4), (shallow_twin, "DEEP", 4), (shallow_twin, "TWIN_BLOCKS", 3)):
         monkeypatch.setattr(module, name, value)  # from here on a model of three blocks says what choices cost in four
