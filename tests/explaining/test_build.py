@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from autockpt.errors import PlanError, UsageError, WorkloadError
-from autockpt.explaining import ExplainRequest, explain, subject
+from autockpt.explaining import ExplainRequest, explain
 from autockpt.schema import Plan, WorkloadSpec, parse_budget
-from search_spaces.spaces import load_space
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_choices")]
 
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_choices() -> Iterator[None]:
-    """Each choice is some ghost runs more in every answer, and none here depends on which there are."""
-    few = load_space(subject.SPACE).restricted(("save", "recompute", "offload", "chunked_softmax"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "load_space", lambda name: few)
-        yield
 
 
 def loaded(tmp_path: Path, choices: str) -> Plan:

@@ -22,7 +22,7 @@ def test_shares_are_refused_before_anything_runs() -> None:
 
 
 @pytest.mark.slow
-def test_twice_what_is_found_does_not_fit() -> None:
+def test_twice_what_is_found_does_not_fit(few_choices: None) -> None:
     budget = parse_budget("40MB")
     found, note = with_longest(SPEC, budget, device="cpu")
     assert found.seq_len is not None and found.seq_len > 64 and f"{found.seq_len:,} tokens" in note

@@ -63,7 +63,7 @@ def test_a_rule_says_what_it_misses() -> None:
 
 
 @pytest.fixture(scope="module")
-def said() -> Rules:
+def said(few_choices: None) -> Rules:
     """Of a model whose eager attention keeps its scores."""
     eager = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=256, attn="eager", dtype="bf16")
     return rules(ExplainRequest(eager, hardware=load_hardware("rtx4090")))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt.errors import InfeasibleError, UsageError
@@ -110,6 +110,7 @@ def test_where_everything_fits_or_nothing_is_gained_there_is_one_set() -> None:
     assert asked == [1600] and not found.plan.smaller_batches
 
 
+@settings(max_examples=50)
 @given(
     st.dictionaries(st.integers(1, 1599), st.integers(1, 1000), min_size=1, max_size=30),
     st.integers(1, 1500),

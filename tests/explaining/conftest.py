@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from autockpt.explaining import subject
+from search_spaces.spaces import load_space
+
+
+@pytest.fixture(scope="module")
+def few_choices() -> Iterator[None]:
+    """For tests that do not depend on which choices there are: each is some ghost runs more in every answer."""
+    few = load_space(subject.SPACE).restricted(("save", "recompute", "offload", "chunked_softmax"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subject, "load_space", lambda name: few)
+        yield
