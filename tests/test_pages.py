@@ -197,7 +197,9 @@ def plan(autockpt: Autockpt) -> dict[str, Any]:
 
 def test_the_first_job_has_a_feasible_and_binding_budget(autockpt: Autockpt) -> None:
     command = next(c for c in commands_of(ROOT / "README.md") if "llama-small" in c)
-    answer = json.loads(autockpt(*words_of(command)[1:], "--device", "cpu", "--dry-run", "--json", "--out", "first"))
+    few = ("--choices", "save,recompute,offload")  # what fits with these fits with all
+    more = ("--device", "cpu", "--dry-run", "--json", "--out", "first")
+    answer = json.loads(autockpt(*words_of(command)[1:], *few, *more))
     ours = answer["rows"][-1]["predicted"]["peak_bytes"]
     assert answer["binding"]
     assert answer["smallest_peak"] <= ours <= answer["budget"]["bytes"]
