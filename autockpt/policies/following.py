@@ -38,7 +38,7 @@ from autockpt.policies.score import (
     is_plain,
     leaves_of,
 )
-from autockpt.policies.sentinels import CheckedCall
+from autockpt.policies.sentinels import CheckedCall, WatchedTensor
 from autockpt.policies.tape import Maker, Origin, RemadeSlot
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
@@ -46,57 +46,44 @@ _WAYS = 16  # of one unit, by the forms of what it is given
 _NO_PACK = (-1, None, None, None)
 
 
-class _Call:
-    """What one call holds until backward, and the slots that wait for it. Its sources are put together at the first
-    use of one: graphs without backward need none."""
+class _Call(Maker):
+    """What one call holds until backward. Its sources are put together at the first use of one: graphs without backward
+    need none. From there on the slots alone have them."""
 
-    __slots__ = ("held", "maker", "score", "settled", "slots", "versions")
+    __slots__ = ("_score", "_slots", "held", "settled", "versions")
 
     def __init__(self, unit: str, score: RecordedCall) -> None:
-        self.maker, self.score = Maker(unit), score
+        super().__init__(unit)
+        self._score = score
         self.held: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
-        self.slots: list[weakref.ref[_Slot]] = []
+        self._slots: list[tuple[weakref.ref[RemadeSlot], weakref.ref[torch.UntypedStorage]]] = []
         self.settled = False
 
     def hold(self, number: int, tensor: torch.Tensor) -> None:
         self.held[number] = held = tensor.detach()
         self.versions[number] = held._version
 
-    def settle(self) -> list[_Slot]:
-        """Give the slots that are alive their sources. Which slots these are."""
-        with self.maker.lock:
-            living = [slot for ref in self.slots if (slot := ref()) is not None]
-            if not self.settled:
-                self.settled = True
-                sources = self.score.sources_of(self.held, self.versions)
-                self.held = {}
-                for slot in living:
-                    slot.settle(sources)
-            return living
+    def slot(self, source: Origin, tensor: torch.Tensor, geometry: Geometry, entry: WatchedTensor | None) -> RemadeSlot:
+        """What stands for a tensor that a recorded call made as ``source``."""
+        slot = RemadeSlot(self, source, geometry, entry)
+        self._slots.append((weakref.ref(slot), weakref.ref(tensor.untyped_storage())))
+        return slot
 
+    def waiting(self) -> list[tuple[RemadeSlot, torch.UntypedStorage | None]]:
+        """The slots in graphs that are alive, and what they were dropped from."""
+        return [(slot, storage()) for ref, storage in self._slots if (slot := ref()) is not None]
 
-class _Slot(RemadeSlot):
-    """A slot whose source is put together when it is asked for. ``storage``: what it was dropped from."""
-
-    __slots__ = ("_call", "storage")
-
-    def __init__(self, call: _Call, source: Origin, tensor: torch.Tensor, geometry: Geometry, entry: Any) -> None:
-        self._call: _Call | None = call
-        self.source, self.geometry, self.entry = source, geometry, entry
-        self.storage = weakref.ref(tensor.untyped_storage())
-
-    def settle(self, sources: dict[Origin, Origin]) -> None:
-        assert self._call is not None
-        self.maker, self.value, self.version = self._call.maker, None, 0
-        self.source = sources[self.source]
-        self.source.slots.append(weakref.ref(self))
-        self._call = None
-
-    def unpack(self) -> torch.Tensor:
-        if (call := self._call) is not None:
-            call.settle()
-        return super().unpack()
+    def settle(self) -> None:
+        with self.lock:
+            if self.settled:
+                return
+            self.settled = True
+            sources = self._score.sources_of(self.held, self.versions)
+            self.held = {}
+            for slot, _ in self.waiting():
+                slot.source = sources[slot.source]
+                slot.source.slots.append(weakref.ref(slot))
 
 
 _END = FunctionCall(None, (), {}, -1, 0)
@@ -174,9 +161,7 @@ class Following(TorchFunctionMode):
             self.leave()
             return Kept(tensor, self._unit)
         entry = self._watch.packed(tensor) if self._watch is not None else None
-        slot = _Slot(self._call, source, tensor, geometry, entry)
-        self._call.slots.append(weakref.ref(slot))
-        return slot
+        return self._call.slot(source, tensor, geometry, entry)
 
     def leave(self) -> None:
         """The call does something else: what was dropped is made now, while all that it is made from is as it was.
@@ -188,15 +173,14 @@ class Following(TorchFunctionMode):
             return
         self.lost, self._next = True, _END
         with torch._C.DisableTorchFunction():
-            slots = self._call.settle()
+            self._call.settle()
+            slots = self._call.waiting()
             met = (ref() for ref in self._met)
             present = {t.untyped_storage(): t for t in met if t is not None and is_plain(t)} if slots else {}
-            for slot in slots:
-                source = slot.source
-                if source.held is None:
-                    storage = slot.storage()
+            for slot, storage in slots:
+                if slot.source.held is None:
                     tensor = present.get(storage) if storage is not None else None
-                    source.hold(self._call.maker.make(source) if tensor is None else tensor)
+                    slot.source.hold(self._call.make(slot.source) if tensor is None else tensor)
 
 
 class RecordedCalls:
@@ -206,7 +190,7 @@ class RecordedCalls:
     def __init__(self, code: Code) -> None:
         self.code = code
         self.checked: set[tuple[int, ...] | None] = set()
-        self._scores: dict[Any, RecordedCall | None] = {}  # None: a way that cannot be followed
+        self.scores: dict[Any, RecordedCall | None] = {}  # None: a way that cannot be followed
         self._own: list[tuple[Any, str]] | None = None
         self._misses = 0
 
@@ -223,8 +207,10 @@ class RecordedCalls:
         own = [tensor for home, name in self._own if (tensor := home.get(name)) is not None]
         return [*tensors, *own]
 
-    def key(self, outside: Sequence[torch.Tensor]) -> Any:
+    def key(self, outside: Sequence[torch.Tensor] | None) -> Any:
         """Equal for calls that may go the same way; None for one that cannot be followed."""
+        if outside is None:
+            return None
         try:
             storages = [tensor.untyped_storage()._cdata for tensor in outside]
             forms = [
@@ -237,23 +223,20 @@ class RecordedCalls:
         shared = tuple(map(storages.index, storages)) if len(set(storages)) < len(storages) else ()
         return (torch.get_default_dtype(), shared, *forms) if len(forms) == len(outside) else None
 
-    def score(self, key: Any) -> RecordedCall | None:
-        return self._scores.get(key)
-
     def is_new(self, key: Any) -> bool:
         """Whether no call that might go this way was noted yet."""
-        return key is not None and key not in self._scores
+        return key is not None and key not in self.scores
 
     def learn(self, key: Any, score: RecordedCall | None) -> None:
         """A call was noted; what can be followed of it."""
-        full = len(self._scores) >= _WAYS
+        full = len(self.scores) >= _WAYS
         if score is None or full:
             self._misses += 1
         if not full:
-            self._scores[key] = score
+            self.scores[key] = score
 
     def missed(self, key: Any) -> None:
         """A call did something else than this score."""
         self._misses += 1
-        self._scores.pop(key, None)
+        self.scores.pop(key, None)
         self._own = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autockpt.errors import ConflictError
 from autockpt.policies.assigned import is_wrapped
@@ -22,7 +22,14 @@ from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.sentinels import CheckedCall
 from autockpt.policies.tape import Maker, Origin, Read, RemadeSlot, RerunOp
-from autockpt.policies.watching import count_writes, passes_by, refuse_conditional, refuse_mapping, refuse_watching
+from autockpt.policies.watching import (
+    Watching,
+    count_writes,
+    passes_by,
+    refuse_conditional,
+    refuse_mapping,
+    refuse_watching,
+)
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
@@ -234,7 +241,9 @@ class Tape:
             return kept
         self._commit(source, memo)
         entry = self._watch.packed(tensor) if self._watch is not None else None
-        return RemadeSlot(self._maker, source, geometry_of(tensor), entry)
+        slot = RemadeSlot(self._maker, source, geometry_of(tensor), entry)
+        source.slots.append(weakref.ref(slot))
+        return slot
 
     def _by_making(self, source: Origin, memo: dict[Origin, float], depth: int) -> float:
         """Bytes that must be held besides for an op to make this; infinite where none can."""
@@ -269,18 +278,12 @@ class Tape:
 _LOST = object()  # stands for a tensor that a tape cannot follow
 
 
-class _Taping(TorchDispatchMode):
-    supports_higher_order_operators = True  # what torch.cond and the like return is held
-
+class _Taping(Watching):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
         self.conditional: list[torch.Tensor] = []  # what torch.cond gave, no tuple
         self.maps = False  # a function that returns no tuple
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # not wrapped by torch, which costs more than the noting of an op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

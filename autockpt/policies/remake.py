@@ -89,8 +89,8 @@ def _watched(
     where it left the earlier one."""
     tensors = tensors_of((args, kwargs))
     outside = calls.outside(module, tensors) if state.everywhere else None
-    key = calls.key(outside) if outside is not None else None
-    score = calls.score(key) if key is not None else None
+    key = calls.key(outside)
+    score = calls.scores.get(key)
     watch, code = None, calls.code
     if state.sentinel is not None:
         # what later calls go by is proven first; and what a mode does with ops when they run again, each time

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from autockpt.errors import ConflictError
@@ -30,7 +30,7 @@ from autockpt.policies.rerun_state.conditions import user_modes
 from autockpt.policies.saved import address_of
 from autockpt.policies.triton_kernels import READS, launches, name_of
 from autockpt.policies.user_checkpoint import hooks_in_force
-from autockpt.policies.watching import CHANGED_BY_WATCHING, count_writes, passes_by, refuse_watching
+from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writes, passes_by, refuse_watching
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 Place = tuple[int, int, int]
@@ -218,20 +218,14 @@ def _launched(kernel: Any, launch: Callable[..., Any], args: tuple[Any, ...], kw
     return launch(kernel, *args, **kwargs)
 
 
-class _Scope(TorchDispatchMode):
+class _Scope(Watching):
     """Entered once, or around single functions of what it is for: wanted ops are counted over all of it."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, frame: CallOutputs, number: int, wanted: Callable[[Any], bool]) -> None:
         super().__init__()
         self._frame, self._number, self._wanted = frame, number, wanted
         self._functions = self._ops = 0
         self.seen: list[Any] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # not wrapped by torch, which costs more than looking at an op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -190,7 +190,6 @@ class RemadeSlot:
         self.maker, self.source, self.geometry = maker, source, geometry
         self.value: torch.Tensor | None = None
         self.version = 0
-        source.slots.append(weakref.ref(self))
 
     def fill(self, value: torch.Tensor) -> None:
         self.value, self.version = value, value._version
@@ -200,6 +199,7 @@ class RemadeSlot:
         if self.entry is not None:
             self.entry.look_again()
         with self.maker.lock:
+            self.maker.settle()
             base, self.value = self.value, None
             if base is None or base._version != self.version:
                 base = self.maker.make(self.source)
@@ -223,6 +223,9 @@ class Maker:
     def __init__(self, unit: str) -> None:
         self.unit, self.modes = unit, user_dispatch_modes()
         self.lock = threading.RLock()
+
+    def settle(self) -> None:
+        """Told before the source of a slot is asked for."""
 
     def make(self, wanted: Origin) -> torch.Tensor:
         """A tensor on the storage of a source, in its form.

@@ -81,6 +81,16 @@ def _inside_autocast() -> bool:
     return depth > 1
 
 
+class Watching(TorchDispatchMode):
+    """A mode that looks at ops, what ``torch.cond`` and the like return included."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # not wrapped by torch, which costs more than looking at an op
+
+
 class Unread(TorchDispatchMode):
     """Ops that run in it may not read some tensors: of others whatever was in these does not matter."""
 
