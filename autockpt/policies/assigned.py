@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
-from autockpt.policies.compared import layout_of
 from autockpt.policies.conflicts import refuse_by_message
+from autockpt.policies.fingerprints import layout_of
 from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.sentinels import CheckedCall
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.compared import laid_out_on, layout_of
-from autockpt.policies.fingerprints import fingerprint, form_of
+from autockpt.policies.fingerprints import fingerprint, form_of, laid_out_on, layout_of
 from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state.conditions import under, user_modes
 from autockpt.policies.saved_outputs import alias

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autockpt.errors import ConflictError
 from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.base import setting
-from autockpt.policies.compute_ops import draws_random_numbers, is_attention
-from autockpt.policies.opkinds import STATISTICS, Kind, kind_of
+from autockpt.policies.compute_ops import STATISTICS, Kind, draws_random_numbers, is_attention, kind_of
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.sentinels import CheckedCall

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.replay import Replay
-from autockpt.policies.rerun_state.conditions import Conditions, random_states_kept, user_dispatch_modes
+from autockpt.policies.rerun_state.conditions import Conditions, user_dispatch_modes
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
 from autockpt.policies.user_checkpoint import hooks_in_force
@@ -140,7 +140,7 @@ class UnitCall:
             output = replay(*(tensors := replay.tensors))
         replay.finish()
         if replay.reached.doubts:
-            with random_states_kept(self._conditions.places), self._conditions.restored():
+            with self._conditions.restored():
                 replay.settle(tensors, output)
         return output
 
@@ -159,9 +159,8 @@ class UnitCall:
         """
         with self._lock:
             order = self._with_ancestors()
-            places = sorted({place for call in order for place in call._conditions.places})
             try:
-                with random_states_kept(places), _outside_vmap():
+                with _outside_vmap():
                     for call in order:
                         call._run_again(self, fill=call is self or (self.levels == 1 and call._waits()))
             except BaseException:

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.devices.base import Transport
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.compared import laid_out_on, layout_of
 from autockpt.policies.conflicts import refuse_late_written
+from autockpt.policies.fingerprints import laid_out_on, layout_of
 
 if TYPE_CHECKING:
     from autockpt.policies.sentinels import CheckedCall, WatchedTensor

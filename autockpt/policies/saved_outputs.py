@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner, current_transform
 from autockpt.policies.base import setting
-from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy
-from autockpt.policies.opkinds import kind_of
+from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy, kind_of
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.rerun_state.conditions import user_modes
 from autockpt.policies.saved import address_of

@@ -24,20 +24,25 @@ import torch
 from torch import nn
 
 from autockpt.errors import RerunMismatch
-from autockpt.policies.compared import (
+from autockpt.policies.compiling import eagerly
+from autockpt.policies.conflicts import current_node
+from autockpt.policies.fingerprints import (
     Compared,
+    Form,
     Place,
     distance_of,
+    fingerprint,
+    form_of,
     laid_out_on,
     layout_of,
     left_unwritten,
     local_part,
     memory_of,
+    quietly,
     read,
+    stream_of,
+    why_not,
 )
-from autockpt.policies.compiling import eagerly
-from autockpt.policies.conflicts import current_node
-from autockpt.policies.fingerprints import Form, fingerprint, form_of, quietly, stream_of, why_not
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.saved import probe_of

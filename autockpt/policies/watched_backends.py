@@ -21,7 +21,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import device_of
-from autockpt.policies.compared import digest
+from autockpt.policies.fingerprints import digest
 
 KNOWN = ("cpu", "cuda", "meta")
 WATCHING = ("selective", "keep_attention", "remake")

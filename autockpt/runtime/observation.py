@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates
-from autockpt.policies.compared import digest
+from autockpt.policies.fingerprints import digest
 from autockpt.runtime.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 from autockpt.schema.base import Data
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, RerunMismatch
 from autockpt.policies import sentinels
-from autockpt.policies.compared import left_unwritten
+from autockpt.policies.fingerprints import left_unwritten
 from autockpt.policies.replay import recomputing
 from autockpt.policies.rerun_state import tensors
 from autockpt.policies.sentinels import Rounding

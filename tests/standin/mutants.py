@@ -30,8 +30,8 @@ class Mutant(NamedTuple):
 
 
 _STREAMS, _DISK = "autockpt.devices.streams", "autockpt.devices.disk"
-_SAVED, _COMPARED, _SENTINELS = "autockpt.policies.saved", "autockpt.policies.compared", "autockpt.policies.sentinels"
-_ELSEWHERE = "        if stream_of({}.device) != self._stream:\n"
+_SAVED, _PRINTS, _SENTINELS = "autockpt.policies.saved", "autockpt.policies.fingerprints", "autockpt.policies.sentinels"
+_ELSEWHERE = "if stream_of({}.device) != self._stream"
 MUTANTS = {
     "the copy out does not wait for what made the source": Mutant(_STREAMS, "[self._ready, *earlier]", "[*earlier]"),
     "the copy out does not wait for whoever had the host memory": Mutant(
@@ -136,23 +136,23 @@ MUTANTS = {
         equivalent="what was never let go need not be fetched; only memory is lost, which peaks tell",
     ),
     "sentinels: the one read does not wait for other streams": Mutant(
-        "autockpt.policies.compared",
-        "                here.wait_event(stream.record_event())\n",
-        "                pass\n",
+        _PRINTS,
+        "            here.wait_event(stream.record_event())\n",
+        "            pass\n",
     ),
     "sentinels: a table is handed to streams that did not wait for it": Mutant(
-        "autockpt.policies.fingerprints", "            stream.synchronize()  # once", "            pass  # once"
+        _PRINTS, "            stream.synchronize()  # once", "            pass  # once"
     ),
     "sentinels: fingerprints are taken on whatever stream forward ends on": Mutant(
-        _SENTINELS, _ELSEWHERE.format("tensor"), "        if False:\n"
+        _SENTINELS, _ELSEWHERE.format("tensor"), "if False"
     ),
     "sentinels: what lives is looked at again on any stream": Mutant(
-        _SENTINELS, _ELSEWHERE.format("self._form"), "        if False:\n"
+        _SENTINELS, _ELSEWHERE.format("self._form"), "if False"
     ),
     "sentinels: what is handed out is compared on any stream": Mutant(
         _SENTINELS,
         _ELSEWHERE.format("value"),
-        "        if False:\n",
+        "if False",
         equivalent="autograd runs a node on the stream that its forward ran on, and there asks for what it saved",
     ),
 }

@@ -25,44 +25,36 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type:
 
 
 class Conditions:
-    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on: ``places``.
+    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on.
 
     Raises ConflictError while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_autocast", "_default_device", "_modes", "_random", "places")
+    __slots__ = ("_autocast", "_default_device", "_modes", "_places", "_random")
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
         places = sorted({(device.type, device.index or 0) for device in elsewhere}) if elsewhere else ()
-        self.places, self._random = places, _random_states(places)
+        self._places, self._random = places, _random_states(places)
         self._autocast = _autocast_now(places)
         self._default_device = _default_device()
         self._modes = user_modes()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """As then. Random states are not put back at the end: ``random_states_kept`` does that once for many."""
+        """As then, and afterwards as now."""
+        now = _random_states(self._places)
         self._random.put_back()
         with ExitStack() as stack:
+            stack.callback(now.put_back)
             if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
-            if self._autocast != _autocast_now(self.places):
+            if self._autocast != _autocast_now(self._places):
                 cache, kinds = self._autocast
                 for kind, enabled, dtype in kinds:
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
             with under(self._modes):
                 yield
-
-
-@contextmanager
-def random_states_kept(places: Sequence[Place]) -> Iterator[None]:
-    """The CPU's random state and those of accelerators are afterwards as before."""
-    before = _random_states(places)
-    try:
-        yield
-    finally:
-        before.put_back()
 
 
 def user_function_modes() -> list[Any]:
