@@ -18,7 +18,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import fingerprint, form_of, laid_out_on, layout_of
 from autockpt.policies.replay import running_again
-from autockpt.policies.rerun_state.conditions import under, user_modes
+from autockpt.policies.rerun_state.conditions import Casts
 from autockpt.policies.saved_outputs import alias
 from autockpt.policies.sentinels import CheckedCall
 
@@ -91,7 +91,7 @@ class HeadCall(Rows):
 
     def __init__(self, module: nn.Module, state: HeadState, device: torch.device) -> None:
         self._module, self._state, self.unit = module, state, state.unit
-        self._autocast = Autocast(device.type)
+        self._casts = Casts(device.type)
         self._parameters = tuple(module.parameters())
         self._versions = [p._version for p in self._parameters]
         self._settings = _settings(module)
@@ -119,13 +119,13 @@ class HeadCall(Rows):
     def running(self) -> Iterator[None]:
         """Around calls of ``rows``: autocast as in the forward. Entered once, so that weights are cast once."""
         self.check()
-        with running_again(self.unit), self._autocast.as_before():
+        with running_again(self.unit), self._casts.restored():
             yield
 
     def rows(self, hidden: Tensor) -> Tensor:
         """Logits of these rows. Inside autocast gradients are enabled: it would remember a copy of the weights that
         was made without them, and hand it to the next user."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() or self._autocast.enabled):
+        with torch.set_grad_enabled(torch.is_grad_enabled() or self._casts.enabled):
             return call_inner(self._module, self._state, (hidden,), {})
 
     def chunk(self, rows: int) -> int:
@@ -152,23 +152,6 @@ def _refuse_many(call: Rows, gradient: Tensor) -> None:
             f"not possible chunk by chunk, under {call.choice}",
             remedy=f"Take one gradient after the other, or use `save` on {call.unit}.",
         )
-
-
-class Autocast:
-    """The autocast state of one kind of device when this was made, and the user's modes."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self.enabled = torch.is_autocast_enabled(kind)
-        self._dtype = torch.get_autocast_dtype(kind)
-        self._cache = torch.is_autocast_cache_enabled()
-        self._modes = user_modes()
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        autocast = torch.autocast(self._kind, dtype=self._dtype, enabled=self.enabled, cache_enabled=self._cache)
-        with autocast, under(self._modes):
-            yield
 
 
 class MemoryWatch:
@@ -212,7 +195,7 @@ class CrossEntropy:
     steps: tuple[Elementwise, ...]
     reduction: str
     options: dict[str, Any]
-    autocast: Autocast
+    casts: Casts
     passing: Callable[[], None]
     watch: MemoryWatch
 
@@ -221,7 +204,7 @@ class CrossEntropy:
         logits = self.call.rows(hidden)
         for step in self.steps:
             logits = step(logits)
-        with self.autocast.as_before():
+        with self.casts.restored():
             return nn.functional.cross_entropy(logits, target, reduction="none", **self.options)
 
     def columns(self, target: Tensor) -> Tensor:
@@ -273,7 +256,7 @@ class ChunkedLoss(torch.autograd.Function):
         trained = [p for p, wanted in zip(loss.call.trained, wants, strict=True) if wanted]
         of_hidden = hidden if _nobody_else_holds(hidden) else torch.empty_like(hidden)
         sums: list[Tensor | None] = [None] * len(trained)
-        chunks, autocast = loss.chunks(len(hidden)), Autocast(hidden.device.type)
+        chunks, casts = loss.chunks(len(hidden)), Casts(hidden.device.type)
         with loss.call.running():
             for rows, entry in zip_longest(chunks, ctx.entries):
                 with torch.enable_grad():
@@ -284,7 +267,7 @@ class ChunkedLoss(torch.autograd.Function):
                     same = loss.losses(part.detach(), ctx.target[rows]) if loss.call.exact else losses.detach()
                     entry.handed(same)
                 inputs = [part, *trained] if wants_hidden else trained
-                with autocast.as_before():
+                with casts.restored():
                     found = list(torch.autograd.grad(losses, inputs, gradient[rows], allow_unused=True))
                 if wants_hidden and (some := found.pop(0)) is not None:
                     of_hidden[rows] = some

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
@@ -292,15 +292,7 @@ def _is_distributed(hook: Any) -> bool:
 
 
 def _lazies(tree: Any, but: Any = None) -> list[LazyLogits]:
-    found: list[LazyLogits] = []
-
-    def note(lazy: LazyLogits) -> LazyLogits:
-        if lazy is not but:
-            found.append(lazy)
-        return lazy
-
-    tree_map_only(LazyLogits, note, tree)
-    return found
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, LazyLogits) and leaf is not but]
 
 
 def _real(tree: Any, name: str) -> Any:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autockpt.policies.headcall import Autocast, ChunkedLoss, CrossEntropy, Elementwise
+from autockpt.policies.headcall import ChunkedLoss, CrossEntropy, Elementwise
+from autockpt.policies.rerun_state.conditions import Casts
 
 if TYPE_CHECKING:
     from autockpt.policies.lazylogits import LazyLogits, LogitsSource
@@ -132,9 +133,8 @@ def _cross_entropy(
         return NotImplemented
     source.check()
     family, options = source.family, {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    autocast = Autocast(hidden.device.type)
-    passing, watch = family.way(source), family.watched(hidden)
-    settings = CrossEntropy(source.call, source.steps, reduction, options, autocast, passing, watch)
+    casts, passing, watch = Casts(hidden.device.type), family.way(source), family.watched(hidden)
+    settings = CrossEntropy(source.call, source.steps, reduction, options, casts, passing, watch)
     loss: Any = ChunkedLoss.apply(settings, hidden, target, *source.call.trained)
     family.chunked = True
     source.tell_watchers(loss)

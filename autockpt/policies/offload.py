@@ -146,25 +146,20 @@ class OffloadPolicy(Policy):
         if not units:
             return
         pipeline = session.shared(Pipeline, lambda: Pipeline(session.transports))
+        tiers: dict[str, Tier] = {
+            u.name: u.choice.tier for u in units if isinstance(u.choice, Offload | RecomputeOffload)
+        }
         # a device that nothing can be moved off is refused now, not in the middle of training
-        queues = any([pipeline.transport(_device(unit), _tier(unit)).copy_queues for unit in units])
+        queues = any([pipeline.transport(_device(unit), tiers[unit.name]).copy_queues for unit in units])
         for unit in units:
+            tier = tiers[unit.name]
             refuse_late_writes(unit.module, unit.name)
-            session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, _tier(unit)))
-            session.note(unit.name, f"{self.kind}: {self.words}{_where(unit)}")
+            session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, tier))
+            where = ", to a file on disk" if tier == "disk" else ""
+            session.note(unit.name, f"{self.kind}: {self.words}{where}")
         for unit in _next_others(units, session.order):
             if queues:
                 session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
-
-
-def _tier(unit: PlannedUnit) -> Tier:
-    assert isinstance(unit.choice, Offload | RecomputeOffload)
-    return unit.choice.tier
-
-
-def _where(unit: PlannedUnit) -> str:
-    """Said where it is not the usual tier."""
-    return ", to a file on disk" if _tier(unit) == "disk" else ""
 
 
 def _device(unit: PlannedUnit) -> torch.device:

@@ -145,9 +145,7 @@ class UnitCall:
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
-        slot = Slot(self, tensor)
-        if self._watch is not None:
-            slot.entry = self._watch.packed(tensor)
+        slot = Slot(self, tensor, None if self._watch is None else self._watch.packed(tensor))
         self._slots.append(weakref.ref(slot))
         return slot
 

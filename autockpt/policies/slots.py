@@ -24,18 +24,15 @@ class Enough(Exception):
     """All slots are filled. Like torch's own no BaseException: modules run hooks at exceptions of this kind only."""
 
 
-class Slot:
+class Empty:
     """Stands in an autograd graph for a saved tensor. ``value`` is there between its making and its use; ``entry``
     where a sentinel compares it."""
 
-    __slots__ = ("__weakref__", "entry", "form", "maker", "value", "version")
+    __slots__ = ("__weakref__", "entry", "value", "version")
 
-    def __init__(self, maker: UnitCall, tensor: torch.Tensor) -> None:
-        self.maker = maker
-        self.form = (tensor.size(), tensor.dtype, tensor.device)
+    def __init__(self, entry: WatchedTensor | None = None) -> None:
+        self.entry, self.version = entry, 0
         self.value: torch.Tensor | None = None
-        self.version = 0
-        self.entry: WatchedTensor | None = None
 
     @property
     def waits(self) -> bool:
@@ -44,6 +41,16 @@ class Slot:
 
     def fill(self, value: torch.Tensor) -> None:
         self.value, self.version = value, value._version
+
+
+class Slot(Empty):
+    """One that another run of a unit fills, with a tensor of this ``form``."""
+
+    __slots__ = ("form", "maker")
+
+    def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: WatchedTensor | None) -> None:
+        super().__init__(entry)
+        self.maker, self.form = maker, (tensor.size(), tensor.dtype, tensor.device)
 
 
 def unpack(slot: Slot) -> torch.Tensor:

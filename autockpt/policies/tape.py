@@ -29,7 +29,7 @@ from autockpt.policies.rerun_state.conditions import under, user_dispatch_modes
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
 from autockpt.policies.sentinels import WatchedTensor
-from autockpt.policies.slots import differs
+from autockpt.policies.slots import Empty, differs
 
 
 class Origin:
@@ -177,22 +177,14 @@ def _laid_out(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return base if geometry_of(base) == geometry else base.as_strided(*geometry)
 
 
-class RemadeSlot:
-    """Stands in an autograd graph for a tensor that will be made again; ``value`` is there until its use.
+class RemadeSlot(Empty):
+    """One for a tensor that will be made again by itself."""
 
-    ``entry``: where a sentinel compares it.
-    """
-
-    __slots__ = ("__weakref__", "entry", "geometry", "maker", "source", "value", "version")
+    __slots__ = ("geometry", "maker", "source")
 
     def __init__(self, maker: Maker, source: Origin, geometry: Geometry, entry: WatchedTensor | None = None) -> None:
-        self.entry = entry
+        super().__init__(entry)
         self.maker, self.source, self.geometry = maker, source, geometry
-        self.value: torch.Tensor | None = None
-        self.version = 0
-
-    def fill(self, value: torch.Tensor) -> None:
-        self.value, self.version = value, value._version
 
     def unpack(self) -> torch.Tensor:
         """Raises InPlaceError where something that it is made from was changed in place since."""

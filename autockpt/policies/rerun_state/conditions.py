@@ -17,8 +17,6 @@ from autockpt.errors import ConflictError
 from autockpt.policies.rerun_state.reach import is_library
 
 Place = tuple[str, int]
-_Autocast = tuple[bool, list[tuple[str, bool, torch.dtype]]]
-"""Whether casts of weights are cached; per kind of device whether autocast is on, and its type."""
 _CPU = torch.device("cpu")
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
@@ -30,15 +28,15 @@ class Conditions:
     Raises ConflictError while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_autocast", "_default_device", "_modes", "_places", "_random")
+    __slots__ = ("_casts", "_default_device", "_places", "_random")
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
         places = sorted({(device.type, device.index or 0) for device in elsewhere}) if elsewhere else ()
         self._places, self._random = places, _random_states(places)
-        self._autocast = _autocast_now(places)
+        kinds = dict.fromkeys(kind for kind, _ in places if torch.amp.is_autocast_available(kind))
+        self._casts = Casts("cpu", *kinds)
         self._default_device = _default_device()
-        self._modes = user_modes()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -49,10 +47,33 @@ class Conditions:
             stack.callback(now.put_back)
             if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
-            if self._autocast != _autocast_now(self._places):
-                cache, kinds = self._autocast
-                for kind, enabled, dtype in kinds:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
+            with self._casts.restored():
+                yield
+
+
+class Casts:
+    """Autocast of some kinds of devices, and the user's modes, when this was made."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds, self._modes = kinds, user_modes()
+        self._then = self._now()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether autocast was on."""
+        return any(enabled for _, enabled, _ in self._then[1])
+
+    def _now(self) -> tuple[bool, list[tuple[str, bool, torch.dtype]]]:
+        states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
+        return torch.is_autocast_cache_enabled(), states
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As then."""
+        cache, states = self._then
+        with ExitStack() as stack:
+            for kind, enabled, dtype in states if self._then != self._now() else ():
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
             with under(self._modes):
                 yield
 
@@ -101,12 +122,6 @@ def _random_states(places: Iterable[Place]) -> TorchStates:
             "read then",
             remedy="Use save for units inside of captured graphs.",
         ) from error
-
-
-def _autocast_now(places: Iterable[Place]) -> _Autocast:
-    kinds = ["cpu", *dict.fromkeys(kind for kind, _ in places if torch.amp.is_autocast_available(kind))]
-    states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return torch.is_autocast_cache_enabled(), states
 
 
 def _default_device() -> torch.device:
