@@ -21,14 +21,7 @@ from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.sentinels import CheckedCall
 from autockpt.policies.tape import Maker, Origin, Read, RemadeSlot, RerunOp
-from autockpt.policies.watching import (
-    Watching,
-    count_writes,
-    passes_by,
-    refuse_conditional,
-    refuse_mapping,
-    refuse_watching,
-)
+from autockpt.policies.watching import Watching, count_writes, passes_by, refuse_untupled, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
@@ -363,7 +356,8 @@ def running(tape: Tape) -> Iterator[None]:
                 yield
         finally:
             if taping.maps:
-                refuse_mapping(tape.unit)
-        refuse_conditional(taping.conditional, tape.unit)
+                refuse_untupled(tape.unit, "make torch's map return a tuple in place of a tensor")
+        if any(tensor.requires_grad for tensor in taping.conditional):
+            refuse_untupled(tape.unit, "leave torch.cond without a backward, as its functions return a tensor")
     finally:
         tape.running = False

@@ -23,13 +23,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
+from autockpt.policies.fingerprints import layout_of
 from autockpt.policies.replay import Replay
 from autockpt.policies.rerun_state.conditions import Conditions, user_dispatch_modes
+from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
 from autockpt.policies.user_checkpoint import hooks_in_force
 
-_Layout = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+_Layout = tuple[Any, ...]
 
 
 @contextmanager
@@ -277,9 +279,6 @@ class Recording:
 
 def _layout(tensor: torch.Tensor) -> _Layout | None:
     """What tells a plain tensor from every other that is alive; None for other kinds, which are simply kept."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) is not torch.Tensor or not place_of(tensor) or tensor.is_conj() or tensor.is_neg():
         return None
-    if tensor.is_inference():  # without a version
-        return None
-    address = tensor.untyped_storage()._cdata
-    return address, int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype
+    return None if tensor.is_inference() else (place_of(tensor), *layout_of(tensor))  # inference: without a version

@@ -38,11 +38,8 @@ class Region:
 
     end = begin
 
-    def __getstate__(self) -> dict[str, int]:
-        return {"size": self.size, "levels": self.levels}
-
-    def __setstate__(self, state: dict[str, int]) -> None:
-        self.__init__(**state)
+    def __reduce__(self) -> tuple[type[Region], tuple[int, int]]:
+        return Region, (self.size, self.levels)
 
     def enter(self, position: int, replay: Replay) -> Recording:
         """The pass that a unit's call belongs to.

@@ -37,24 +37,14 @@ def count_writes(func: Any, args: tuple[Any, ...]) -> None:
         torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
 
 
-def refuse_conditional(given: list[torch.Tensor], unit: str) -> None:
-    """Raise ConflictError where one of these results of ``torch.cond`` takes part in backward.
+def refuse_untupled(unit: str, what: str) -> None:
+    """Raise ConflictError for ``torch.cond`` or torch's ``map`` of functions that return a tensor, not a tuple.
 
-    Under a dispatch mode torch does not compile its functions first, and its backward takes only such as return tuples.
+    Under a dispatch mode torch does not compile these first: backward of the one takes only such as return tuples, and
+    the other hands out a tuple of one in a tensor's place.
     """
-    if any(tensor.requires_grad for tensor in given):
-        raise ConflictError(
-            f"watching the ops within {unit} would leave torch.cond without a backward, as its functions return a "
-            "tensor, not a tuple",
-            remedy=f"Let them return tuples, or use recompute, selective, offload or save on {unit}.",
-        )
-
-
-def refuse_mapping(unit: str) -> None:
-    """Raise ConflictError for torch's ``map`` of a function that returns a tensor: under a dispatch mode torch does not
-    compile it first, and hands out a tuple of one in its place."""
     raise ConflictError(
-        f"watching the ops within {unit} would make torch's map return a tuple in place of a tensor",
+        f"watching the ops within {unit} would {what}",
         remedy=f"Let its function return a tuple, or use recompute, selective or save on {unit}.",
     )
 

@@ -262,25 +262,21 @@ class Walk:
     def _names(self, home: dict[str, Any], names: tuple[str, ...], made: tuple[str, ...], step: int) -> None:
         """Globals that code names, each by itself, as other code names others; those of a module that it names, too.
         ``made``: such as it may make."""
-        self.nodes += [
-            Node(f"the global {key}", home, Global(key), {key: ABSENT})
-            for key in made
-            if key not in home and (id(home), key) not in self._homes
-        ]
-        self._homes.update((id(home), key) for key in made if key not in home)
-        imported = {key: found for key in names if type(found := sys.modules.get(key)) is types.ModuleType}
-        found = {key: home[key] if key in home else imported[key] for key in names if key in home or key in imported}
-        for key, value in found.items():
-            if type(value) is types.ModuleType:
-                if not _in_library(value.__name__) and (id(value), *names) not in self._homes:
-                    self._homes.add((id(value), *names))
-                    self._names(vars(value), names, made, step)
-            elif (id(home), key) not in self._homes and not (
-                issubclass(type(value), type) and _in_library(value.__module__)
-            ):
+        for key in names:
+            value = home.get(key, ABSENT)
+            module = sys.modules.get(key) if value is ABSENT else value
+            own = type(module) is types.ModuleType and not _in_library(module.__name__)
+            if own and (id(module), *names) not in self._homes:
+                self._homes.add((id(module), *names))
+                self._names(vars(module), names, made, step)
+            library = issubclass(type(value), type) and _in_library(value.__module__)
+            if type(value) is types.ModuleType or library or (value is ABSENT and key not in made):
+                continue
+            if (id(home), key) not in self._homes:
                 self._homes.add((id(home), key))
                 self.nodes.append(Node(f"the global {key}", home, Global(key), {key: value}))
-                self._open.append((f"the global {key}", value, step + 1, False))
+                if value is not ABSENT:
+                    self._open.append((f"the global {key}", value, step + 1, False))
 
 
 class _Known:
