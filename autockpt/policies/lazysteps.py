@@ -7,13 +7,13 @@ answers NotImplemented for what needs the logits themselves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from autockpt.policies.fingerprints import quietly
 from autockpt.policies.headcall import ChunkedLoss, CrossEntropy, Elementwise
 from autockpt.policies.rerun_state.conditions import Casts
 
@@ -21,32 +21,20 @@ if TYPE_CHECKING:
     from autockpt.policies.lazylogits import LazyLogits, LogitsSource
 
 
-def _view(source: LogitsSource, *shape: Any, **more: Any) -> Any:
+def _shaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """Another shape of the rows. In plain training it may share memory with the original, as here."""
-    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
-        shape = tuple(shape[0])
-    if more or not shape or not all(isinstance(n, int) for n in shape):
-        return NotImplemented
-    last, rows = shape[-1], source.hidden.shape[:-1].numel()
-    total = rows * source.vocabulary
-    if -1 in shape:
-        known = -math.prod(shape)
-        if shape.count(-1) != 1 or known <= 0 or total % known:
+
+    def apply(source: LogitsSource, *args: Any, **more: Any) -> Any:
+        try:
+            with quietly(), torch._C.DisableTorchFunction():
+                shape = function(torch.empty(source.shape, device="meta"), *args, **more).shape
+        except (RuntimeError, TypeError, IndexError):  # PyTorch says what is wrong of the logits themselves
             return NotImplemented
-        shape = tuple(total // known if n == -1 else n for n in shape)
-        last = shape[-1]
-    if last != source.vocabulary or math.prod(shape) != total:
-        return NotImplemented
-    return source.derive(hidden=source.hidden.reshape(*shape[:-1], source.hidden.shape[-1]))
+        if shape[-1:] != (source.vocabulary,):
+            return NotImplemented
+        return source.derive(hidden=source.hidden.reshape(*shape[:-1], source.hidden.shape[-1]))
 
-
-def _flatten(source: LogitsSource, start_dim: int = 0, end_dim: int = -1) -> Any:
-    dims = source.hidden.dim()
-    end = end_dim + dims if end_dim < 0 else end_dim
-    start = start_dim + dims if start_dim < 0 else start_dim
-    if not 0 <= start <= end < dims - 1:
-        return NotImplemented
-    return source.derive(hidden=source.hidden.flatten(start, end))
+    return apply
 
 
 def _without_options(step: Callable[[LogitsSource], Any]) -> Callable[..., Any]:
@@ -147,8 +135,8 @@ UNDERSTOOD: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.cross_entropy: _cross_entropy,
     _T.detach: _detached,
     torch.detach: _detached,
-    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
-    **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
+    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _shaped(torch.Tensor.reshape)),
+    **dict.fromkeys((_T.flatten, torch.flatten), _shaped(torch.flatten)),
     _T.contiguous: _without_options(lambda source: source.derive()),
     _T.__getitem__: _index,
     _T.float: _cast(torch.float32),
