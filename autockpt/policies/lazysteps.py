@@ -49,19 +49,17 @@ def _index(source: LogitsSource, index: Any) -> Any:
         if index.dim() > most.get(index.dtype, -1):
             return NotImplemented
         return source.derive(hidden=hidden[index])
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(type(p) in (int, slice) or p is Ellipsis for p in parts) or parts.count(Ellipsis) > 1:
+    if not all(type(p) in (int, slice, type(...)) for p in (index if isinstance(index, tuple) else (index,))):
         return NotImplemented
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        parts = (*parts[:at], *[slice(None)] * (hidden.dim() - len(parts) + 1), *parts[at + 1 :])
-    if len(parts) == hidden.dim():
-        if parts[-1] != slice(None):
-            return NotImplemented
-        parts = parts[:-1]
-    if len(parts) > hidden.dim() - 1:
+    sizes = source.vocabulary, source.vocabulary + 1
+    try:
+        with quietly(), torch._C.DisableTorchFunction():
+            left = [torch.empty((*hidden.shape[:-1], size), device="meta")[index].shape[-1:] for size in sizes]
+    except IndexError:
         return NotImplemented
-    rows = hidden[parts]
+    if left != [(size,) for size in sizes]:
+        return NotImplemented
+    rows = hidden[index]
     return source.derive(hidden=rows) if rows.dim() >= 2 else NotImplemented
 
 
