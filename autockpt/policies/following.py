@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
-from autockpt.policies.saved_outputs import Geometry, geometry_of
+from autockpt.policies.saved_outputs import geometry_of
 from autockpt.policies.score import (
     METADATA,
     PLAIN,
@@ -38,8 +38,8 @@ from autockpt.policies.score import (
     is_plain,
     leaves_of,
 )
-from autockpt.policies.sentinels import CheckedCall, WatchedTensor
-from autockpt.policies.tape import Maker, Origin, RemadeSlot
+from autockpt.policies.sentinels import CheckedCall
+from autockpt.policies.tape import Maker, RemadeSlot
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
 _WAYS = 16  # of one unit, by the forms of what it is given
@@ -50,29 +50,23 @@ class _Call(Maker):
     """What one call holds until backward. Its sources are put together at the first use of one: graphs without backward
     need none. From there on the slots alone have them."""
 
-    __slots__ = ("_score", "_slots", "held", "settled", "versions")
+    __slots__ = ("_score", "held", "settled", "slots", "versions")
 
     def __init__(self, unit: str, score: RecordedCall) -> None:
         super().__init__(unit)
         self._score = score
         self.held: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
-        self._slots: list[tuple[weakref.ref[RemadeSlot], weakref.ref[torch.UntypedStorage]]] = []
+        self.slots: list[tuple[weakref.ref[RemadeSlot], weakref.ref[torch.UntypedStorage]]] = []
         self.settled = False
 
     def hold(self, number: int, tensor: torch.Tensor) -> None:
         self.held[number] = held = tensor.detach()
         self.versions[number] = held._version
 
-    def slot(self, source: Origin, tensor: torch.Tensor, geometry: Geometry, entry: WatchedTensor | None) -> RemadeSlot:
-        """What stands for a tensor that a recorded call made as ``source``."""
-        slot = RemadeSlot(self, source, geometry, entry)
-        self._slots.append((weakref.ref(slot), weakref.ref(tensor.untyped_storage())))
-        return slot
-
     def waiting(self) -> list[tuple[RemadeSlot, torch.UntypedStorage | None]]:
         """The slots in graphs that are alive, and what they were dropped from."""
-        return [(slot, storage()) for ref, storage in self._slots if (slot := ref()) is not None]
+        return [(slot, storage()) for ref, storage in self.slots if (slot := ref()) is not None]
 
     def settle(self) -> None:
         with self.lock:
@@ -161,7 +155,9 @@ class Following(TorchFunctionMode):
             self.leave()
             return Kept(tensor, self._unit)
         entry = self._watch.packed(tensor) if self._watch is not None else None
-        return self._call.slot(source, tensor, geometry, entry)
+        slot = RemadeSlot(self._call, source, geometry, entry)
+        self._call.slots.append((weakref.ref(slot), weakref.ref(tensor.untyped_storage())))
+        return slot
 
     def leave(self) -> None:
         """The call does something else: what was dropped is made now, while all that it is made from is as it was.

@@ -30,9 +30,9 @@ class Empty:
 
     __slots__ = ("__weakref__", "entry", "value", "version")
 
-    def __init__(self, entry: WatchedTensor | None = None) -> None:
-        self.entry, self.version = entry, 0
-        self.value: torch.Tensor | None = None
+    entry: WatchedTensor | None
+    value: torch.Tensor | None
+    version: int
 
     @property
     def waits(self) -> bool:
@@ -49,7 +49,7 @@ class Slot(Empty):
     __slots__ = ("form", "maker")
 
     def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: WatchedTensor | None) -> None:
-        super().__init__(entry)
+        self.value, self.version, self.entry = None, 0, entry  # not by way of super: there are many
         self.maker, self.form = maker, (tensor.size(), tensor.dtype, tensor.device)
 
 

@@ -137,7 +137,8 @@ class RerunOp:
 
     def run(self, value: Callable[[Origin], torch.Tensor]) -> Any:
         """Its result; ``value`` gives tensors on the sources."""
-        args, kwargs = self._with(lambda read: _laid_out(value(read.source), read.geometry))
+        args = [_filled(arg, value) for arg in self.args]
+        kwargs = {name: _filled(arg, value) for name, arg in self.kwargs.items()}
         return self.func(*args, **kwargs)
 
     def makes(self, known: Container[Origin | None]) -> list[Origin]:
@@ -146,15 +147,13 @@ class RerunOp:
 
     def on(self, others: Mapping[Origin, Origin]) -> RerunOp:
         """The same op of another call, whose sources stand for those of this one."""
-        op = RerunOp(self.number, self.func, *self._with(lambda read: Read(others[read.source], read.geometry)))
+        args = [_exchanged(arg, others) for arg in self.args]
+        kwargs = {name: _exchanged(arg, others) for name, arg in self.kwargs.items()}
+        op = RerunOp(self.number, self.func, args, kwargs)
         for made in self.makes(others):
             others[made].op = op
             op.outputs.append(weakref.ref(others[made]))
         return op
-
-    def _with(self, value: Callable[[Read], Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Its arguments, with others in the place of tensors."""
-        return [_filled(arg, value) for arg in self.args], {k: _filled(arg, value) for k, arg in self.kwargs.items()}
 
 
 class Read:
@@ -166,10 +165,16 @@ class Read:
         self.source, self.geometry = source, geometry
 
 
-def _filled(arg: Any, value: Callable[[Read], Any]) -> Any:
+def _filled(arg: Any, value: Callable[[Origin], torch.Tensor]) -> Any:
     if type(arg) is Read:
-        return value(arg)
+        return _laid_out(value(arg.source), arg.geometry)
     return [_filled(part, value) for part in arg] if type(arg) is list else arg
+
+
+def _exchanged(arg: Any, others: Mapping[Origin, Origin]) -> Any:
+    if type(arg) is Read:
+        return Read(others[arg.source], arg.geometry)
+    return [_exchanged(part, others) for part in arg] if type(arg) is list else arg
 
 
 def _laid_out(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
@@ -183,7 +188,7 @@ class RemadeSlot(Empty):
     __slots__ = ("geometry", "maker", "source")
 
     def __init__(self, maker: Maker, source: Origin, geometry: Geometry, entry: WatchedTensor | None = None) -> None:
-        super().__init__(entry)
+        self.value, self.version, self.entry = None, 0, entry
         self.maker, self.source, self.geometry = maker, source, geometry
 
     def unpack(self) -> torch.Tensor:

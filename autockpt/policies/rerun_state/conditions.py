@@ -81,12 +81,12 @@ class Casts:
 def user_function_modes() -> list[Any]:
     """Modes in force that may change what functions compute, the outermost first: all but those of libraries, which
     look on."""
-    return _of_users(_get_current_function_mode_stack() if _function_modes() else ())
+    return _of_users(_get_current_function_mode_stack()) if _function_modes() else []
 
 
 def user_dispatch_modes() -> list[Any]:
     """The same of ops."""
-    return _of_users(_get_current_dispatch_mode_stack() if _dispatch_modes() else ())
+    return _of_users(_get_current_dispatch_mode_stack()) if _dispatch_modes() else []
 
 
 def user_modes() -> list[Any]:
@@ -95,7 +95,7 @@ def user_modes() -> list[Any]:
 
 
 def _of_users(modes: Sequence[Any]) -> list[Any]:
-    return [mode for mode in modes if not is_library(type(mode))] if modes else []
+    return [mode for mode in modes if not is_library(type(mode))]
 
 
 @contextmanager

@@ -93,7 +93,8 @@ class Node(NamedTuple):
 def changed_of(nodes: Sequence[Node]) -> list[Node]:
     """Those that are not as they were; whatever devices must be asked for that is read at once."""
     same = [node.kind.same(node.obj, node.taken) for node in nodes]
-    answers = iter(host_values([truth for truth in same if isinstance(truth, torch.Tensor)]))
+    truths = [truth for truth in same if isinstance(truth, torch.Tensor)]
+    answers = iter(host_values(truths) if truths else ())
     known = [next(answers) if isinstance(truth, torch.Tensor) else truth for truth in same]
     return [node for node, truth in zip(nodes, known, strict=True) if not truth]
 
