@@ -57,7 +57,7 @@ class FusedAdds:
 
     def __init__(self) -> None:
         self._product: int | None = None
-        self._call: tuple[int, int] = (0, 0)
+        self._call: list[tuple[int, int]] = []
 
     def reset(self) -> None:
         """Forget the last product."""
@@ -65,7 +65,7 @@ class FusedAdds:
 
     def product(self, storage: int) -> None:
         """A matrix product has been computed into ``storage``."""
-        self._product, self._call = storage, _calling_instruction()
+        self._product, self._call = storage, _calling_instructions()
 
     def in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any], storage: int | None) -> bool:
         """Whether an addition to a tensor in ``storage`` belongs to the operator that computed it."""
@@ -75,7 +75,7 @@ class FusedAdds:
         keeps_type = torch.promote_types(target.dtype, other.dtype) == target.dtype
         if not keeps_type or other.dim() > target.dim() or _under_a_mode():
             return False
-        return self._call == _calling_instruction()
+        return self._call == _calling_instructions()
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -106,10 +106,18 @@ def _under_a_mode() -> bool:
     return frame is not None and frame.f_code.co_name == "__torch_dispatch__"
 
 
-def _calling_instruction() -> tuple[int, int]:
-    """The Python frame and instruction from which PyTorch was called."""
-    frame = _caller()
-    return (0, 0) if frame is None else (id(frame), frame.f_lasti)
+def _calling_instructions() -> list[tuple[int, int]]:
+    """The Python instructions from which PyTorch was called: up to the second that is not in autockpt.
+
+    One would not do: a function mode, or a user's own helper, calls all that passes through it by the same instruction.
+    Nor would the frame itself, whose address is soon that of another.
+    """
+    frame, found, foreign = _caller(), list[tuple[int, int]](), 0
+    while frame is not None and foreign < 2:
+        found.append((id(frame.f_code), frame.f_lasti))
+        foreign += not frame.f_globals.get("__name__", "").startswith("autockpt.")
+        frame = frame.f_back
+    return found
 
 
 def _caller() -> FrameType | None:

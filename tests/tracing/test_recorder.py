@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -168,6 +169,30 @@ def product_and_bias(x: Tensor) -> Tensor:
     return by_operator.sum() + by_hand.sum()
 
 
+def call(function: Any, *args: Tensor) -> Tensor:
+    return function(*args)
+
+
+def product_and_bias_by_a_helper(x: Tensor) -> Tensor:
+    square, total = x.view(4, 4), x.sum()
+    for _ in range(3):  # the first frame of a helper may lie elsewhere than the second
+        product = call(torch.mm, square, square)
+        total = total * call(torch.add, product, square).sum()
+    return total
+
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def product_and_bias_under_a_mode(x: Tensor) -> Tensor:
+    square = x.view(4, 4)
+    with Passing():
+        by_operator = torch.nn.functional.linear(square.expand(2, 4, 4), square.expand(4, 4), square[0].clone())
+        return by_operator + (torch.mm(square, square) + square)
+
+
 def masked_attention(x: Tensor) -> Tensor:
     q = x.view(1, 1, 4, 4)
     mask = torch.zeros(4, 4)
@@ -175,7 +200,17 @@ def masked_attention(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "function", [branches, mixed_views, AddsInBackward.apply, product_and_bias, masked_attention, torch.var_mean]
+    "function",
+    [
+        branches,
+        mixed_views,
+        AddsInBackward.apply,
+        product_and_bias,
+        product_and_bias_by_a_helper,
+        product_and_bias_under_a_mode,
+        masked_attention,
+        torch.var_mean,
+    ],
 )
 def test_additions_are_in_place_exactly_where_a_plain_step_makes_them_so(function: Any) -> None:
     def step() -> None:
