@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from autockpt.schema.choices import Choice
@@ -76,18 +77,20 @@ def refine(
     offsets: Offsets | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
     faster: float = FASTER,
+    ahead: Callable[[Sequence[Plan]], None] | None = None,
 ) -> Refined:
     """The fastest plan that fits by the referee's count, with at most ``max_calls`` of its calls.
 
-    ``remembered`` maps plans (choices in unit order) to rulings, is consulted first and added to; share it between
-    calls for the same graph. Gains below a share ``faster`` of the step time are not looked for. Where the referee
-    passes no plan, the result is infeasible, holds the leanest plan seen and names its peak as ``smallest_peak``.
-    Raises ValueError for ``max_calls`` < 1.
+    ``ahead`` is told of several plans that the referee will probably be asked about, which can be looked at side by
+    side. ``remembered`` maps plans (choices in unit order) to rulings, is consulted first and added to; share it
+    between calls for the same graph. Gains below a share ``faster`` of the step time are not looked for. Where the
+    referee passes no plan, the result is infeasible, holds the leanest plan seen and names its peak as
+    ``smallest_peak``. Raises ValueError for ``max_calls`` < 1.
     """
     if max_calls < 1:
         raise ValueError(f"refine needs at least one referee call, got max_calls={max_calls}")
     memory = {} if remembered is None else remembered
-    search = _Refinement(problem, referee, solve, max_calls, dict(offsets or {}), memory, faster)
+    search = _Refinement(problem, referee, solve, max_calls, dict(offsets or {}), memory, faster, ahead or _at_once)
     settled = search.run()
     return search.result(settled)
 
@@ -101,6 +104,7 @@ class _Refinement:
     offsets: dict[Choice | None, Sequence[int]]
     remembered: MutableMapping[tuple[Choice, ...], Checked]
     faster: float
+    ahead: Callable[[Sequence[Plan]], None]
     calls: int = 0
     best: dict[str, Choice] | None = None
     leanest: dict[str, Choice] | None = None
@@ -126,6 +130,8 @@ class _Refinement:
     def _solve_until_settled(self) -> bool:
         """Solve under corrected bytes until the solver has nothing better to propose; False where calls ran out."""
         seen: set[tuple[Choice, ...]] = set()
+        weak: Offsets | None = None  # corrections under which the last plan was proposed that was refused
+        strong: Offsets | None = None  # and the last that fits
         for _ in range(ROUNDS_PER_CALL * self.limit):
             proposal = solved(self._within_host(), self.offsets, self.solve)
             self.method, self.gap = proposal.method, proposal.gap
@@ -140,6 +146,12 @@ class _Refinement:
             if key in seen and (fits or not proposal.feasible):
                 return True
             seen.add(key)
+            if fits:
+                strong = dict(self.offsets)
+            elif proposal.feasible:
+                weak = dict(self.offsets)
+            if weak is not None and strong is not None and self.error > self._slack:
+                return self._solve_between(weak, strong)
             if not fits and proposal.feasible:
                 # the stronger of the two corrections puts every plan refused so far out of reach
                 known = self._offsets(proposal.choices)
@@ -148,6 +160,32 @@ class _Refinement:
             if not self._fits_host(ruling):
                 self.host_offset = max(self.host_offset, self._host_excess(proposal.choices, ruling))
         return False
+
+    def _solve_between(self, weak: Offsets, strong: Offsets) -> bool:
+        """Solve under corrections between those of a plan that was refused and those of one that fits.
+
+        Where the model misses by much, what one plan shows is often wrong for the next, and they would jump between too
+        large and far too small. Two corrections at a time, as their plans can be looked at side by side. False where
+        calls ran out.
+        """
+        for _ in range(self.limit):
+            between = [(at, solved(self._within_host(), at, self.solve)) for at in _thirds(weak, strong)]
+            better = [(at, found.choices) for at, found in between if found.feasible and self._is_better(found.seconds)]
+            if not better:
+                break
+            self.ahead([plan for _, plan in better])
+            for at, plan in better:
+                ruling = self._ask(plan)
+                if ruling is None:
+                    return False
+                if self._note(plan, ruling):
+                    strong = at
+                    break
+                weak = at
+            else:
+                strong = between[1][0] if len(better) == 1 else strong
+        self.offsets = dict(strong)
+        return True
 
     def _offsets(self, plan: Plan) -> Sequence[int]:
         """What rulings on plans with the same head taught about the points' bytes."""
@@ -182,6 +220,14 @@ class _Refinement:
         self.error = abs(ruling.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
         return ruling
 
+    @property
+    def _slack(self) -> int:
+        """Bytes that do not matter much."""
+        return int(SLACK_SHARE * abs(self.problem.budget))
+
+    def _is_better(self, seconds: float) -> bool:
+        return self.best is None or self._is_faster(seconds)
+
     def _is_faster(self, seconds: float) -> bool:
         """Whether that is less than the best plan takes, by as much as is worth a call."""
         assert self.best is not None
@@ -207,7 +253,10 @@ class _Refinement:
         head = _head(self.problem, self.best)
         self.offsets[head] = self._observed(self.best, self._ruling(self.best))
         before = self.best
-        for plan in self._changes():
+        changes = self._changes()
+        for number, plan in enumerate(changes):
+            if number % 2 == 0:
+                self.ahead(changes[number : number + 2])
             ruling = self._ask(plan)
             if ruling is None:
                 return None
@@ -226,7 +275,7 @@ class _Refinement:
         assert self.best is not None
         picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
         ledger = PointBytes(shifted(self.problem, self._offsets(self.best)), picks)
-        ceiling = self.problem.budget + min(self.error, int(SLACK_SHARE * abs(self.problem.budget)))
+        ceiling = self.problem.budget + min(self.error, self._slack)
         host = self._ruling(self.best).host_bytes
         host_room = None if self.problem.host_budget is None else self.problem.host_budget - host
         kinds: dict[tuple[object, int, int], tuple[int, int, float]] = {}
@@ -302,6 +351,19 @@ def solved(problem: Problem, offsets: Offsets, solve: Solver = exact) -> Assignm
         units = (*others, head.model_copy(update={"options": (option,)}))
         answers.append(solve(shifted(problem.model_copy(update={"units": units}), offsets.get(option.choice, ()))))
     return min(answers, key=lambda a: (not a.feasible, a.seconds if a.feasible else a.peak))
+
+
+def _thirds(weak: Offsets, strong: Offsets) -> list[Offsets]:
+    """The two corrections that divide the way from one to the other into equal parts."""
+    ways = {
+        head: list(zip_longest(weak.get(head, ()), strong.get(head, ()), fillvalue=0))
+        for head in weak.keys() | strong.keys()
+    }
+    return [{head: [a + (b - a) * n // 3 for a, b in way] for head, way in ways.items()} for n in (1, 2)]
+
+
+def _at_once(plans: Sequence[Plan]) -> None:
+    """Nothing is done ahead."""
 
 
 def _head(problem: Problem, plan: Plan) -> Choice | None:

@@ -8,14 +8,15 @@ ever. The first ones, because what a segment makes again is alive in backward wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Segment
 from autockpt.schema.problem import Option, Problem, UnitOptions, option_of
 from autockpt.solvers.exact import exact
-from autockpt.solvers.refine import FASTER, Checked, Checker, Offsets, Refined, refine, solved
+from autockpt.solvers.refine import FASTER, Checked, Checker, Offsets, Plan, Refined, refine, solved
 
 SIZES = (2, 3, 4, 6, 8, 12)
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)  # of the units that may be in segments
@@ -86,6 +87,7 @@ def refine_segmented(
     offsets: Offsets | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
     faster: float = FASTER,
+    ahead: Callable[[Sequence[Plan]], None] | None = None,
 ) -> Refined:
     """``refine``, and where the numbers say that segments are worth it, once more with these: the better of the two.
 
@@ -93,7 +95,8 @@ def refine_segmented(
     ``CALLS`` more plans go to it.
     ``offsets`` are taken and given as by ``refine``: for the problem without segments.
     """
-    plain = refine(problem, referee, max_calls=max_calls, offsets=offsets, remembered=remembered, faster=faster)
+    asking = partial(refine, referee=referee, remembered=remembered, faster=faster, ahead=ahead)
+    plain = asking(problem, max_calls=max_calls, offsets=offsets)
     if segments is None:
         return plain
     found = list(segments.problems(problem))
@@ -101,7 +104,7 @@ def refine_segmented(
         leanest = min(found, key=lambda asked: exact(asked.model_copy(update={"budget": 0})).peak, default=None)
         if leanest is None:
             return plain
-        lean = refine(leanest, referee, max_calls=max_calls, remembered=remembered, faster=faster)
+        lean = asking(leanest, max_calls=max_calls)
         plain = replace(lean, offsets=plain.offsets) if lean.feasible else plain
     worth = max(WORTH, faster) * abs(problem.base_seconds)
     ceiling = least = plain.assignment.seconds - worth if plain.feasible else math.inf
@@ -113,6 +116,5 @@ def refine_segmented(
                 best, ceiling = asked, answer.seconds
     if best is None:
         return plain
-    calls = min(CALLS, max_calls)
-    again = refine(best, referee, max_calls=calls, offsets=plain.offsets, remembered=remembered, faster=faster)
+    again = asking(best, max_calls=min(CALLS, max_calls), offsets=plain.offsets)
     return replace(again, offsets=plain.offsets) if again.feasible and again.assignment.seconds < least else plain

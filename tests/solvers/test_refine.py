@@ -130,3 +130,21 @@ def test_another_solver_and_too_few_calls():
     assert hasty.calls == 1 and not hasty.settled
     with pytest.raises(ValueError, match="max_calls"):
         refine(problem, referee, max_calls=0)
+
+
+def test_where_the_model_misses_to_both_sides_plans_in_between_are_tried_two_at_a_time():
+    problem = transformer(32, 6, seed=1, share=0.8)
+    referee = Checker(problem, [0] * len(problem.points))
+    announced: list[list] = []
+
+    def torn(choices) -> Checked:
+        """Plans that save in many places tear memory into pieces, the others need less than the model says."""
+        saving = sum(option_of(unit, choices[unit.name]) == unit.options[0] for unit in problem.units)
+        extra = int(problem.budget * (0.08 if saving > 8 else -0.06))
+        ruling = referee(choices)
+        return Checked(ruling.peak_bytes + extra, [value + extra for value in ruling.point_bytes or ()])
+
+    refined = refine(problem, torn, max_calls=8, faster=1e-3, ahead=lambda plans: announced.append([*plans]))
+    assert refined.feasible and refined.assignment.seconds < 0.04 * problem.base_seconds  # 0.053 by jumping
+    assert max(map(len, announced)) == 2
+    assert all(plan in referee.seen for plans in announced for plan in plans[:1])

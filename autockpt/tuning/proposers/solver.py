@@ -253,6 +253,7 @@ class SolverProposer(Proposer):
             remembered=self.rulings,
             calls=calls or self.calls,
             faster=self.target.worthwhile,
+            ahead=self.profiled.predictor.ahead,
         )
 
     def _seeds(self) -> list[Parameters]:
@@ -333,18 +334,20 @@ def from_knobs(
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
     calls: int = REFEREE_CALLS,
     faster: float = FASTER,
+    ahead: Callable[[Sequence[Mapping[str, Choice]]], None] | None = None,
 ) -> Candidate:
     """The solver's plan under these knobs, refined until its ghost run fits ``budget``.
 
     ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them. ``remembered``
     holds the rulings of earlier calls; at most ``calls`` new ones are asked for,
-    for plans that are faster by a share ``faster`` of the step.
+    for plans that are faster by a share ``faster`` of the step. ``ahead`` as for ``refine``.
     """
     kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
     prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
     free = int(budget * float(parameters.get("margin", 0.0)))
     problem = make_problem(prices, free)
-    refined = refine_segmented(problem, referee, segments, max_calls=calls, remembered=remembered, faster=faster)
+    asked = {"max_calls": calls, "remembered": remembered, "faster": faster, "ahead": ahead}
+    refined = refine_segmented(problem, referee, segments, **asked)
     fits_host = problem.host_budget is None or refined.ruling.host_bytes <= problem.host_budget
     return Candidate(dict(refined.choices), fits=fits_host and refined.ruling.peak_bytes <= problem.budget + free)
 
