@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -13,18 +13,17 @@ from autockpt.schema.choices import Choice
 from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
 
 MOST = 4
-WORTH = 0.5  # seconds of ghost runs from which on a further process is started for them; it takes about as long
+WORTH = 0.2  # seconds of ghost runs from which on a further process is forked for them
 
 _Key = tuple[tuple[str, Choice], ...]
 
 
 class Crew:
-    """Answers as one process would. Up to ``most`` are started where there is enough to do ``ahead``, and a core for
-    each; one that dies is done without, but for the first."""
+    """Answers as ``first`` would. Up to ``most`` are forked from it where there is enough to do ``ahead``, and a core
+    for each; one that dies is done without, but for the first."""
 
-    def __init__(self, start: Callable[[], GhostProcess], most: int = MOST) -> None:
-        self._start, self._most = start, most
-        first = start()
+    def __init__(self, first: GhostProcess, most: int = MOST) -> None:
+        self._first, self._most = first, most
         self._processes = [first]
         self._waiting: dict[_Key, Mapping[str, Choice]] = {}
         self._busy: dict[GhostProcess, _Key] = {}
@@ -38,10 +37,9 @@ class Crew:
         self._done.clear()
         worth = can_fork() and len(self._waiting) * self._seconds >= WORTH
         size = min(self._most, len(self._waiting), len(os.sched_getaffinity(0))) if worth else 1
-        while len(self._processes) < size:
-            self._hand_out()  # those that are there work meanwhile
+        while len(self._processes) < size and self._first not in self._busy:
             try:
-                self._processes.append(self._start())
+                self._processes.append(self._first.fork_again())
             except (AutockptError, NotForkable, OSError):
                 break
         if len(self._processes) == 1:
@@ -96,7 +94,7 @@ class Crew:
                 self._failed(process, key, error)
 
     def _failed(self, process: GhostProcess, key: _Key, error: AutockptError) -> None:
-        if process.connection.closed and process is not self._processes[0]:
+        if process.connection.closed and process is not self._first:
             self._processes.remove(process)
             process.close()
         else:

@@ -13,6 +13,7 @@ import importlib
 import mmap
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -21,8 +22,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import IO, Any
 
 import torch
@@ -39,6 +42,8 @@ from autockpt.workload.configs import quiet
 from autockpt.workload.failures import summary
 
 ALIVE, READY, DONE, FAILED = "alive", "ready", "done", "failed"
+FORK = "fork"
+Build = tuple[WorkloadSpec, torch.device, Capability | None]  # what ``TracedRun.build`` is given
 
 
 def serve(
@@ -52,16 +57,61 @@ def serve(
     """
     known = set(sys.modules)
     _be_a_child()
+    run = _run(source, threads, note)
     try:
-        _check_autograd()
-        connection.send((ALIVE,))
-        run = _run(source, threads, note)
-        if _answer(connection, lambda: _prepared(run, prepare, known)):
-            while True:
-                verb, arguments = connection.recv()
-                _answer(connection, lambda v=verb, a=arguments: (DONE, getattr(run, v)(**a)))
+        while _is_ready(connection, run, prepare, known):
+            connection, build = _answer_until_forked(connection, run, note)
+            if build is None:
+                prepare = _as_it_is
+            else:
+                run, prepare = _run(source, threads, note), partial(_build, build)
     except (EOFError, OSError, KeyboardInterrupt):
         return
+
+
+def _is_ready(connection: Connection, run: TracedRun, prepare: Callable[[TracedRun], None], known: set[str]) -> bool:
+    _check_autograd()
+    connection.send((ALIVE,))
+    return _answer(connection, lambda: _prepared(run, prepare, known))
+
+
+def _answer_until_forked(connection: Connection, run: TracedRun, note: Note) -> tuple[Connection, Build | None]:
+    """Answer requests; returns in processes that are forked here, with the connection that they go on with.
+
+    Those hold the same workload, as it is after all that was asked so far, or are to build another one.
+    """
+    forked: list[int] = []
+    try:
+        while True:
+            verb, arguments = connection.recv()
+            forked = [pid for pid in forked if _wait(pid, 0.0) is None]
+            if verb != FORK:
+                _answer(connection, lambda v=verb, a=arguments: (DONE, getattr(run, v)(**a)))
+                continue
+            theirs, page, log = (recv_handle(connection) for _ in range(3))
+            pid = os.fork()
+            if not pid:
+                break
+            for descriptor in (theirs, page, log):
+                os.close(descriptor)
+            forked.append(pid)
+            connection.send((DONE, pid))
+    finally:
+        for pid in forked:
+            _wait(pid, 0.1)
+    connection.close()
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    note.use(page)
+    return Connection(theirs), arguments["build"]
+
+
+def _as_it_is(run: TracedRun) -> None:
+    """The run has its workload."""
+
+
+def _build(build: Build, run: TracedRun) -> None:
+    run.build(*build)
 
 
 def main(socket: int, note: int, log: int) -> None:
@@ -148,6 +198,10 @@ class Note:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the note
             self._file.truncate(_OP + _PLACE)
             fd = self._file.fileno()
+        self.use(fd)
+
+    def use(self, fd: int) -> None:
+        """Write to another page from now on."""
         self.fd = fd
         self._page = mmap.mmap(fd, _OP + _PLACE)
 
@@ -190,16 +244,19 @@ class GhostProcess:
     Its death, whatever the cause, is a GhostError that says at which op. An interrupt while it works ends it.
     """
 
-    def __init__(self, start: Callable[[Connection, Note, IO[bytes]], int], first: bytes | None = None) -> None:
+    def __init__(
+        self, start: Callable[[Connection, Note, IO[bytes]], int], first: bytes | None = None, *, own: bool = True
+    ) -> None:
         self._note = Note()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         self.connection, theirs = Pipe()
         _open_ends.add(self.connection)
         try:
             self._pid = start(theirs, self._note, self._log)
+            self._life = _Life(self._pid, own)
         finally:
             theirs.close()
-        self._end = weakref.finalize(self, _end, os.getpid(), self._pid, self.connection)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._life, self.connection)
         try:
             if first is not None:
                 self.connection.send_bytes(first)
@@ -257,6 +314,20 @@ class GhostProcess:
 
         return cls(start, pickle.dumps((source, torch.get_num_threads(), spec, device, capability)))
 
+    def fork_again(self, build: Build | None = None) -> GhostProcess:
+        """A process forked from this one, which must have nothing to do: with its workload, or to ``build`` another.
+
+        What this one has imported, built and learnt is there already. Raises NotForkable, or what building raises.
+        """
+
+        def start(theirs: Connection, note: Note, log: IO[bytes]) -> int:
+            self.send(FORK, build=build)
+            for descriptor in (theirs.fileno(), note.fd, log.fileno()):
+                send_handle(self.connection, descriptor, self._pid)
+            return self.receive()
+
+        return GhostProcess(start, own=False)
+
     def send(self, verb: str, **arguments: Any) -> None:
         """Let the child begin with a GhostRun's method. Raises GhostError where the child died."""
         if self.connection.closed:
@@ -303,11 +374,10 @@ class GhostProcess:
         """What is known about why the child is gone."""
         where = self._note.read()
         tail = self._last_words()
-        status = _wait(self._pid, 5.0)
+        code = self._life.ended(5.0)
         self._end()
-        if status is None:
+        if code is None:
             return GhostError(f"the tracer's process does not answer any more, {where}", remedy=_REMEDY)
-        code = os.waitstatus_to_exitcode(status)
         if code in (-signal.SIGSEGV, -signal.SIGBUS):
             return GhostError(f"a kernel slipped through and touched ghost memory, {where}", remedy=_REMEDY)
         if code == -signal.SIGKILL:
@@ -363,12 +433,43 @@ def _wait(pid: int, seconds: float) -> int | None:
         time.sleep(0.005)
 
 
-def _end(owner: int, pid: int, connection: Connection) -> None:
+class _Life:
+    """Whether a process still runs: one that this process forked itself (``own``), or that a child of it did.
+
+    Raises NotForkable where the system has no handles for processes of others.
+    """
+
+    def __init__(self, pid: int, own: bool) -> None:
+        self._pid, self._handle = pid, None
+        if not own:
+            try:
+                self._handle = os.pidfd_open(pid)
+            except (AttributeError, OSError) as error:
+                raise NotForkable(f"no handle for a process: {error}") from None
+            weakref.finalize(self, os.close, self._handle)
+
+    def ended(self, seconds: float) -> int | None:
+        """Its exit code (0 for another's child), negative for a signal; None where it does not end within the time."""
+        if self._handle is not None:
+            poll = select.poll()
+            poll.register(self._handle, select.POLLIN)
+            return 0 if poll.poll(seconds * 1000) else None
+        status = _wait(self._pid, seconds)
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._handle is None:
+                os.kill(self._pid, signal.SIGKILL)
+            else:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+
+def _end(owner: int, life: _Life, connection: Connection) -> None:
     """Close the connection, which ends an idle child; kill it where that is not enough."""
     if os.getpid() != owner:
         return  # a fork of the owner: the child is not ours
     connection.close()
-    if _wait(pid, 0.2) is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        _wait(pid, 5.0)
+    if life.ended(0.2) is None:
+        life.kill()
+        life.ended(5.0)

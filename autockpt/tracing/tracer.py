@@ -177,12 +177,12 @@ def _ghost_or_recorded(
     most: int = 1,
 ) -> Tracer:
     try:
-        return Tracer(Crew(lambda: start("ghost"), most), notes, view)
+        return Tracer(Crew(start("ghost"), most), notes, view)
     except GhostError as error:
         if not fallback:
             raise
         why = error.message
-    return Tracer(Crew(lambda: start("recorded"), 1), (f"A real step on the CPU was recorded, because {why}.",), view)
+    return Tracer(Crew(start("recorded"), 1), (f"A real step on the CPU was recorded, because {why}.",), view)
 
 
 _frozen = False  # whether objects were seen frozen by somebody else; to count them takes a while
