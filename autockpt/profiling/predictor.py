@@ -149,10 +149,12 @@ def torch_device(hardware: Hardware) -> torch.device:
         ) from None
 
 
-def tracer_for(hardware: Hardware, spec: WorkloadSpec, *, fallback: bool = True) -> Tracer:
+def tracer_for(
+    hardware: Hardware, spec: WorkloadSpec, *, fallback: bool = True, beside: Tracer | None = None
+) -> Tracer:
     """A tracer of the workload with the kernels of the hardware, whose graphs are as its memory sees them.
 
-    Raises what ``Tracer.from_spec`` does.
+    ``fallback`` and ``beside`` as for ``Tracer.from_spec``. Raises what ``Tracer.from_spec`` does.
     """
     return Tracer.from_spec(
         spec,
@@ -160,6 +162,7 @@ def tracer_for(hardware: Hardware, spec: WorkloadSpec, *, fallback: bool = True)
         capability=capability_of(hardware),
         fallback=fallback,
         view=lambda graph: as_seen_by(hardware, graph, spec),
+        beside=beside,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from autockpt.errors import AutockptError
 from autockpt.schema.choices import Choice
-from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
+from autockpt.tracing.process import Build, GhostProcess, NotForkable, can_fork
 
 MOST = 4
 WORTH = 0.2  # seconds of ghost runs from which on a further process is forked for them
@@ -30,6 +30,15 @@ class Crew:
         self._done: dict[_Key, Any] = {}
         self._seconds = 0.0  # of the last ghost run that was waited for
         self.units, self.head, self.settings, self.notes = first.units, first.head, first.settings, first.notes
+
+    def with_another(self, build: Build) -> Crew:
+        """One whose first process is forked from this one's to ``build`` another workload, which takes a while.
+
+        This one begins with its plain step meanwhile. Raises NotForkable, or what building raises.
+        """
+        if self._most == 1 or self._first in self._busy:
+            raise NotForkable("it is not for ghost runs, or has something to do")
+        return Crew(self._first.fork_again(build, meanwhile=lambda: self.ahead([{}])), self._most)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Begin with plans that ``trace`` will be asked for, in about this order."""
@@ -65,7 +74,7 @@ class Crew:
 
     def close(self) -> None:
         """End all processes. Idempotent."""
-        for process in self._processes:
+        for process in reversed(self._processes):  # the first waits for those that were forked from it
             process.close()
 
     def _hand_out(self) -> None:

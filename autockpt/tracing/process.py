@@ -245,7 +245,12 @@ class GhostProcess:
     """
 
     def __init__(
-        self, start: Callable[[Connection, Note, IO[bytes]], int], first: bytes | None = None, *, own: bool = True
+        self,
+        start: Callable[[Connection, Note, IO[bytes]], int],
+        first: bytes | None = None,
+        *,
+        own: bool = True,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._note = Note()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
@@ -261,6 +266,8 @@ class GhostProcess:
             if first is not None:
                 self.connection.send_bytes(first)
             self._await_alive()
+            if meanwhile is not None:
+                meanwhile()
             self.units, self.head, self.settings, self.notes, imported = self._receive(READY)
             _imported_by_children.update(dict.fromkeys(n for n in imported if n.startswith(_LARGE)))
         except BaseException:
@@ -268,8 +275,13 @@ class GhostProcess:
             raise
 
     @classmethod
-    def fork(cls, source: Source, prepare: Callable[[TracedRun], None]) -> GhostProcess:
-        """A copy of this process in which ``prepare`` sets up the run. Raises NotForkable."""
+    def fork(
+        cls, source: Source, prepare: Callable[[TracedRun], None], meanwhile: Callable[[], None] | None = None
+    ) -> GhostProcess:
+        """A copy of this process in which ``prepare`` sets up the run, while this one does ``meanwhile``.
+
+        Raises NotForkable.
+        """
         if not can_fork():
             raise NotForkable("an accelerator is in use")
         _import_for_children()
@@ -293,7 +305,7 @@ class GhostProcess:
             finally:
                 os._exit(0)
 
-        return cls(start)
+        return cls(start, meanwhile=meanwhile)
 
     @classmethod
     def spawn(
@@ -314,10 +326,11 @@ class GhostProcess:
 
         return cls(start, pickle.dumps((source, torch.get_num_threads(), spec, device, capability)))
 
-    def fork_again(self, build: Build | None = None) -> GhostProcess:
+    def fork_again(self, build: Build | None = None, meanwhile: Callable[[], None] | None = None) -> GhostProcess:
         """A process forked from this one, which must have nothing to do: with its workload, or to ``build`` another.
 
-        What this one has imported, built and learnt is there already. Raises NotForkable, or what building raises.
+        What this one has imported, built and learnt is there already. ``meanwhile`` is done while it builds. Raises
+        NotForkable, or what building raises.
         """
 
         def start(theirs: Connection, note: Note, log: IO[bytes]) -> int:
@@ -326,7 +339,7 @@ class GhostProcess:
                 send_handle(self.connection, descriptor, self._pid)
             return self.receive()
 
-        return GhostProcess(start, own=False)
+        return GhostProcess(start, own=False, meanwhile=meanwhile)
 
     def send(self, verb: str, **arguments: Any) -> None:
         """Let the child begin with a GhostRun's method. Raises GhostError where the child died."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,13 +73,15 @@ class Tracer:
         capability: Capability | None = None,
         fallback: bool = True,
         view: Callable[[Graph], Graph] | None = None,
+        beside: Tracer | None = None,
     ) -> Tracer:
         """Build the workload of ``spec`` out of ghosts, as it would run on ``device``; no weights, no memory.
 
         For ``device="cuda"`` the step takes CUDA's kernels (attention, dropout, `foreach` optimizers) as a GPU of
         compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. What only
         simulated hardware can follow (``shard``, …) is left to ``profiling.as_seen_by``, which may be the ``view`` that
-        every graph passes through.
+        every graph passes through. ``beside`` is a tracer of a similar workload, whose process has imported what this
+        takes already; it begins with its own plain step meanwhile.
 
         With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process. Raises
         WorkloadError or UsageError where the spec cannot be built or its step fails, GhostError where it cannot be
@@ -91,6 +93,9 @@ class Tracer:
             capability = capability_of(target)  # here: the child sees no GPU
             if capability is None and torch.cuda.device_count():
                 notes = (_ASSUMED_CAPABILITY,)
+        if beside is not None and isinstance(beside._backend, Crew):
+            with suppress(NotForkable, OSError):
+                return cls(beside._backend.with_another((spec, target, capability)), notes, view)
         return _ghost_or_recorded(
             lambda source: _start(source, spec, target, capability), fallback, view, notes, MOST if can_fork() else 1
         )
@@ -155,10 +160,8 @@ def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph
 
 
 def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None) -> GhostProcess:
-    if can_fork():
-        preload(spec)
     try:
-        return GhostProcess.fork(source, lambda run: run.build(spec, device, capability))
+        return GhostProcess.fork(source, lambda run: run.build(spec, device, capability), lambda: preload(spec))
     except NotForkable:
         pass
     try:

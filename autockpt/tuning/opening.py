@@ -36,7 +36,7 @@ from autockpt.schema import (
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.request import Listener, Silence
 from autockpt.tracing import Tracer
-from autockpt.tuning.targets.shallow_twin import DEEP, open_twin, transplanted
+from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
 
 CHUNKS = (256, 1024, 4096)
 """Tokens of a chunk, where head and loss run in chunks: fewer hold fewer logits, more keep a device busier."""
@@ -112,12 +112,11 @@ def traced_for(
 
     ``more`` as for ``traced``.
     """
-    if len(blocks_of(tracer)) >= DEEP:
-        base = tracer.trace()
-        twin = open_twin(stack, spec, tracer, base, hardware)
-        if twin is not None:
-            with suppress(AutockptError):
-                return replace(traced(twin, space, **more), tracer=tracer, twin=twin, base=base)
+    opened = open_twin(stack, spec, tracer, hardware)
+    if opened is not None:
+        twin, base = opened
+        with suppress(AutockptError):
+            return replace(traced(twin, space, **more), tracer=tracer, twin=twin, base=base)
     return traced(tracer, space, **more)
 
 

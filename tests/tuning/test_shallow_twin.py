@@ -56,8 +56,10 @@ def test_the_menus_are_those_of_the_whole_model(model: str, lora: int | None, bl
         tracer = stack.enter_context(tracer_for(card, spec))
         whole_blocks = [u for u in tracer.units if u.role == "block"]
         whole = uniform_graphs(tracer, whole_blocks, space.choices)
-        twin = depth.open_twin(stack, spec, tracer, whole["save"][1], card)
-        assert twin is not None
+        opened = depth.open_twin(stack, spec, tracer, card)
+        assert opened is not None
+        twin, base = opened
+        assert base == whole["save"][1]
         small_blocks = [u for u in twin.units if u.role == "block"]
         assert len(small_blocks) == blocks
         small = uniform_graphs(twin, small_blocks, space.choices)
@@ -82,8 +84,7 @@ def test_shallow_models_have_no_twin() -> None:
     small = WorkloadSpec(model="llama-tiny")
     with ExitStack() as stack:
         tracer = stack.enter_context(Tracer.from_spec(small))
-        base = tracer.trace()
-        assert depth.open_twin(stack, small, tracer, base, load_hardware("cpu")) is None
+        assert depth.open_twin(stack, small, tracer, load_hardware("cpu")) is None
 
 
 def test_deeper_models_get_fewer_ghost_runs_per_candidate() -> None:

@@ -27,26 +27,26 @@ OPS_PER_CANDIDATE = 120_000  # ghost-run for one candidate: fewer ghost runs of 
 FEWEST_CALLS, MOST_CALLS = 6, 8
 
 
-def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, base: Graph, hardware: Hardware) -> Tracer | None:
-    """A tracer of the shallow twin, kept open by ``stack``; None where the model has no such twin.
+def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Hardware) -> tuple[Tracer, Graph] | None:
+    """A tracer of the shallow twin, kept open by ``stack``, and the whole model's ghost run with every unit on save.
 
-    ``base`` is the ghost run of the whole model with every unit on save.
+    None where the model has no such twin.
     """
-    blocks = base.blocks()
-    if len(blocks) < DEEP or base.source != "ghost":
+    blocks = [unit for unit in tracer.units if unit.role == "block"]
+    if len(blocks) < DEEP:
         return None
     folder = Path(stack.enter_context(ScratchFolder()))
     twin = shallow_twin(spec, tracer.settings, TWIN_BLOCKS, folder)
     if twin is None:
         return None
     try:
-        small = stack.enter_context(tracer_for(hardware, twin, fallback=False))
-        alike = small.trace()
-        if len(alike.blocks()) >= len(blocks) or _matching(alike, base) is None:
-            return None
-        return small
+        small = stack.enter_context(tracer_for(hardware, twin, fallback=False, beside=tracer))
+        base, alike = tracer.trace(), small.trace()
     except AutockptError:
         return None
+    if base.source != "ghost" or len(alike.blocks()) >= len(blocks) or _matching(alike, base) is None:
+        return None
+    return small, base
 
 
 def transplanted(small: CostModel, base: Graph, traces: Traces, needs: MemoryModel | None = None) -> CostModel:
