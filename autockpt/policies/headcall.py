@@ -269,11 +269,11 @@ class ChunkedLoss(torch.autograd.Function):
                 inputs = [part, *trained] if wants_hidden else trained
                 with casts.restored():
                     found = list(torch.autograd.grad(losses, inputs, gradient[rows], allow_unused=True))
-                if wants_hidden and (some := found.pop(0)) is not None:
-                    of_hidden[rows] = some
-                for i, more in enumerate(found):
-                    sums[i] = _added(sums[i], more, alone=len(chunks) == 1)
-                del losses, found
+                if wants_hidden and found[0] is not None:
+                    of_hidden[rows] = found[0]
+                pairs = zip(sums, found[1:] if wants_hidden else found, strict=True)
+                sums = [_added(total, more, alone=len(chunks) == 1) for total, more in pairs]
+                del losses, found, pairs  # before the next chunk's are made
         results = iter(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
         return None, of_hidden if wants_hidden else None, None, *(next(results) if w else None for w in wants)
 
