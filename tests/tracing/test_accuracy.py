@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, parse_choice
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Remake, parse_choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
@@ -55,15 +55,17 @@ def trace(spec: WorkloadSpec) -> Graph:
 def test_small_transformers_plain_and_with_every_choice(model: str) -> None:
     spec = WorkloadSpec(model=model)
     with Tracer.from_spec(spec, fallback=False) as tracer:
-        plans = {}, uniform(RECOMPUTE, tracer.units), mixed(tracer.units)
+        remade = uniform(Remake(keep=("**",)), tracer.units)
+        plans = {}, uniform(RECOMPUTE, tracer.units), mixed(tracer.units), remade
         graphs = [tracer.trace(plan) for plan in plans]
     workload = build(spec)
     assert_saves_the_same(graphs[0], workload)
-    plain, recompute, moved = (Real(workload, plan) for plan in plans)
+    plain, recompute, moved, remake = (Real(workload, plan) for plan in plans)
     assert_same(graphs[0], plain)
     assert additions(graphs[0]) == (plain.counts["add_"], plain.counts["add"])
     assert_same(graphs[1], recompute)
     assert_same_bytes(graphs[2], moved)  # real copies are ops, ghostly ones are not
+    assert_same(graphs[3], remake, tolerance=0.003)
 
 
 @pytest.mark.parametrize("model", MORE)
