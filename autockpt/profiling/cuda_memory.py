@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from autockpt.profiling.sharding import changed, sharded
 from autockpt.schema import DevicePeak, Graph, Hardware, Storage, StorageKind, WorkloadSpec
 from autockpt.simulator import bytes_timeline
-from autockpt.simulator.allocator import MIB, Event, replay
+from autockpt.simulator.allocator import MIB, AllocatorPeak, Event, replay
 from autockpt.simulator.estimate import element_bytes
 
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8, and 32 MiB from Hopper on; with ROCm
@@ -142,19 +144,40 @@ def device_peak(hardware: Allocates, graph: Graph, *, limit: int | None = None, 
     ``limit``: bytes that allocator and context may take together (default: all memory of the device). Devices without
     a caching allocator of CUDA's kind take what the tensors take.
     """
-    room = (hardware.memory_bytes if limit is None else limit) - hardware.context_bytes
-    workspace = graph.resident.get("matrix workspaces", 0)
-    if not hardware.caches:
-        most = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
-        return _peak(hardware, most, most, workspace, most <= room)
-    peak = replay(events(graph, cycles))
-    if peak.reserved <= room:
-        return _peak(hardware, peak.allocated, peak.reserved, workspace)
-    # cached segments are given back before memory runs out
-    limited = replay(events(graph, cycles), limit=max(room, 0))
-    if limited.out_of_memory:
-        return _peak(hardware, peak.allocated, peak.reserved, workspace, fits=False)
-    return _peak(hardware, limited.allocated, limited.reserved, workspace)
+    return Requests(graph, cycles).peak(hardware, limit)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a graph asks of an allocator over some cycles, for those who ask for its peak under several limits."""
+
+    graph: Graph
+    cycles: int = 2
+
+    @cached_property
+    def _events(self) -> list[Event]:
+        return list(events(self.graph, self.cycles))
+
+    @cached_property
+    def _unlimited(self) -> AllocatorPeak:
+        return replay(self._events)
+
+    def peak(self, hardware: Allocates, limit: int | None = None) -> DevicePeak:
+        """As ``device_peak``."""
+        graph = self.graph
+        room = (hardware.memory_bytes if limit is None else limit) - hardware.context_bytes
+        workspace = graph.resident.get("matrix workspaces", 0)
+        if not hardware.caches:
+            most = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
+            return _peak(hardware, most, most, workspace, most <= room)
+        peak = self._unlimited
+        if peak.reserved <= room:
+            return _peak(hardware, peak.allocated, peak.reserved, workspace)
+        # cached segments are given back before memory runs out
+        limited = replay(self._events, limit=max(room, 0))
+        if limited.out_of_memory:
+            return _peak(hardware, peak.allocated, peak.reserved, workspace, fits=False)
+        return _peak(hardware, limited.allocated, limited.reserved, workspace)
 
 
 def _peak(hardware: Allocates, allocated: int, reserved: int, workspace: int, fits: bool = True) -> DevicePeak:

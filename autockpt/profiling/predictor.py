@@ -14,7 +14,7 @@ import torch
 from autockpt.devices import host_bytes_of
 from autockpt.errors import UsageError
 from autockpt.policies.fingerprints import TABLE_BYTES
-from autockpt.profiling.cuda_memory import Allocates, as_seen_by, capability_of, device_peak, with_resident
+from autockpt.profiling.cuda_memory import Allocates, Requests, as_seen_by, capability_of, with_resident
 from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, WorkloadSpec, plan_hash
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.simulator import Simulation, simulate
@@ -212,12 +212,15 @@ class MemoryModel:
 
     def __call__(self, graph: Graph) -> int:
         """The promise for a ghost run; more than ``most`` where it cannot be kept to that."""
+        return self._promised(self._requests(graph))
+
+    def _requests(self, graph: Graph) -> Requests:
+        return Requests(with_resident(graph, "beside the step", [self.beside], "other") if self.beside else graph)
+
+    def _promised(self, requests: Requests) -> int:
         context, share = self.hardware.context_bytes, self._share
         most = self.hardware.memory_bytes if self.most is None else self.most
-        limit = context + int((most - context) / (1 + share))
-        if self.beside:
-            graph = with_resident(graph, "beside the step", [self.beside], "other")
-        peak = device_peak(self.hardware, graph, limit=limit)
+        peak = requests.peak(self.hardware, context + int((most - context) / (1 + share)))
         return peak.total + int(share * peak.reserved)
 
     def least(self, graph: Graph, promised: int) -> int:
@@ -228,12 +231,12 @@ class MemoryModel:
 
     def smallest_budget(self, graph: Graph) -> int:
         """The least bytes that an allocator can be kept to with this ghost run, to about half a percent."""
-        free = replace(self, most=None)
-        high = free(graph)
+        requests = self._requests(graph)
+        high = replace(self, most=None)._promised(requests)
         low = min(high, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
         while high - low > high // 200:
             middle = (low + high) // 2
-            promised = replace(self, most=middle)(graph)
+            promised = replace(self, most=middle)._promised(requests)
             if promised <= middle:
                 high = promised
             else:

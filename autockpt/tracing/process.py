@@ -265,9 +265,9 @@ class GhostProcess:
         try:
             if first is not None:
                 self.connection.send_bytes(first)
-            self._await_alive()
             if meanwhile is not None:
                 meanwhile()
+            self._await_alive()
             self.units, self.head, self.settings, self.notes, imported = self._receive(READY)
             _imported_by_children.update(dict.fromkeys(n for n in imported if n.startswith(_LARGE)))
         except BaseException:

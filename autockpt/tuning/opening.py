@@ -22,6 +22,7 @@ from autockpt.profiling import (
     uniform_graphs,
 )
 from autockpt.schema import (
+    RECOMPUTE,
     SAVE,
     Choice,
     Environment,
@@ -115,6 +116,8 @@ def traced_for(
     opened = open_twin(stack, spec, tracer, hardware)
     if opened is not None:
         twin, base = opened
+        if RECOMPUTE.kind in space.choices:  # a profile holds the leanest plan's bytes
+            tracer.ahead([dict.fromkeys((unit.name for unit in blocks_of(tracer)), RECOMPUTE)])
         with suppress(AutockptError):
             return replace(traced(twin, space, **more), tracer=tracer, twin=twin, base=base)
     return traced(tracer, space, **more)

@@ -142,7 +142,7 @@ def test_where_the_model_misses_to_both_sides_plans_in_between_are_tried_two_at_
         saving = sum(option_of(unit, choices[unit.name]) == unit.options[0] for unit in problem.units)
         extra = int(problem.budget * (0.08 if saving > 8 else -0.06))
         ruling = referee(choices)
-        return Checked(ruling.peak_bytes + extra, [value + extra for value in ruling.point_bytes or ()])
+        return Checked(ruling.peak_bytes + extra, [(value or 0) + extra for value in ruling.point_bytes or ()])
 
     refined = refine(problem, torn, max_calls=8, faster=1e-3, ahead=lambda plans: announced.append([*plans]))
     assert refined.feasible and refined.assignment.seconds < 0.04 * problem.base_seconds  # 0.053 by jumping
