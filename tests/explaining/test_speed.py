@@ -11,7 +11,6 @@ from autockpt.explaining.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
 from autockpt.explaining.times import of_device
 from autockpt.reporting.explain_words import bound_words, speed_words
 from autockpt.schema import Plan, WorkloadSpec
-from autockpt.tuning import opening
 from autockpt.tuning.targets import shallow_twin
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -28,8 +27,10 @@ def test_parts_add_up_and_what_runs_again_is_work_but_not_the_models(monkeypatch
     few = load_space(subject.SPACE).restricted(("save", "recompute", "remake"))
     monkeypatch.setattr(subject, "load_space", lambda name: few)
     plain = explain(ExplainRequest(SPEC, hardware=card, limits=False))
-    for module, name, value in ((opening, "DEEP", 4), (shallow_twin, "DEEP", 4), (shallow_twin, "TWIN_BLOCKS", 3)):
-        monkeypatch.setattr(module, name, value)  # from here on a model of three blocks says what choices cost in four
+    for name, value in (("DEEP", 4), ("TWIN_BLOCKS", 3)):
+        monkeypatch.setattr(
+            shallow_twin, name, value
+        )  # from here on a model of three blocks says what choices cost in four
     plan = Plan(choices={"model.layers.0": "recompute", "model.layers.1-3": "remake"})  # type: ignore[dict-item]
     again = explain(ExplainRequest(SPEC, plan=plan, hardware=card, limits=False))
     assert plain.speed is not None and again.speed is not None
