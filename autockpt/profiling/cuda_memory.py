@@ -137,16 +137,6 @@ def _unknown(hardware: Hardware, graph: Graph) -> Iterator[str]:
         yield "What cuDNN takes for convolutions while they run is not counted."
 
 
-def device_peak(hardware: Allocates, graph: Graph, *, limit: int | None = None, cycles: int = 2) -> DevicePeak:
-    """Peaks of a graph over ``cycles`` cycles from the building of the model on; of described hardware's, as
-    ``as_seen_by`` returned it.
-
-    ``limit``: bytes that allocator and context may take together (default: all memory of the device). Devices without
-    a caching allocator of CUDA's kind take what the tensors take.
-    """
-    return Requests(graph, cycles).peak(hardware, limit)
-
-
 @dataclass(frozen=True)
 class Requests:
     """What a graph asks of an allocator over some cycles, for those who ask for its peak under several limits."""
@@ -155,29 +145,40 @@ class Requests:
     cycles: int = 2
 
     @cached_property
-    def _events(self) -> list[Event]:
+    def events(self) -> list[Event]:
+        """In order; see ``events``."""
         return list(events(self.graph, self.cycles))
 
     @cached_property
-    def _unlimited(self) -> AllocatorPeak:
-        return replay(self._events)
+    def unlimited(self) -> AllocatorPeak:
+        """What they come to where nothing limits them."""
+        return replay(self.events)
 
-    def peak(self, hardware: Allocates, limit: int | None = None) -> DevicePeak:
-        """As ``device_peak``."""
-        graph = self.graph
-        room = (hardware.memory_bytes if limit is None else limit) - hardware.context_bytes
-        workspace = graph.resident.get("matrix workspaces", 0)
-        if not hardware.caches:
-            most = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
-            return _peak(hardware, most, most, workspace, most <= room)
-        peak = self._unlimited
-        if peak.reserved <= room:
-            return _peak(hardware, peak.allocated, peak.reserved, workspace)
-        # cached segments are given back before memory runs out
-        limited = replay(self._events, limit=max(room, 0))
-        if limited.out_of_memory:
-            return _peak(hardware, peak.allocated, peak.reserved, workspace, fits=False)
-        return _peak(hardware, limited.allocated, limited.reserved, workspace)
+
+def device_peak(
+    hardware: Allocates, graph: Graph | Requests, *, limit: int | None = None, cycles: int = 2
+) -> DevicePeak:
+    """Peaks of a graph over ``cycles`` cycles from the building of the model on; of described hardware's, as
+    ``as_seen_by`` returned it.
+
+    ``limit``: bytes that allocator and context may take together (default: all memory of the device). Devices without
+    a caching allocator of CUDA's kind take what the tensors take.
+    """
+    requests = graph if isinstance(graph, Requests) else Requests(graph, cycles)
+    graph = requests.graph
+    room = (hardware.memory_bytes if limit is None else limit) - hardware.context_bytes
+    workspace = graph.resident.get("matrix workspaces", 0)
+    if not hardware.caches:
+        most = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
+        return _peak(hardware, most, most, workspace, most <= room)
+    peak = requests.unlimited
+    if peak.reserved <= room:
+        return _peak(hardware, peak.allocated, peak.reserved, workspace)
+    # cached segments are given back before memory runs out
+    limited = replay(requests.events, limit=max(room, 0))
+    if limited.out_of_memory:
+        return _peak(hardware, peak.allocated, peak.reserved, workspace, fits=False)
+    return _peak(hardware, limited.allocated, limited.reserved, workspace)
 
 
 def _peak(hardware: Allocates, allocated: int, reserved: int, workspace: int, fits: bool = True) -> DevicePeak:

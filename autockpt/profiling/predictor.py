@@ -14,7 +14,7 @@ import torch
 from autockpt.devices import host_bytes_of
 from autockpt.errors import UsageError
 from autockpt.policies.fingerprints import TABLE_BYTES
-from autockpt.profiling.cuda_memory import Allocates, Requests, as_seen_by, capability_of, with_resident
+from autockpt.profiling.cuda_memory import Allocates, Requests, as_seen_by, capability_of, device_peak, with_resident
 from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, WorkloadSpec, plan_hash
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.simulator import Simulation, simulate
@@ -220,7 +220,7 @@ class MemoryModel:
     def _promised(self, requests: Requests) -> int:
         context, share = self.hardware.context_bytes, self._share
         most = self.hardware.memory_bytes if self.most is None else self.most
-        peak = requests.peak(self.hardware, context + int((most - context) / (1 + share)))
+        peak = device_peak(self.hardware, requests, limit=context + int((most - context) / (1 + share)))
         return peak.total + int(share * peak.reserved)
 
     def least(self, graph: Graph, promised: int) -> int:

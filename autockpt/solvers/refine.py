@@ -183,7 +183,8 @@ class _Refinement:
                     break
                 weak = at
             else:
-                strong = between[1][0] if len(better) == 1 else strong
+                if len(better) == 1:  # what is corrected by more is no faster than the best
+                    strong = between[1][0]
         self.offsets = dict(strong)
         return True
 

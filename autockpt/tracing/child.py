@@ -50,10 +50,8 @@ def serve(
     try:
         while _is_ready(connection, run, prepare, known):
             connection, build = _answer_until_forked(connection, run, note)
-            if build is None:
-                prepare = _as_it_is
-            else:
-                run, prepare = _run(source, threads, note), partial(_build, build)
+            run = run if build is None else _run(source, threads, note)
+            prepare = partial(_build, build)
     except (EOFError, OSError, KeyboardInterrupt):
         return
 
@@ -95,12 +93,10 @@ def _answer_until_forked(connection: Connection, run: TracedRun, note: Note) -> 
     return Connection(theirs), arguments["build"]
 
 
-def _as_it_is(run: TracedRun) -> None:
-    """The run has its workload."""
-
-
-def _build(build: Build, run: TracedRun) -> None:
-    run.build(*build)
+def _build(build: Build | None, run: TracedRun) -> None:
+    """Build what a run is asked for, if that is not what it holds."""
+    if build is not None:
+        run.build(*build)
 
 
 def main(socket: int, note: int, log: int) -> None:
@@ -110,10 +106,8 @@ def main(socket: int, note: int, log: int) -> None:
         os.dup2(log, stream)
     connection = Connection(socket)
     with contextlib.suppress(EOFError, OSError):
-        source, threads, spec, device, capability = pickle.loads(connection.recv_bytes())
-        with_room(
-            lambda: serve(connection, Note(note), source, threads, lambda run: run.build(spec, device, capability))
-        )
+        source, threads, *build = pickle.loads(connection.recv_bytes())
+        with_room(lambda: serve(connection, Note(note), source, threads, lambda run: run.build(*build)))
     os._exit(0)
 
 

@@ -346,8 +346,9 @@ def from_knobs(
     prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
     free = int(budget * float(parameters.get("margin", 0.0)))
     problem = make_problem(prices, free)
-    asked = {"max_calls": calls, "remembered": remembered, "faster": faster, "ahead": ahead}
-    refined = refine_segmented(problem, referee, segments, **asked)
+    refined = refine_segmented(
+        problem, referee, segments, max_calls=calls, remembered=remembered, faster=faster, ahead=ahead
+    )
     fits_host = problem.host_budget is None or refined.ruling.host_bytes <= problem.host_budget
     return Candidate(dict(refined.choices), fits=fits_host and refined.ruling.peak_bytes <= problem.budget + free)
 
