@@ -8,6 +8,7 @@ allocator's fragmentation goes by them), so the readings of each head correct th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,6 +25,7 @@ Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the outpu
 SLACK_SHARE = 0.002  # of the budget: most that a single change may be over it by the model and still be tried
 FASTER = 1e-6  # share of the step time; smaller gains are not worth a call
 ROUNDS_PER_CALL = 4  # solver runs per allowed call, most of them answered from memory
+FAR_OFF = 0.05  # share of the least peak seen: where the model missed by more, it may overlook every plan that fits
 
 
 class Checked(NamedTuple):
@@ -85,7 +87,8 @@ def refine(
     side. ``remembered`` maps plans (choices in unit order) to rulings, is consulted first and added to; share it
     between calls for the same graph. Gains below a share ``faster`` of the step time are not looked for. Where the
     referee passes no plan, the result is infeasible, holds the leanest plan seen and names its peak as
-    ``smallest_peak``. Raises ValueError for ``max_calls`` < 1.
+    ``smallest_peak``; one call more is spent on the plan that keeps least where the model was far off. Raises
+    ValueError for ``max_calls`` < 1.
     """
     if max_calls < 1:
         raise ValueError(f"refine needs at least one referee call, got max_calls={max_calls}")
@@ -110,12 +113,16 @@ class _Refinement:
     leanest: dict[str, Choice] | None = None
     host_offset: int = 0  # bytes that the host needs beyond what the problem's own numbers say
     error: int = 0  # bytes by which the corrected model missed the last peak
+    largest_error: int = 0
     gap: float = 0.0
     method: str = ""
 
     def run(self) -> bool:
         """Alternate between re-solving and single changes until neither improves; False where calls ran out."""
-        if not self._solve_until_settled():
+        settled = self._solve_until_settled()
+        if self.best is None and self._plan_that_keeps_least_fits():
+            settled = self._solve_until_settled()
+        if not settled:
             return False
         while self.best is not None:
             improved = self._improve_by_one_change()
@@ -160,6 +167,21 @@ class _Refinement:
             if not self._fits_host(ruling):
                 self.host_offset = max(self.host_offset, self._host_excess(proposal.choices, ruling))
         return False
+
+    def _plan_that_keeps_least_fits(self) -> bool:
+        """Whether it does where none proposed did, asked only where the model is far off: corrected by what it missed
+        of one plan, it may deem all others with that head impossible."""
+        assert self.leanest is not None
+        if self.largest_error <= FAR_OFF * self._ruling(self.leanest).peak_bytes:
+            return False
+        # fewer bytes on the host: fewer are on their way there at any moment
+        order = operator.attrgetter("kept", "host", "backward", "forward")
+        plan = {unit.name: min(unit.options, key=order).choice for unit in self.problem.units}
+        self.limit = max(self.limit, self.calls + 1)
+        ruling = self._ask(plan)
+        assert ruling is not None
+        self.offsets[_head(self.problem, plan)] = self._observed(plan, ruling)
+        return self._note(plan, ruling)
 
     def _solve_between(self, weak: Offsets, strong: Offsets) -> bool:
         """Solve under corrections between those of a plan that was refused and those of one that fits.
@@ -219,6 +241,7 @@ class _Refinement:
             self.remembered[key] = self.referee(plan)
         ruling = self.remembered[key]
         self.error = abs(ruling.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
+        self.largest_error = max(self.largest_error, self.error)
         return ruling
 
     @property

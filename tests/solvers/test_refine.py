@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autockpt.schema.choices import OFFLOAD
 from autockpt.schema.problem import Problem, option_of, peak_of
 from autockpt.solvers import Checked, greedy, milp, refine
 from autockpt.solvers.refine import point_values, shifted
@@ -121,6 +122,22 @@ def test_a_pessimistic_model_does_not_give_up():
     refined = refine(problem, Checker(problem, [-60] * len(problem.points)))
     assert refined.feasible
     assert refined.assignment.seconds == milp(problem.model_copy(update={"budget": 140})).seconds
+
+
+def test_where_the_model_misses_mixtures_by_much_the_plan_that_keeps_least_is_asked_about():
+    """By the model the leanest plan is a mixture, which really needs far more than either of the two."""
+    problem = uniform_problem(4, budget=116)
+    recompute, offload = problem.units[0].options[1:]
+    options = (problem.units[0].options[0], recompute.model_copy(update={"backward": 11}), offload)
+    problem = problem.model_copy(
+        update={"units": tuple(u.model_copy(update={"options": options}) for u in problem.units)}
+    )
+
+    def torn(choices) -> Checked:
+        return Checked(peak_of(problem, choices) + 40 * (len(set(map(str, choices.values()))) > 1))
+
+    refined = refine(problem, torn)
+    assert refined.feasible and all(choice == OFFLOAD for choice in refined.choices.values())
 
 
 def test_another_solver_and_too_few_calls():
