@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ LORA_RANK = 16
 SHORTEST = 128  # tokens
 _CHUNKS = "head and loss in chunks: gradients equal up to rounding"
 LEAN_KINDS = ("recompute_offload", "offload", "recompute")  # tried first: one of them is the leanest nearly always
+FAR_OVER = 2  # times the budget: where one of these needs as much, the others do not fit either
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,16 @@ def alternatives(
     held = next(graph.resident for _, graph in base.values())
     lighter = held.get("weights", 0) + held.get("optimizer states", 0) > bench.budget_bytes
 
-    def mildest(families: Iterable[Iterator[Change]]) -> list[WayOut]:
+    def mildest(families: Iterable[Iterator[Change]], most: int | None = None) -> list[WayOut]:
         ways = (_mildest(family, bench, standard) for family in families if not bench.late())
-        return [way for way in ways if way is not None]
+        return [*islice((way for way in ways if way is not None), most)]
 
     def alone(ways: Sequence[WayOut]) -> bool:
         return any(SHARD not in way.options for way in ways)
 
     found = mildest(_families(job, settings, chunked, lighter))
     if not alone(found):
-        found += mildest(_combined(job, settings, chunked, lighter))[:1]
+        found += mildest(_combined(job, settings, chunked, lighter), most=1)
     if not alone(found):  # the last resort
         found += [] if lighter else mildest([_shorter_sequences(job, settings)])
         if not bench.late():
@@ -245,8 +247,11 @@ class _Variant:
             choices, graph = self._uniform[kind]
             if graph.resident_bytes > self._bench.budget_bytes:  # whatever the layers do
                 return False
-            if _fitting(self._bench, {kind: (choices, graph)}):
+            peak = predictions(self._bench, {kind: (choices, graph)})[kind].peak_bytes
+            if peak <= self._bench.budget_bytes:
                 return True
+            if peak > FAR_OVER * self._bench.budget_bytes:
+                return False
         return False
 
     def way(self, standard: float) -> WayOut | None:
