@@ -32,6 +32,7 @@ class Terms:
     optimizer: str
     length: str
     lora: str
+    quantised: str
     smaller: str
     between: str = ", "
 
@@ -40,6 +41,10 @@ class Terms:
         return self.between.join(filter(None, options))
 
 
+_FOUR_BITS = (
+    'from_pretrained(…, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+    "bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype={dtype}))"
+)
 _QUANTISED = "on a base in 4 bits: from_pretrained(…, quantization_config=BitsAndBytesConfig(load_in_4bit=True))"
 COMMAND_LINE = Terms(
     batch="--batch-size {rows} --accumulate {accumulate}",
@@ -47,6 +52,7 @@ COMMAND_LINE = Terms(
     optimizer="--optimizer {name}",
     length="--seq-len {length}",
     lora="--lora {rank}",
+    quantised="--load-in-4bit",
     smaller="use a smaller --batch-size (with --accumulate to keep its effect), a shorter --seq-len, --lora, or "
     "--optimizer sgd",
     between=" ",
@@ -57,6 +63,7 @@ STEP = Terms(
     optimizer="Step(…, optimizer=torch.optim.SGD(…))",
     length="sequences of {length} tokens",
     lora="peft.get_peft_model(model, LoraConfig(r={rank}))",
+    quantised=_FOUR_BITS,
     smaller="use fewer rows in the batch (with accumulate= to keep their effect), shorter sequences, adapters "
     f"({_QUANTISED}), or SGD",
 )
@@ -66,6 +73,7 @@ TRAINER = Terms(
     optimizer='optim="sgd"',
     length="sequences of at most {length} tokens (max_length in TRL, else where texts are tokenized)",
     lora="peft.get_peft_model(model, LoraConfig(r={rank})) (in TRL peft_config=LoraConfig(r={rank}))",
+    quantised=_FOUR_BITS,
     smaller="use a smaller per_device_train_batch_size (with gradient_accumulation_steps to keep its effect), shorter "
     f'sequences, adapters ({_QUANTISED}), or optim="sgd"',
 )
@@ -75,6 +83,7 @@ LIGHTNING = Terms(
     optimizer="torch.optim.SGD in configure_optimizers",
     length="sequences of at most {length} tokens from the DataLoader",
     lora="peft.get_peft_model(model, LoraConfig(r={rank}))",
+    quantised=_FOUR_BITS,
     smaller="use a smaller batch_size in the DataLoader (with accumulate_grad_batches to keep its effect), shorter "
     f"sequences, adapters ({_QUANTISED}), or SGD",
 )

@@ -55,6 +55,7 @@ RECURRENT = (
 )
 OnOp = Callable[[Operator], None] | None
 OnEnter = Callable[[str], None] | None
+Change = Callable[[Step], Step]
 
 
 class TracedRun:
@@ -78,8 +79,11 @@ class TracedRun:
         """
         raise NotImplementedError
 
-    def take(self, workload: Step) -> None:
-        """Use a workload as it is; its tensors and states change. For a process whose copy of it nobody needs."""
+    def take(self, workload: Step, change: Change | None = None) -> None:
+        """Use a workload as it is; its tensors and states change. For a process whose copy of it nobody needs.
+
+        ``change``, for ghosts alone, makes another workload of it.
+        """
         raise NotImplementedError
 
     def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
@@ -199,18 +203,16 @@ class GhostRun(TracedRun):
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         refuse_on(spec, device)
         refuse_liger_on(spec, device)
-        # The weights' values decide nothing: trained ones are not loaded.
-        self._mode.building = True
         if spec.attn in FLASH and device.type == "cuda":
             self._attention = partial(flash_on_ghosts, capability or AMPERE)
         try:
-            with self._attention(), self._mode:
+            # The weights' values decide nothing: trained ones are not loaded.
+            with self._attention(), self._building():
                 workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
         except AutockptError as error:
             if self._mode.refused is None:
                 raise
             raise GhostError(f"the workload cannot be built of ghosts: {error.message}", remedy=error.remedy) from None
-        self._mode.building = False
         self._imitate(device, capability)
         workload.settings |= {"optimizer": spec.optimizer} if spec.optimizer == "adamw8bit" else {}
         workload.settings["device"] = str(device)
@@ -221,19 +223,38 @@ class GhostRun(TracedRun):
         with self._attention():
             self._start(workload)
 
-    def take(self, workload: Step) -> None:
-        self._imitate(workload.device)
+    def take(self, workload: Step, change: Change | None = None) -> None:
+        device = workload.device
+        self._imitate(device)
         ghost_in_place(workload, self._mode)
-        self._start(workload)
+        self._start(self._changed(workload, change, device))
 
-    def copy(self, workload: Step) -> None:
+    def copy(self, workload: Step, change: Change | None = None) -> None:
         """Run a copy of a workload, which stays as it is. Raises GhostError where that is not possible."""
         self._imitate(workload.device)
         self._guard = lambda: untouched(workload)
         twin = ghost_copy(workload, self._mode)
         with self._guard():
-            self._start(twin)
+            self._start(self._changed(twin, change, workload.device))
         self._check_memory()
+
+    def _changed(self, ghosts: Step, change: Change | None, device: torch.device) -> Step:
+        """What ``change`` makes of a workload of ghosts, which stand for one on ``device``."""
+        if change is None:
+            return ghosts
+        with self._building():
+            made = change(ghosts)
+        imitate_device(made, device)
+        ghost_in_place(made, self._mode)
+        return made
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """A workload is made of ghosts inside."""
+        self._mode.building = True
+        with self._mode:
+            yield
+        self._mode.building = False
 
     def _start(self, workload: Step) -> None:
         self._repeated = max(0, workload.accumulate - MICRO_BATCHES)
@@ -289,7 +310,8 @@ class RecordedRun(TracedRun):
         _check_fits(spec)
         self.take(build(_traced(spec), self._device))
 
-    def take(self, workload: Step) -> None:
+    def take(self, workload: Step, change: Change | None = None) -> None:
+        assert change is None, "real steps take a workload as it is"
         self._recorder.log.adopt(workload.tensors())
         self._start(workload)
 

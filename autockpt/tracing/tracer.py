@@ -19,7 +19,7 @@ from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.crew import MOST, Crew
 from autockpt.tracing.cuda_kernels import Capability
 from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
-from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
+from autockpt.tracing.run import Change, GhostRun, RecordedRun, capability_of
 from autockpt.workload import Step, preload
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
@@ -101,20 +101,21 @@ class Tracer:
         )
 
     @classmethod
-    def from_step(cls, workload: Step, *, fallback: bool = True) -> Tracer:
+    def from_step(cls, workload: Step, *, fallback: bool = True, change: Change | None = None) -> Tracer:
         """Trace a live workload, whose weights, optimizer states and gradients are never touched.
 
         With ``fallback`` a workload on the CPU that cannot be ghost-run takes its real steps in a fork of this process.
-        On an accelerator there is no such way: ``record`` does it in this process. Raises WorkloadError where the step
+        On an accelerator there is no such way: ``record`` does it in this process. ``change`` makes another workload
+        of the ghosts, which are its own to change; there is no fallback then. Raises WorkloadError where the step
         fails, GhostError where it cannot be ghost-run.
         """
         try:
             return _ghost_or_recorded(
-                lambda source: GhostProcess.fork(source, lambda run: run.take(workload)),
-                fallback and workload.device.type == "cpu",
+                lambda source: GhostProcess.fork(source, lambda run: run.take(workload, change)),
+                fallback and change is None and workload.device.type == "cpu",
             )
         except NotForkable:
-            return cls(_InProcess(workload), (_IN_PROCESS,))
+            return cls(_InProcess(workload, change), (_IN_PROCESS,))
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Plans that ``trace`` will be asked for: where there are cores for it they are ghost-run side by side."""
@@ -214,9 +215,9 @@ def uncollected() -> Iterator[None]:
 class _InProcess:
     """The same as Crew, for processes that must not fork."""
 
-    def __init__(self, workload: Step) -> None:
+    def __init__(self, workload: Step, change: Change | None = None) -> None:
         self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
-        self._run.copy(workload)
+        self._run.copy(workload, change)
         self.units, self.head = self._run.units, self._run.head
         self.settings, self.notes = self._run.workload.settings, self._run.workload.notes
 

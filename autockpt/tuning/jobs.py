@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, Self, get_args
@@ -23,6 +23,7 @@ from autockpt.tracing import Tracer
 from autockpt.workload import Step, each_tensor, nested_tensors
 from autockpt.workload.configs import quiet
 from autockpt.workload.factory import is_factory
+from autockpt.workload.four_bits import can_be_in_four_bits, compute_dtype, in_four_bits
 from autockpt.workload.lora import add_lora
 
 _ADAPTERS = "adapters only are trained"
@@ -106,7 +107,7 @@ class Described:
             yield options, _ADAPTERS, self._with(lora=rank)
         if not (spec.load_in_4bit or spec.load_in_8bit or spec.quantization or is_factory(spec.model)):
             effect = f"{_ADAPTERS} on a base in 4 bits" if options else "the base in 4 bits"
-            options = self.terms.joined(options, "--load-in-4bit")
+            options = self.terms.joined(options, self.terms.quantised)
             yield options, effect, self._with(lora=spec.lora or rank, load_in_4bit=True)
 
     def sharded(self, ranks: int) -> Described:
@@ -123,10 +124,11 @@ class Described:
 
 @dataclass(frozen=True)
 class Live:
-    """A job by a training step at hand, none of whose tensors is touched."""
+    """A job by a training step at hand, none of whose tensors is touched; ``change`` is made to its ghosts."""
 
     step: Step
     terms: Terms = STEP
+    change: Callable[[Step], Step] | None = None
     ranks: int | None = None
 
     @property
@@ -153,28 +155,41 @@ class Live:
         yield "sgd", self._with(optimizer=torch.optim.SGD(trained, lr=1e-3))
 
     def adapted(self, rank: int) -> Iterator[tuple[str, str, Live]]:
-        """On a copy of the modules, which shares their weights. Nothing where that, or PEFT, is not to be had."""
-        step, optimizer = self.step, self.step.optimizer
-        if step.full_step is not None or optimizer is None or any(not p.requires_grad for p in step.model.parameters()):
+        """The base in 4 bits is made where the job is ghost-run, of random weights: no other than ghosts are there."""
+        step, job, options = self.step, self, ""
+        if step.full_step is not None or step.optimizer is None or self.change is not None:
             return
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in nested_tensors(step.model)}
-        shared |= {id(p): nn.Parameter(p.detach()) for p in step.model.parameters()}
-        try:
-            with quiet(), torch.random.fork_rng(devices=[]):
-                model, _ = add_lora(copy.deepcopy(step.model, shared), rank)
-            taken = inspect.signature(type(optimizer)).parameters
-            settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
-            made = type(optimizer)([p for p in model.parameters() if p.requires_grad], **settings)
-            job = self._with(model=model, optimizer=made)
-        except Exception:  # whatever the user's own classes raise
-            return
-        yield self.terms.lora.format(rank=rank), _ADAPTERS, job
+        if all(p.requires_grad for p in step.model.parameters()):
+            made = self._with_adapters(step.optimizer, rank)
+            if made is None:
+                return
+            job, options = made, self.terms.lora.format(rank=rank)
+            yield options, _ADAPTERS, job
+        if can_be_in_four_bits(job.step.model):
+            effect = f"{_ADAPTERS} on a base in 4 bits" if options else "the base in 4 bits"
+            words = self.terms.quantised.format(dtype=compute_dtype(job.step))
+            yield self.terms.joined(options, words), f"{effect}, simulated", replace(job, change=in_four_bits)
 
     def sharded(self, ranks: int) -> Live:
         return self
 
     def tracer(self, device: torch.device) -> Tracer:
-        return Tracer.from_step(self.step, fallback=False)
+        return Tracer.from_step(self.step, fallback=False, change=self.change)
+
+    def _with_adapters(self, optimizer: torch.optim.Optimizer, rank: int) -> Live | None:
+        """On a copy of the modules, which shares their weights. None where that, or PEFT, is not to be had."""
+        model = self.step.model
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in nested_tensors(model)}
+        shared |= {id(p): nn.Parameter(p.detach()) for p in model.parameters()}
+        try:
+            with quiet(), torch.random.fork_rng(devices=[]):
+                adapted, _ = add_lora(copy.deepcopy(model, shared), rank)
+            taken = inspect.signature(type(optimizer)).parameters
+            settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
+            made = type(optimizer)([p for p in adapted.parameters() if p.requires_grad], **settings)
+            return self._with(model=adapted, optimizer=made)
+        except Exception:  # whatever the user's own classes raise
+            return None
 
     def _with(self, **update: Any) -> Live:
         return replace(self, step=replace(self.step, **update, settings={}))

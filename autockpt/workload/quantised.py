@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,22 +195,40 @@ def build_quantised(
 ) -> nn.Module:
     """A transformers model with quantised random weights on ``device``; whole weights are never all there."""
     from transformers.initialization import meta_device_safe_creation_ops, no_init_weights, no_tie_weights
+
+    with (
+        _disable_current_modes(),  # shapes alone: nothing that a ghost run could see
+        torch.device("meta"),
+        no_init_weights(),
+        no_tie_weights(),
+        meta_device_safe_creation_ops(),
+    ):
+        model = cls._from_config(config, **options)
+    put_quantised(model, quantization, options["dtype"], device, initialised=False)
+    return model
+
+
+def put_quantised(
+    model: Any, quantization: Any, dtype: torch.dtype, device: torch.device, *, initialised: bool
+) -> None:
+    """Put quantised layers with random weights of ``dtype`` in place of a transformers model's linear ones.
+
+    The rest stays as it is, or is drawn on ``device`` where the model is not ``initialised`` but on the meta device.
+    """
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    with _disable_current_modes(), torch.device("meta"):  # shapes alone: nothing that a ghost run could see
-        with no_init_weights(), no_tie_weights(), meta_device_safe_creation_ops():
-            model = cls._from_config(config, **options)
+    with _disable_current_modes(), torch.device("meta"):
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
         quantizer.preprocess_model(model, device_map={"": str(device)})
-    packed = (_TorchAo if _method(quantization.to_dict()) == TORCHAO else _Packed)(quantizer, options["dtype"], device)
+    packed = (_TorchAo if _method(quantization.to_dict()) == TORCHAO else _Packed)(quantizer, dtype, device)
     with fast_init():
         _materialise(model, packed, device)
-        model.init_weights()
+        if not initialised:
+            model.init_weights()
     for module in filter(_has_quantised, model.modules()):
         vars(module.weight).pop("_is_hf_initialized", None)
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
-    return model
 
 
 def _materialise(model: nn.Module, packed: _Packed | _TorchAo, device: torch.device) -> None:
@@ -224,7 +243,8 @@ def _materialise(model: nn.Module, packed: _Packed | _TorchAo, device: torch.dev
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in made:
-                tensor = torch.zeros_like if packs else torch.empty_like
+                # a bias is loaded in the model's type, whatever transformers makes it in
+                tensor = partial(torch.zeros_like, dtype=packed.dtype) if packs else torch.empty_like
                 made[id(parameter)] = nn.Parameter(tensor(parameter, device=device), parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
@@ -249,7 +269,7 @@ class _Packed:
     """bitsandbytes' random weights: really quantised once per shape and settings, then copied."""
 
     def __init__(self, quantizer: Any, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device = dtype, device
         self._made: dict[Any, Any] = {}
 
     def wants(self, model: nn.Module, path: str, module: nn.Module) -> bool:
@@ -261,7 +281,7 @@ class _Packed:
         template = layer.weight
         key = (type(template), tuple(template.shape))
         if key not in self._made:
-            drawn = torch.empty(template.shape, dtype=self._dtype, device=self._device).normal_(0.0, 0.02)
+            drawn = torch.empty(template.shape, dtype=self.dtype, device=self._device).normal_(0.0, 0.02)
             settings = {name: value for name, value in vars(template).items() if name not in ("module", "SCB", "CB")}
             # 8 bits are quantised on their way from the CPU, 4 bits on arrival wherever they come from
             source = drawn.to("cpu") if key[0].__name__ == "Int8Params" else drawn
@@ -299,7 +319,7 @@ class _TorchAo:
     """torchao's random weights: really quantised once per kind of layer and shape, then copied."""
 
     def __init__(self, quantizer: Any, dtype: torch.dtype, device: torch.device) -> None:
-        self._quantizer, self._dtype, self._device = quantizer, dtype, device
+        self._quantizer, self.dtype, self._device = quantizer, dtype, device
         self._made: dict[Any, Any] = {}
 
     def wants(self, model: nn.Module, path: str, module: nn.Module) -> bool:
@@ -327,7 +347,7 @@ class _TorchAo:
         from torchao.quantization import quantize_  # type: ignore[import-not-found]
 
         twin = copy.copy(layer)
-        drawn = torch.empty(layer.weight.shape, dtype=self._dtype, device=self._device).normal_(0.0, 0.02)
+        drawn = torch.empty(layer.weight.shape, dtype=self.dtype, device=self._device).normal_(0.0, 0.02)
         twin._parameters = {"weight": nn.Parameter(drawn, requires_grad=False)}
         config = self._quantizer.quantization_config.get_apply_tensor_subclass()
         try:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from autockpt.errors import InfeasibleError
 from autockpt.schema import WorkloadSpec
 from autockpt.tuning.jobs import Described, Live
+from autockpt.tuning.search import search
 from autockpt.workload import Step, build
 
 ROWS, LENGTH = 4, 16
@@ -55,7 +57,7 @@ def test_adapters_on_a_live_model_leave_it_as_it_is() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.8, 0.9))
     ids = torch.zeros(2, 16, dtype=torch.long)
     state, names = torch.get_rng_state(), [name for name, _ in model.named_modules()]
-    ((options, _, job),) = Live(Step(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer)).adapted(4)
+    options, _, job = next(Live(Step(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer)).adapted(4))
     assert options == "peft.get_peft_model(model, LoraConfig(r=4))"
     assert [name for name, _ in model.named_modules()] == names and all(p.requires_grad for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
@@ -64,7 +66,37 @@ def test_adapters_on_a_live_model_leave_it_as_it_is() -> None:
     assert made is not None and made.param_groups[0]["params"] == trained and made.defaults["betas"] == (0.8, 0.9)
     addresses = {p.data_ptr() for p in model.parameters()}
     assert sum(p.data_ptr() not in addresses for p in job.step.model.parameters()) == len(trained) > 0
-    assert job.tracer(torch.device("cpu")).trace().resident["weights"] and not list(job.adapted(4))
+    with job.tracer(torch.device("cpu")) as tracer:
+        assert tracer.trace().resident["weights"]
+
+
+def test_a_live_jobs_base_in_4_bits_takes_what_a_described_ones_does() -> None:
+    pytest.importorskip("bitsandbytes")
+    spec = WorkloadSpec(model="llama-tiny", batch_size=4, seq_len=32, dtype="bf16")
+    made = build(spec)
+    job = Live(Step(made.model, made.batch, optimizer=torch.optim.AdamW(made.model.parameters())))
+    (_, _, adapted), (options, effect, quantised) = job.adapted(16)
+    assert "LoraConfig(r=16)" in options and 'bnb_4bit_quant_type="nf4"' in options and "torch.bfloat16" in options
+    assert effect == "adapters only are trained on a base in 4 bits, simulated"
+    assert not list(quantised.adapted(16))
+    described = Described(spec.model_copy(update={"lora": 16, "load_in_4bit": True}))
+    with quantised.tracer(torch.device("cpu")) as tracer, described.tracer(torch.device("cpu")) as other:
+        live, built = tracer.trace(), other.trace()
+    assert live.resident == built.resident and live.peak_bytes == built.peak_bytes
+    fewer = quantised.smaller_batch(4, 2)
+    assert fewer is not None
+    with fewer.tracer(torch.device("cpu")) as tracer:
+        assert tracer.trace().resident["weights"] == live.resident["weights"]
+    ((options, effect, _),) = adapted.adapted(16)
+    assert options.startswith("from_pretrained(…, quantization_config=") and effect.endswith("4 bits, simulated")
+
+
+def test_where_only_a_base_in_4_bits_fits_a_live_search_names_it() -> None:
+    pytest.importorskip("bitsandbytes")
+    made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16, lora=4))
+    with pytest.raises(InfeasibleError) as caught:
+        search(Step(made.model, made.batch, optimizer=made.optimizer), budget="800KB", trials=2)
+    assert [way.effect for way in caught.value.ways] == ["the base in 4 bits, simulated"]
 
 
 def test_adapters_then_a_base_in_4_bits_by_options() -> None:

@@ -61,6 +61,13 @@ def test_eight_bits_and_a_file_of_settings(tmp_path: Path) -> None:
     assert layers["up_proj"] is bnb.nn.Linear4bit and layers["down_proj"] is torch.nn.Linear
 
 
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_biases_have_the_models_type_as_loaded_ones_do(bits: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = build(spec(model="gpt2-tiny", dtype="bf16", **{bits: True})).model
+    assert {p.dtype for name, p in model.named_parameters() if name.endswith("bias")} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("options", [{}, {"model": "gpt2-tiny"}], ids=str)
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
 def test_training_moves_adapters_alone(options: dict[str, Any], bits: str) -> None:
