@@ -142,6 +142,11 @@ def apply(
             remedy="Give a plan file's path, a Plan, or choices by unit name: {'model.layers.0': 'recompute'}.",
         )
     if isinstance(plan, Mapping):
+        if isinstance(plan.get("choices"), Mapping):
+            raise PlanError(
+                "these are the sections of a plan file, not choices by unit name",
+                remedy="Give the file's path, or autockpt.Plan.load of it; or its section `choices` alone.",
+            )
         plan = Plan(choices=dict(plan))
     elif not isinstance(plan, Plan):
         plan = Plan.load(plan)

@@ -282,8 +282,14 @@ def dump_choice(choice: Choice) -> str | dict[str, Any]:
 
 
 def parse_choices(data: Mapping[str, Any]) -> dict[str, Choice]:
-    """Choices by unit name from their forms in a plan. Raises PlanError as ``parse_choice`` does."""
-    return {name: parse_choice(value) for name, value in data.items()}
+    """Choices by unit name from their forms in a plan. Raises PlanError as ``parse_choice`` does, naming the unit."""
+    choices: dict[str, Choice] = {}
+    for name, value in data.items():
+        try:
+            choices[name] = parse_choice(value)
+        except PlanError as error:
+            raise PlanError(f"{name}: {error.message}", remedy=error.remedy) from None
+    return choices
 
 
 def dump_choices(choices: Mapping[str, Choice]) -> dict[str, Any]:

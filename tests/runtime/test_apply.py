@@ -63,6 +63,15 @@ def test_a_plan_file_in_three_lines(tmp_path):
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+def test_choices_by_name_that_are_none_are_named():
+    model = LLAMA.make()
+    with pytest.raises(PlanError, match=r"model\.layers\.1: unknown choice 'recompue'"):
+        autockpt.apply(model, {"model.layers.0": "save", "model.layers.1": "recompue"})
+    with pytest.raises(PlanError, match="sections of a plan file") as caught:
+        autockpt.apply(model, {"autockpt": 1, "choices": {"model.layers.0": "recompute"}})
+    assert "Plan.load" in caught.value.remedy
+
+
 def test_the_handle_tells_what_was_checked(monkeypatch):
     model = LLAMA.make()
     plan = Plan(choices={"model.layers.0": RECOMPUTE, "model.layers.1": OFFLOAD})
