@@ -247,12 +247,7 @@ def _resized(graph: Graph, sizes: dict[int, int], what: str) -> Graph:
 
 def _gradients(graph: Graph) -> dict[int, int]:
     """Bytes of each gradient that the optimizer step finds, by storage."""
-    last = max((op.index for op in graph.ops if op.phase in ("forward", "recompute", "backward")), default=-1)
-    return {
-        s.id: s.bytes
-        for s in graph.storages
-        if s.kind == "gradient" and s.birth <= last and (s.death is None or s.death >= last)
-    }
+    return {s.id: s.bytes for s in graph.held_gradients()}
 
 
 def _states(graph: Graph) -> list[Storage]:

@@ -169,7 +169,7 @@ class CostModel:
 
     def needs(self, smallest_peak: int) -> str:
         """What the leanest plan's bytes go to, in one line."""
-        gradients = sum(s.bytes for s in self.base.storages if s.kind == "gradient")
+        gradients = sum(s.bytes for s in self.base.held_gradients())
         own = self.predictor.device.overhead_bytes
         parts = dict(self.base.resident) | {"gradients": gradients, "the device's own context": own}
         rest = smallest_peak - sum(parts.values())

@@ -57,19 +57,19 @@ def changed(graph: Graph, **fields: Any) -> Graph:
 
 
 def _gradient(s: Storage, end: int, ranks: int, fresh: int) -> list[Storage]:
-    """A gradient is whole until its block's backward ends, then a share of it stays."""
-    if s.death is not None and s.death <= end:
-        return [s]
+    """A gradient is whole until its block's backward ends, then a share of it stays where the whole one would."""
     whole = s.model_copy(update={"death": end})
+    if s.death is not None and s.death <= end:
+        return [whole]
     share = s.model_copy(update={"id": fresh, "bytes": -(-s.bytes // ranks), "birth": end + 1})
     return [whole, share]
 
 
 def _gradients(graph: Graph) -> dict[str | None, int]:
+    """Bytes of what a micro-batch's gradients of each unit are together."""
     sums: dict[str | None, int] = {}
-    for s in graph.storages:
-        if s.kind == "gradient" and s.birth >= 0:
-            sums[s.unit] = sums.get(s.unit, 0) + s.bytes
+    for s in graph.held_gradients():
+        sums[s.unit] = sums.get(s.unit, 0) + s.bytes
     return sums
 
 

@@ -158,6 +158,16 @@ class Graph(Data):
         """FLOPs of the whole cycle."""
         return sum(op.flops * runs for op, runs in zip(self.ops, self.runs, strict=True))
 
+    def held_gradients(self) -> tuple[Storage, ...]:
+        """Gradients that the optimizer step finds; those of later micro-batches are added to them and dropped."""
+        last = self.ops[-1].index if self.ops else -1
+        start = next((op.index for op in self.ops if op.phase == "optimizer"), last)
+        return tuple(
+            s
+            for s in self.storages
+            if s.kind == "gradient" and s.birth <= start and (s.death is None or s.death >= start)
+        )
+
     def spans(self) -> tuple[Span, ...]:
         """Runs of forward, backward (recompute is part of it) and optimizer."""
         found: list[Span] = []

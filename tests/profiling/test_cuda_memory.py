@@ -234,6 +234,32 @@ def test_sharding_gathers_two_blocks_at_a_time() -> None:
     assert seen(graph, hardware("x", "cpu"), shard=1) == graph
 
 
+def test_a_second_micro_batch_adds_its_gradients_to_those_that_are_there() -> None:
+    n = VALUES * 2
+    phases: tuple[Phase, ...] = ("forward", "backward", "forward", "backward", "backward", "optimizer")
+    graph = Graph(
+        resident_bytes=n,
+        resident={"weights": n},
+        signatures=("",),
+        ops=tuple(op(i, phase, None if phase == "optimizer" else "a") for i, phase in enumerate(phases)),
+        storages=(
+            Storage(id=0, bytes=n, birth=-1, death=None, kind="weight", unit="a"),
+            Storage(id=1, bytes=n, birth=1, death=5, kind="gradient", unit="a"),
+            Storage(id=2, bytes=n, birth=3, death=3, kind="gradient", unit="a"),
+        ),
+        units=(Unit(name="a", cls="A", kind=0),),
+    )
+    assert [s.id for s in graph.held_gradients()] == [1]
+    one = sharded(graph, 4)
+    consistent(one)
+    assert [s.bytes for s in one.held_gradients()] == [n // 4]
+    line = bytes_timeline(one) - one.resident_bytes
+    # a whole and its buffer, the gradient and its flat copy; then also a quarter of the first gradient
+    assert line[1] == 2 * n + 2 * n
+    assert line[3] == 2 * n + n + n // 4  # the last op of a's backward reduces
+    assert line[4] == n + 2 * n + n // 4
+
+
 def test_sharding_adds_no_more_than_the_blocks_in_flight() -> None:
     graph = step()
     whole, alone = graph.peak_bytes, sharded(graph, 1024).peak_bytes
