@@ -79,9 +79,11 @@ def naming_alternatives(
                     kinds = [kind for kind in ("recompute", "save") if kind in uniform]
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
                 ways = alternatives(job, found.tracer.settings, uniform, what_if(), chunked=inexact)
-            raise with_alternatives(in_terms(error, job.terms), ways) from None
-        error = in_terms(error, job.terms)
-        raise (error if inexact or job.ranks is not None else in_chunks(error, found, needs, job.terms)) from None
+            error = with_alternatives(in_terms(error, job.terms), ways)
+        else:
+            error = in_terms(error, job.terms)
+            error = error if inexact or job.ranks is not None else in_chunks(error, found, needs, job.terms)
+        raise with_notes(error, found.tracer.notes) from None
 
 
 def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[WayOut] = ()) -> InfeasibleError:
@@ -125,6 +127,14 @@ def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut]) -> Infeasi
     lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
     lines += [describe(way) for way in ways]
     return _remedied(error, "\n".join(lines), ways)
+
+
+def with_notes(error: InfeasibleError, notes: Sequence[str]) -> InfeasibleError:
+    """The same error; at its end what was assumed, where it may be that which makes nothing fit."""
+    if not notes:
+        return error
+    listed = "\n".join(f"• {note}" for note in notes)
+    return _remedied(error, f"{error.remedy}\nHow the job was counted:\n{listed}", error.ways)
 
 
 def describe(way: WayOut) -> str:

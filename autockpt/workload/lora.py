@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.failures import summary
-from autockpt.workload.quantised import PACKED, prepare_for_training
+from autockpt.workload.quantised import PACKED, is_quantised, left_whole, prepare_for_training
 from autockpt.workload.units import discover_units, module_of
 
 ALL_LINEAR = "all-linear"
@@ -44,6 +44,8 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
         dora=spec.lora_dora,
         whole=_names(spec.lora_modules_to_save),
     )
+    if any(map(is_quantised, adapted.parameters())):
+        notes += left_whole(adapted)
     packed = any(type(p).__name__ in PACKED for p in adapted.parameters())
     return adapted, [*prepared, *notes, *([_NOT_PREPARED] if packed and not prepared else [])]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from autockpt.workload.fastinit import fast_init
 BITSANDBYTES = ("bitsandbytes", "bits_and_bytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 TORCHAO = "torchao"
 _KNOWN = "only bitsandbytes' 4 and 8 bits and torchao can"
+MUCH = 0.1  # of all weights, which is worth a word
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' types of weights
 
 
@@ -263,6 +265,22 @@ def _is_torchao(weight: Any) -> bool:
 
 def _has_quantised(module: nn.Module) -> bool:
     return is_quantised(getattr(module, "weight", None))
+
+
+def left_whole(model: nn.Module) -> list[str]:
+    """A note on experts that stay as they are, one tensor for all of a layer, where they are much of the weights."""
+    sizes: Counter[str] = Counter()
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            whole = weight.ndim > 2 and weight.is_floating_point() and not is_quantised(weight)
+            sizes[type(module).__name__ if whole else ""] += weight.nbytes
+    together = sizes.total()
+    experts = {name: size for name, size in sizes.items() if name and size > MUCH * together}
+    return [
+        f"{name} is not quantised, {format_bytes(size)} of {format_bytes(together)} of weights: transformers holds the "
+        "experts of a layer in one tensor, and only linear layers are packed (bitsandbytes#1849)."
+        for name, size in experts.items()
+    ]
 
 
 class _Packed:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autockpt.errors import InfeasibleError
 from autockpt.schema import WorkloadSpec, parse_budget
 from autockpt.schema.remedy import WayOut
 from autockpt.tuning import alternatives, infeasible
@@ -53,3 +54,12 @@ def test_headroom_is_named_where_it_is_what_makes_nothing_fit(smallest: int, sai
     error = infeasible.nothing_fits(profiled, budget, smallest)
     assert "980 B (1KB less 20 B of --headroom)" in error.message
     assert ("fits with --headroom of at most 10 B" in error.message) is said
+
+
+def test_what_was_assumed_is_said_with_the_alternatives() -> None:
+    way = WayOut(options="--lora 16", effect="e", plan="p", peak_bytes=1, step_seconds=None, relative_cost=1.0)
+    error = infeasible.with_alternatives(InfeasibleError("nothing fits"), [way])
+    noted = infeasible.with_notes(error, ("Experts is not quantised",))
+    assert "--lora 16" in noted.remedy and noted.remedy.endswith("\n• Experts is not quantised")
+    assert noted.ways == error.ways
+    assert infeasible.with_notes(error, ()) is error

@@ -181,6 +181,14 @@ def test_what_peft_turns_to_fp32_is_and_is_said() -> None:
         build(WorkloadSpec(model="llama-tiny", prepare_kbit=True))
 
 
+def test_experts_that_stay_whole_are_named() -> None:
+    pytest.importorskip("bitsandbytes")
+    said = [build(spec(model=model, load_in_4bit=True)).notes for model in ("mixtral-tiny", "llama-tiny")]
+    experts, none = (tuple(note for note in notes if "is not quantised" in note) for notes in said)
+    assert len(experts) == 1 and experts[0].startswith("MixtralExperts is not quantised, ")
+    assert none == ()
+
+
 def test_dora_on_eight_bits_is_for_cards() -> None:
     pytest.importorskip("bitsandbytes")
     asked = spec(load_in_8bit=True, lora_dora=True)
