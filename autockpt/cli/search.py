@@ -160,7 +160,7 @@ def search(
         budget, headroom = start.budget.asked, headroom or start.budget.headroom or None
     if budget is None and hardware is None:
         raise UsageError("no budget was given", remedy="Add --budget with 24GB, 24GiB, 60%, 60%act or auto.")
-    asked = parse_budget(budget or "auto").with_headroom(headroom)
+    asked = parse_budget("auto" if budget is None else budget).with_headroom(headroom)
     limit = duration(timeout)
     allowed = _space(space, choices)
     _refuse_contradictions(workload, hardware, device)

@@ -134,8 +134,13 @@ def apply(
     this one gone, as after any exception.
 
     Raises PlanError where the plan is malformed or belongs to another model; ConflictError where it cannot be attached
-    safely, or where the check finds a difference; UsageError for other ``sentinels``.
+    safely, or where the check finds a difference; UsageError for other ``sentinels``, and for what is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"a {type(model).__name__} is no model that a plan can be applied to",
+            remedy="Give the torch.nn.Module that trains, and then the plan: autockpt.apply(model, plan).",
+        )
     if not isinstance(plan, Plan | Mapping | str | Path):
         raise PlanError(
             f"a {type(plan).__name__} is no plan",

@@ -285,6 +285,10 @@ def parse_choices(data: Mapping[str, Any]) -> dict[str, Choice]:
     """Choices by unit name from their forms in a plan. Raises PlanError as ``parse_choice`` does, naming the unit."""
     choices: dict[str, Choice] = {}
     for name, value in data.items():
+        if not isinstance(name, str):
+            raise PlanError(
+                f"{name!r} is no unit's name", remedy="Choices are by name: {'model.layers.0': 'recompute'}."
+            )
         try:
             choices[name] = parse_choice(value)
         except PlanError as error:

@@ -182,6 +182,7 @@ def search_step_batches(
     of_rows = partial(_made, step) if not isinstance(step, Step) else partial(_of_rows, step, rows)
     parsed = parse_budget(budget) if isinstance(budget, str) else budget
     _refuse_share(parsed)
+    _refuse_none(rows)
     if isinstance(step, Step):
         have = step.settings.get("batch_size")
         if step.accumulate not in (1, rows // have if isinstance(have, int) and have else 1):
@@ -349,6 +350,7 @@ def variant(spec: WorkloadSpec, rows: int, size: int) -> WorkloadSpec:
 
 
 def _refuse(request: SearchRequest, rows: int) -> None:
+    _refuse_none(rows)
     given = request.workload.batch_size
     if given is not None and rows % given:
         raise UsageError(
@@ -366,6 +368,11 @@ def _refuse(request: SearchRequest, rows: int) -> None:
             remedy="Leave --dry-run out, or simulate with --hardware.",
         )
     _refuse_share(request.budget)
+
+
+def _refuse_none(rows: int) -> None:
+    if rows < 1:
+        raise UsageError(f"--global-batch {rows} are no rows", remedy="Give the rows of an optimizer update.")
 
 
 def _refuse_share(budget: Budget) -> None:

@@ -23,7 +23,7 @@ CHOICES = ("save", "recompute", "offload", "recompute_offload", "chunked_softmax
 def estimate(
     models: str | Sequence[str],
     *,
-    cards: Sequence[str] = ("rtx4090",),
+    cards: str | Sequence[str] = ("rtx4090",),
     batch_sizes: Sequence[int] = (1,),
     seq_lens: Sequence[int] = (2048,),
     lora: int = 16,
@@ -45,7 +45,7 @@ def estimate(
     if dtype not in (None, *get_args(Dtype)):
         raise UsageError(f"--dtype {dtype} is not known", remedy=f"Write one of {', '.join(get_args(Dtype))}.")
     named = [models] if isinstance(models, str) else list(models)
-    known = [(card, load_hardware(card)) for card in cards]
+    known = [(card, load_hardware(card)) for card in ([cards] if isinstance(cards, str) else cards)]
     ways: list[tuple[int | None, bool]] = [(None, False)] * full
     ways += [(lora, False), *[(lora, True)] * qlora] if lora > 0 else []
     space = load_space("knobs").restricted(CHOICES)

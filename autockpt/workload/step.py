@@ -62,6 +62,7 @@ class Step:
         if not isinstance(self.model, nn.Module):
             raise WorkloadError(f"the model is a {type(self.model).__name__}", remedy="Pass a torch.nn.Module.")
         _check_functions(self)
+        _check_optimizer(self)
         _check_numbers(self)
         self.autocast = _dtype(self.autocast)
         self.snapshot = tuple(self.snapshot)
@@ -207,6 +208,17 @@ def _check_numbers(step: Step) -> None:
         raise WorkloadError(f"accumulate is {accumulate!r}", remedy="Pass the number of micro-batches, 1 or more.")
     if norm is not None and not norm > 0:
         raise WorkloadError(f"max_grad_norm is {norm!r}", remedy="Pass a number above zero, or None.")
+
+
+def _check_optimizer(step: Step) -> None:
+    optimizer = step.optimizer
+    if optimizer is None or (hasattr(optimizer, "param_groups") and not isinstance(optimizer, type)):
+        return
+    what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+    raise WorkloadError(
+        f"the optimizer is {what}, not an optimizer",
+        remedy="Pass the optimizer itself, as in torch.optim.AdamW(model.parameters()); schedulers are not part of it.",
+    )
 
 
 def _check_trainable(step: Step) -> None:

@@ -144,6 +144,7 @@ def test_default_models_exist() -> None:
     [
         ((), "--budget"),
         (("--budget", "24"), "24GB"),
+        (("--budget", "", "--hardware", "rtx4090"), "is not a budget"),
         (("--budget", "24GB", "--space", "knob"), "knobs"),
         (("--budget", "24GB", "--choices", "recompte"), "recompute"),
         (("--budget", "24GB", "--choices", "save"), "nothing to choose"),

@@ -70,6 +70,10 @@ def test_choices_by_name_that_are_none_are_named():
     with pytest.raises(PlanError, match="sections of a plan file") as caught:
         autockpt.apply(model, {"autockpt": 1, "choices": {"model.layers.0": "recompute"}})
     assert "Plan.load" in caught.value.remedy
+    with pytest.raises(PlanError, match="0 is no unit's name"):
+        autockpt.apply(model, {0: "recompute"})  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match="a str is no model"):
+        autockpt.apply("plan.yaml", model)  # type: ignore[arg-type]
 
 
 def test_the_handle_tells_what_was_checked(monkeypatch):

@@ -109,6 +109,8 @@ def test_batches_whose_rows_are_packed_or_cannot_be_divided_are_refused() -> Non
         search_step_batches(odd, 4, **asked)
     with pytest.raises(UsageError, match="share of this job"):
         search_step_batches(odd, 4, **asked | {"budget": "60%"})
+    with pytest.raises(UsageError, match="0 are no rows"):
+        search_step_batches(odd, 0, **asked)
     with pytest.raises(UsageError, match="is not 16 rows per update"):
         search_step_batches(Step(odd.model, odd.batch, loss=odd.loss, accumulate=3), 16, **asked)
 

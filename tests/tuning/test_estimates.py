@@ -58,6 +58,8 @@ def test_wrong_questions_are_refused_at_once():
         next(autockpt.estimate("gpt2-tiny", dtype="int3"))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="rtx9999"):
         next(autockpt.estimate("gpt2-tiny", cards=["rtx9999"]))
+    with pytest.raises(UsageError, match="rtx9999"):
+        next(autockpt.estimate("gpt2-tiny", cards="rtx9999"))
 
 
 def test_the_table_fits_eighty_columns():

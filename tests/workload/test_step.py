@@ -203,6 +203,8 @@ def test_eval_mode_is_kept_and_said() -> None:
         ({"autocast": "half"}, "autocast is 'half'"),
         ({"model": net().requires_grad_(False)}, "no parameter of the model requires gradients"),
         ({"optimizer": torch.optim.SGD(net().parameters())}, "no trainable parameter of this model"),
+        ({"optimizer": "adamw"}, "the optimizer is a str"),
+        ({"optimizer": torch.optim.AdamW}, "the optimizer is the class AdamW"),
         ({"batch": torch.ones(2, 4, device="meta")}, "batch is on meta"),
         ({"full_step": lambda: None}, "both given"),
         ({"full_step": lambda: None, "loss": None}, "without naming"),
