@@ -65,6 +65,9 @@ def _where(place: Place) -> str:
     return f"{STAGES[place.stage]}{calls}{at}"
 
 
+_SHOWN_BY = {"hip": "rocm-smi", "xpu": "xpu-smi", "mps": "the Activity Monitor"}
+
+
 def advice_of(log: LogReading | None, snapshot: SnapshotReading | None) -> tuple[str, ...]:
     """What helps, by the evidence alone."""
     return tuple(_advice(log, snapshot))
@@ -78,9 +81,10 @@ def _advice(log: LogReading | None, snapshot: SnapshotReading | None) -> Iterato
         failure = log.failures[0]
         yield from _of_memory(failure.reserved, failure.cached, failure.tried)
         if failure.others is not None and failure.capacity and failure.others > 0.02 * failure.capacity:
+            shown = f"{_SHOWN_BY.get(failure.backend, 'nvidia-smi')} shows them"
             yield (
-                f"Others hold {format_binary(failure.others)} of the device: other processes (nvidia-smi shows them, "
-                "an earlier run may still live), or a desktop. End them, and the budget grows by that."
+                f"Others hold {format_binary(failure.others)} of the device: other processes ({shown}, an earlier run "
+                "may still live), or a desktop. End them, and the budget grows by that."
             )
         yield from _of_stage(failure.place.stage)
     if snapshot is not None:

@@ -112,7 +112,7 @@ def read_log(path: Path) -> LogReading:
     if host_at is not None and (last := read_text(later, str(path))).host is not None:
         reading = last.model_copy(update={"zero_stage": reading.zero_stage})
     if not reading.failures and reading.host is None:
-        raise UsageError(f"nothing in {path} ran out of memory{_ending(text)}", remedy=_REMEDY)
+        raise UsageError(f"{path} has no message of PyTorch's that memory ran out{_ending(text)}", remedy=_REMEDY)
     return reading
 
 

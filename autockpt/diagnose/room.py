@@ -75,7 +75,7 @@ def _room(question: DiagnoseRequest, hardware: Hardware, others: int, said: str)
         raise UsageError(
             f"other processes hold {format_binary(others)} of the device's {format_binary(hardware.memory_bytes)}: "
             "nothing is left for this one",
-            remedy="End them (nvidia-smi shows them), or name the room that there will be with --budget.",
+            remedy="End them, or name the room that there will be with --budget.",
         )
     return Room(
         budget=available,
