@@ -63,13 +63,16 @@ def trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
 def _cells(trial: Trial, on_front: bool, *, wide: bool, room: int) -> list[Text | str]:
     measured, predicted = trial.measured, trial.predicted
     step = words.step_time(measured) if measured else ""
+    peak = format_binary(measured.peak_bytes) if measured else "—"
+    if not measured and predicted and not wide:  # there is no column for it
+        peak = f"~{format_binary(predicted.peak_bytes)}"
     if not step and predicted and predicted.step_seconds:
         step = f"~{words.seconds(predicted.step_seconds)}"
     return [
         "*" if on_front else "",
         str(trial.number),
         trial.encoding if trial.encoding != "baseline" else trial.name,
-        format_binary(measured.peak_bytes) if measured else "—",
+        peak,
         *([format_binary(predicted.peak_bytes) if predicted else "—"] if wide else []),
         step or "—",
         _fits(trial),

@@ -27,6 +27,14 @@ def test_trials_and_their_front(width: int) -> None:
     assert "....ORRRRRRR" in text and trials[0].plan_hash[:8] in text and "Pareto" in text
 
 
+def test_a_simulated_peak_is_shown_where_it_has_no_column_of_its_own() -> None:
+    screen, raw = console(80)
+    print_trials([trial(0, measured=None), trial(1)], [], screen)
+    lines = raw.getvalue().decode().splitlines()
+    simulated, measured = (next(line for line in lines if line.split()[:1] == [n]) for n in "01")
+    assert "~" in simulated and "iB" in simulated and "—" not in simulated and "~" not in measured
+
+
 def test_nothing_measured_yet() -> None:
     screen, raw = console()
     print_trials([], [], screen)
