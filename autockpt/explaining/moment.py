@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from autockpt.explaining.holdings import COME_AND_GO, GROWING, Ledger, joined
 from autockpt.explaining.kinds import within
+from autockpt.reporting.area import resampled
 from autockpt.schema import Graph, Storage
 from autockpt.schema.explanation import Alive, Curve, Moment
 from autockpt.simulator import bytes_timeline
@@ -30,8 +30,7 @@ def curve(ledger: Ledger, points: int = POINTS) -> Curve:
     n = len(graph.ops)
     total = bytes_timeline(graph) + ledger.overhead + ledger.reserved
     growing, moving = ledger.together(GROWING), ledger.together(COME_AND_GO)
-    edges = np.linspace(0, n, min(points, n) + 1, dtype=np.int64)
-    at = [int(a + np.argmax(total[a:b])) for a, b in pairwise(edges)]
+    at = resampled(total.tolist(), min(points, n))
     at_peak = peak_op(graph)
     op = graph.ops[at_peak] if graph.ops else None
     return Curve(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from autockpt.explaining.holdings import COME_AND_GO, GROWING, Ledger
 from autockpt.explaining.kinds import base_name, within
 from autockpt.explaining.speed import op_seconds
+from autockpt.reporting.area import resampled
 from autockpt.schema import Graph, Op, OpTimes, Storage
 from autockpt.simulator import bytes_timeline
 
@@ -48,18 +48,17 @@ class Timeline:
     repeated: int
 
 
-def tape_of(name: str, graph: Graph, times: OpTimes | None, head: str | None = None) -> Timeline | None:
+def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
     """The tape of a traced step; None for one without ops. Bytes include the context of the device."""
     if not graph.ops:
         return None
     overhead = times.environment.device.overhead_bytes if times is not None else 0
-    ledger = Ledger(graph, head, overhead)
+    ledger = Ledger(graph, overhead=overhead)
     total = bytes_timeline(graph) + overhead
     begins, seconds = _clock(graph, times)
     n = len(graph.ops)
     growing, moving = ledger.together(GROWING), ledger.together(COME_AND_GO)
-    edges = np.linspace(0, n, min(SAMPLES, n) + 1, dtype=np.int64)
-    ops = [int(a + np.argmax(total[a:b])) for a, b in pairwise(edges)]
+    ops = resampled(total.tolist(), min(SAMPLES, n))
     listed, rest = _ranked(ledger)
     small = np.zeros(n, dtype=np.int64)
     for s in rest:

@@ -16,23 +16,12 @@ from autockpt.schema.base import Data
 from autockpt.schema.files import atomic_write
 
 
-class _Workload(Data):
-    """What belongs to one workload rather than to single ops; fields as in OpTimes."""
-
-    optimizer_seconds: float
-    host_seconds: float
-    watch_seconds: float
-    rerun_scale: float
-    copy_out_bandwidth: float
-    copy_in_bandwidth: float
-    disk_out_bandwidth: float = 0.0
-    disk_in_bandwidth: float = 0.0
-
-
 class _Table(Data):
+    """``workloads`` are the fields of OpTimes that belong to one workload rather than to single ops."""
+
     environment: Environment
     seconds: dict[str, float] = Field(default_factory=dict)
-    workloads: dict[str, _Workload] = Field(default_factory=dict)
+    workloads: dict[str, dict[str, float]] = Field(default_factory=dict)
 
 
 def cache_directory() -> Path:
@@ -47,13 +36,15 @@ def lookup(environment: Environment, workload: str, signatures: Iterable[str]) -
     table = _read(environment)
     if table is None or workload not in table.workloads or any(s not in table.seconds for s in signatures):
         return None
-    return OpTimes(environment=environment, seconds=table.seconds, **table.workloads[workload].model_dump())
+    with suppress(ValidationError):
+        return OpTimes(environment=environment, seconds=table.seconds, **table.workloads[workload])
+    return None
 
 
 def store(times: OpTimes, workload: str) -> None:
     """Add op times to the cache. A cache that cannot be written is no error: the next run measures again."""
     known = _read(times.environment) or _Table(environment=times.environment)
-    own = _Workload(**{name: getattr(times, name) for name in _Workload.model_fields})
+    own = times.model_dump(exclude={"environment", "seconds"})
     table = _Table(
         environment=times.environment,
         seconds=known.seconds | times.seconds,

@@ -43,13 +43,13 @@ def build_menus(
     menus = []
     for kind, unit in representatives(base.blocks()).items():
         index = units.index(unit.name)
-        changes = {
-            choice: _change(plain, _Run.of(graph, units, simulation), index, unit.name)
+        times = (plain.seconds(unit.name, "forward"), plain.seconds(unit.name, "backward"), 0.0, 0.0)
+        changes = [
+            _change(choice, plain, _Run.of(graph, units, simulation), index, unit.name)
             for (of_kind, choice), graph in variants.items()
             if of_kind == kind
-        }
-        times = (plain.seconds(unit.name, "forward"), plain.seconds(unit.name, "backward"))
-        items = _items(_Change(0, 0, 0, *times, 0.0, 0.0), _saved_levels(plain, index, unit.name), changes)
+        ]
+        items = _lifted([_item(SAVE, (0, 0, 0), times), *changes], _saved_levels(plain, index, unit.name))
         menus.append(Menu(kind=kind, representative=unit.name, items=items))
     return tuple(menus)
 
@@ -63,12 +63,12 @@ def head_menu(
     """
     units = [*(u.name for u in base.blocks()), head.name]
     plain, index = _Run.of(base, units, simulation), len(units) - 1
-    changes: dict[Choice, _Change] = {}
+    items = [_item(SAVE, (0, 0, 0), (0.0, 0.0, 0.0, 0.0))]
     for choice, graph in variants.items():
         run = _Run.of(graph, units, simulation)
         seconds = run.simulation.step_seconds - plain.simulation.step_seconds
-        changes[choice] = _Change(*_byte_changes(plain, run, index), 0.0, seconds, 0.0, 0.0, run.host_bytes)
-    items = _items(_Change(0, 0, 0, 0.0, 0.0, 0.0, 0.0), _saved_levels(plain, index, head.name), changes)
+        items.append(_item(choice, _byte_changes(plain, run, index), (0.0, seconds, 0.0, 0.0), run.host_bytes))
+    items = _lifted(items, _saved_levels(plain, index, head.name))
     return Menu(kind=head.kind, representative=head.name, items=items)
 
 
@@ -123,25 +123,12 @@ class _Run:
         return self.simulation.seconds_by_unit[unit][phase]
 
 
-@dataclass(frozen=True)
-class _Change:
-    """What a choice changes against saving: bytes while the unit is kept, runs forward, runs backward; seconds."""
-
-    kept: int
-    forward: int
-    backward: int
-    forward_seconds: float
-    backward_seconds: float
-    recompute_seconds: float
-    copy_seconds: float
-    host: int = 0
-
-
-def _change(plain: _Run, variant: _Run, index: int, name: str) -> _Change:
+def _change(choice: Choice, plain: _Run, variant: _Run, index: int, name: str) -> MenuItem:
+    """A choice's own seconds, and the bytes that it changes against saving."""
     times = {phase: variant.seconds(name, phase) for phase in ("forward", "backward", "recompute")}
     copying = _copy_seconds(plain.simulation, variant.simulation, times)
     seconds = times["forward"], times["backward"], times["recompute"], copying
-    return _Change(*_byte_changes(plain, variant, index), *seconds, variant.host_bytes)
+    return _item(choice, _byte_changes(plain, variant, index), seconds, variant.host_bytes)
 
 
 def _byte_changes(plain: _Run, variant: _Run, index: int) -> tuple[int, int, int]:
@@ -205,26 +192,29 @@ def _copy_seconds(plain: Simulation, variant: Simulation, times: Mapping[str, fl
     return max(0.0, seen, max(0.0, out) + max(0.0, back))
 
 
-def _items(still: _Change, levels: tuple[int, int, int], changes: Mapping[Choice, _Change]) -> tuple[MenuItem, ...]:
-    """Menu items on a common level: differences on top of what the unit holds when it saves, never below zero."""
-    kept, forward, backward = levels
-    kept = max(kept, *(-c.kept for c in changes.values()), 0)
-    forward = max(forward, *(-c.forward for c in changes.values()), 0)
-    backward = max(backward, *(-c.backward for c in changes.values()), 0)
-    return tuple(
-        MenuItem(
-            choice=choice,
-            kept_bytes=kept + c.kept,
-            forward_peak_bytes=forward + c.forward,
-            backward_peak_bytes=backward + c.backward,
-            forward_seconds=c.forward_seconds,
-            backward_seconds=c.backward_seconds,
-            recompute_seconds=c.recompute_seconds,
-            copy_seconds=c.copy_seconds,
-            host_bytes=c.host,
-        )
-        for choice, c in [(SAVE, still), *((c, d) for c, d in changes.items() if c != SAVE)]
+def _item(
+    choice: Choice, changed: tuple[int, int, int], seconds: tuple[float, float, float, float], host_bytes: int = 0
+) -> MenuItem:
+    """A choice with what it changes against saving: bytes while the unit is kept, runs forward, runs backward."""
+    return MenuItem(
+        choice=choice,
+        kept_bytes=changed[0],
+        forward_peak_bytes=changed[1],
+        backward_peak_bytes=changed[2],
+        forward_seconds=seconds[0],
+        backward_seconds=seconds[1],
+        recompute_seconds=seconds[2],
+        copy_seconds=seconds[3],
+        host_bytes=host_bytes,
     )
+
+
+def _lifted(items: Sequence[MenuItem], levels: tuple[int, int, int]) -> tuple[MenuItem, ...]:
+    """Differences as bytes: on top of what the unit holds when it saves, never below zero."""
+    for name, level in zip(("kept_bytes", "forward_peak_bytes", "backward_peak_bytes"), levels, strict=True):
+        level = max(level, *(-getattr(item, name) for item in items))
+        items = [item.model_copy(update={name: level + getattr(item, name)}) for item in items]
+    return tuple(items)
 
 
 def _saved_levels(plain: _Run, index: int, name: str) -> tuple[int, int, int]:

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
+from autockpt.measuring.base import Measurer
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
@@ -58,17 +59,6 @@ class Heads(NamedTuple):
 
     unit: Unit
     graphs: Mapping[Choice, Graph]
-
-
-class Runs(Protocol):
-    """Whoever can run a function beside the model on the device."""
-
-    @property
-    def environment(self) -> Environment: ...
-
-    def call(self, ref: str, payload: dict) -> dict: ...
-
-    def compare(self, plans: Mapping[str, Mapping[str, Choice]], *, rounds: int) -> Mapping[str, Sequence[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -178,7 +168,7 @@ class CostModel:
 
 
 def measure_op_times(
-    runs: Runs,
+    runs: Measurer,
     uniform: UniformRuns,
     workload: str,
     *,
@@ -270,7 +260,7 @@ def _key(workload: str) -> str:
     return hashlib.sha256(workload.encode()).hexdigest()[:12]
 
 
-def used_by_others(runs: Runs) -> int:
+def used_by_others(runs: Measurer) -> int:
     """Bytes on the device that processes other than the measuring one hold."""
     return int(runs.call("autockpt.profiling.op_times:memory_of_others", {})["bytes"])
 
