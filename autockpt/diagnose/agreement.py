@@ -38,7 +38,7 @@ def compare(
     at = over if over is not None else max(range(len(line)), key=line.__getitem__, default=0)
     promised = simulated_memory(hardware, room.budget)(graph)
     overflows = over is not None or promised > room.budget
-    evidence = failure if failure is not None else snapshot
+    evidence = failure or snapshot
     tried = evidence.tried if evidence is not None else None
     agreement = Agreement(
         simulated_peak=peak,
@@ -48,9 +48,7 @@ def compare(
         place=graph.ops[over].module if over is not None else "",
         asked=tuple(_of_size(graph, tried)) if tried else (),
     )
-    reported = (
-        failure.place.stage if failure is not None else snapshot.place.stage if snapshot is not None else "unknown"
-    )
+    reported = evidence.place.stage if evidence is not None else "unknown"
     holdings = ledger.holdings(at)
     verdicts = [*_verdicts(agreement, room, reported, tried, over_peak=over is None)]
     if snapshot is not None:

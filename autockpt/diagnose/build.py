@@ -9,7 +9,7 @@ from autockpt.diagnose.advice import advice_of, verdict_of
 from autockpt.diagnose.question import DiagnoseRequest
 from autockpt.errors import TracingError, WorkloadError
 from autockpt.schema import Listener, Silence, WorkloadSpec
-from autockpt.schema.diagnosis import DeviceFailure, Diagnosis
+from autockpt.schema.diagnosis import Diagnosis
 
 
 def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Diagnosis:
@@ -18,7 +18,6 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
     A job for which no plan fits is no error: ``ways`` say what would fit. Raises UsageError where nothing says how much
     memory the device has. A model that cannot be built or traced is an error only where there is no evidence to tell.
     """
-    failure = _failure(question)
     told: dict[str, Any] = {
         "log": question.log,
         "snapshot": question.snapshot,
@@ -31,7 +30,7 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
     if question.spec is None or on_host:
         return Diagnosis(model=question.spec.model if question.spec else None, **told)
     try:
-        found = _simulated(question, question.spec, failure, listener or Silence())
+        found = _simulated(question, question.spec, listener or Silence())
     except (WorkloadError, TracingError) as error:
         if question.log is None and question.snapshot is None:
             raise
@@ -40,13 +39,7 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
     return Diagnosis(model=question.spec.model, notes=notes, **told, **found)
 
 
-def _failure(question: DiagnoseRequest) -> DeviceFailure | None:
-    return question.log.failures[0] if question.log is not None and question.log.failures else None
-
-
-def _simulated(
-    question: DiagnoseRequest, spec: WorkloadSpec, failure: DeviceFailure | None, listener: Listener
-) -> dict[str, Any]:
+def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener) -> dict[str, Any]:
     """Fields of the Diagnosis that ghost runs fill."""
     from autockpt.diagnose.agreement import compare
     from autockpt.diagnose.prescribe import as_run, prescribe
@@ -64,7 +57,7 @@ def _simulated(
         settings = {k: v for k, v in plain(tracer.settings).items() if k != "model"}
         notes = (*tracer.notes, *graph.notes)
     name = head.name if head is not None else None
-    agreement, holdings = compare(graph, name, hardware, room, failure, question.snapshot)
+    agreement, holdings = compare(graph, name, hardware, room, question.failure, question.snapshot)
     given = prescribe(question, spec, hardware, room, clock)
     outcome = given.outcome
     plan = outcome.plan if outcome is not None else None

@@ -9,7 +9,7 @@ from autockpt.diagnose.oom_log import read_log
 from autockpt.diagnose.snapshot import read_snapshot
 from autockpt.errors import UsageError
 from autockpt.schema import Budget, WorkloadSpec
-from autockpt.schema.diagnosis import CommandReading, LogReading, SnapshotReading
+from autockpt.schema.diagnosis import CommandReading, DeviceFailure, LogReading, SnapshotReading
 from autockpt.schema.files import read_regular, reason
 from autockpt.schema.hardware import Hardware
 
@@ -34,6 +34,11 @@ class DiagnoseRequest:
     budget: Budget | None = None
     hardware: Hardware | None = None
     plan_out: Path | None = None
+
+    @property
+    def failure(self) -> DeviceFailure | None:
+        """The first failure of a device that the log tells of."""
+        return self.log.failures[0] if self.log is not None and self.log.failures else None
 
 
 def read_evidence(path: Path) -> LogReading | SnapshotReading:

@@ -21,7 +21,7 @@ def room_of(question: DiagnoseRequest) -> tuple[Room, Hardware, tuple[str, ...]]
 
     Raises UsageError where neither evidence nor options say what the device has.
     """
-    failure = question.log.failures[0] if question.log is not None and question.log.failures else None
+    failure = question.failure
     if failure is not None and failure.capacity is not None:
         return _of_failure(question, failure, failure.capacity)
     if question.snapshot is not None and question.snapshot.at_oom and question.snapshot.free is not None:

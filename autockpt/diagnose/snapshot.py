@@ -47,18 +47,18 @@ class _State:
     free_blocks: list[int] = field(default_factory=list)
 
 
-def read_snapshot(path: Path, device: int | None = None) -> SnapshotReading:
+def read_snapshot(path: Path) -> SnapshotReading:
     """What a snapshot file tells of one device: the one that ran out of memory last, else the fullest.
 
     No code of the file is run. Raises UsageError for a file that is no snapshot, is cut off, or holds more than data.
     """
-    return summarise_snapshot(load_data(path), str(path), device)
+    return summarise_snapshot(load_data(path), str(path))
 
 
-def summarise_snapshot(data: Any, name: str = "the snapshot", device: int | None = None) -> SnapshotReading:
+def summarise_snapshot(data: Any, name: str = "the snapshot") -> SnapshotReading:
     """The same for a loaded snapshot. Raises UsageError where its structure is another."""
     try:
-        return _Snapshot(data, name).reading(device)
+        return _Snapshot(data, name).reading()
     except _Malformed as error:
         raise UsageError(f"{name} is no memory snapshot: {error}", remedy=_REMEDY) from None
 
@@ -79,15 +79,14 @@ class _Snapshot:
         self._frames: dict[int, tuple[Frame, ...]] = {}
         self.notes: list[str] = []
 
-    def reading(self, device: int | None) -> SnapshotReading:
+    def reading(self) -> SnapshotReading:
         states = self._states()
         ooms = {d: at for d, trace in enumerate(self.traces) if (at := _last_oom(trace)) is not None}
-        if device is None:
-            # the fullest of those that ran out, else of all
-            among = [d for d in ooms if d in states] or list(states) or [0]
-            device = max(among, key=lambda d: states[d].reserved if d in states else 0)
+        # the fullest of those that ran out, else of all
+        among = [d for d in ooms if d in states] or list(states) or [0]
+        device = max(among, key=lambda d: states[d].reserved if d in states else 0)
         if device not in states and device not in ooms:
-            raise UsageError(f"{self.name} has nothing of GPU {device}", remedy=_devices(states))
+            raise UsageError(f"{self.name} has nothing of GPU {device}", remedy=_REMEDY)
         state = states.get(device, _State(device))
         event: Mapping[str, Any] | None = None
         if device in ooms:
@@ -243,10 +242,6 @@ def _last_oom(trace: Sequence[Any]) -> int | None:
         if isinstance(trace[index], dict) and trace[index].get("action") == "oom":
             return index
     return None
-
-
-def _devices(states: Mapping[int, _State]) -> str:
-    return f"It has GPU {', '.join(map(str, sorted(states)))}." if states else _REMEDY
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:
