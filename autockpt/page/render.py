@@ -18,7 +18,6 @@ from autockpt.page.contents import Contents, as_json, contents_of
 from autockpt.page.plans import PHASES, SAID, PlanPoint
 from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import format_binary, words
-from autockpt.schema.choices import CHOICE_TYPES
 from autockpt.schema.files import atomic_write, reason
 
 PAGE = "report.html"
@@ -65,7 +64,7 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "without": [p for p in tried if not p.fits],
         "buys": _buys(contents),
         "phases": _phases(tried),
-        "letters": _letters(contents),
+        "letters": words.letters(p.choices for p in contents.plans.points.values()),
         "misses": _misses(tried),
     }
 
@@ -113,12 +112,6 @@ def _phases(tried: list[PlanPoint]) -> list[dict[str, Any]]:
         rows.append({"phase": phase, "count": len(members), "best": seconds, "gain": gain, "first": best is None})
         best = min(s for s in (best, seconds) if s is not None) if best or seconds else None
     return rows
-
-
-def _letters(contents: Contents) -> list[tuple[str, str]]:
-    """Letter and word of every choice on the page."""
-    kinds = {c.kind for p in contents.plans.points.values() for c in p.choices.values()} | {"save"}
-    return [(t.letter, t.model_fields["kind"].default) for t in CHOICE_TYPES if t.model_fields["kind"].default in kinds]
 
 
 def _small(contents: Contents) -> list[tuple[str, str]]:

@@ -13,7 +13,6 @@ from autockpt.history.trials import measurements
 from autockpt.reporting.progress import STATES
 from autockpt.reporting.style import plain_table
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
-from autockpt.schema.choices import CHOICE_TYPES
 from autockpt.schema.names import fold
 
 WIDE = 100
@@ -26,9 +25,7 @@ def when(seconds: float) -> str:
 
 def legend(trials: Iterable[Trial]) -> str:
     """What the letters of some trials' choices mean."""
-    kinds = {choice.kind for trial in trials for choice in trial.choices.values()} | {"save"}
-    known = {t.model_fields["kind"].default: t.letter for t in CHOICE_TYPES}
-    said = ", ".join(f"{letter} {kind}" for kind, letter in known.items() if kind in kinds)
+    said = ", ".join(f"{letter} {kind}" for letter, kind in words.letters(trial.choices for trial in trials))
     return f"A letter for each layer, first to last: {said}; a small letter: in a part of the layer alone"
 
 

@@ -229,23 +229,23 @@ Choice = Annotated[
 ]
 SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
 CHUNKED_SOFTMAX, CHUNKED_LOSS = ChunkedSoftmax(), ChunkedLoss()
-CHOICE_TYPES: tuple[type[_Choice], ...] = get_args(get_args(Choice)[0])
+CHOICE_TYPES: dict[str, type[_Choice]] = {t.model_fields["kind"].default: t for t in get_args(get_args(Choice)[0])}
 _adapter: TypeAdapter[Any] = TypeAdapter(Choice)
 
 
 def choice_kinds(role: UnitRole | None = None) -> tuple[str, ...]:
     """Names of all choices, as they are written in plans; of those that are for one role of units."""
-    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if role is None or role in t.roles)
+    return tuple(kind for kind, t in CHOICE_TYPES.items() if role is None or role in t.roles)
 
 
 def searched_kinds() -> tuple[str, ...]:
     """Names of the choices that a search tries for every layer."""
-    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if t.searched)
+    return tuple(kind for kind, t in CHOICE_TYPES.items() if t.searched)
 
 
 def head_kinds() -> tuple[str, ...]:
     """Names of the choices that a search tries for the output head unasked: those that are exact."""
-    return tuple(t.model_fields["kind"].default for t in CHOICE_TYPES if t.roles == ("head",) and t.exact)
+    return tuple(kind for kind, t in CHOICE_TYPES.items() if t.roles == ("head",) and t.exact)
 
 
 def parse_choice(value: object) -> Choice:
@@ -253,7 +253,7 @@ def parse_choice(value: object) -> Choice:
 
     Raises PlanError naming the known choices, or what is wrong with an option.
     """
-    if isinstance(value, CHOICE_TYPES):
+    if isinstance(value, _Choice):
         return value  # type: ignore[return-value]
     try:
         return _adapter.validate_python({"kind": value} if isinstance(value, str) else value)
@@ -263,12 +263,11 @@ def parse_choice(value: object) -> Choice:
 
 def _unreadable(value: object, error: ValidationError) -> PlanError:
     kind = value.get("kind") if isinstance(value, Mapping) else value
-    known = {t.model_fields["kind"].default: t for t in CHOICE_TYPES}
-    if not isinstance(kind, str) or kind not in known:
-        return PlanError(f"unknown choice {value!r}", remedy=f"Known choices: {', '.join(known)}.")
+    if not isinstance(kind, str) or kind not in CHOICE_TYPES:
+        return PlanError(f"unknown choice {value!r}", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != kind)
-    options = ", ".join(name for name in known[kind].model_fields if name != "kind") or "none"
+    options = ", ".join(name for name in CHOICE_TYPES[kind].model_fields if name != "kind") or "none"
     if first["type"] == "extra_forbidden":
         return PlanError(f"{kind} has no option {where!r}", remedy=f"Its options: {options}.")
     said = first["msg"].removeprefix("Value error, ")

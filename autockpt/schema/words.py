@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-from autockpt.schema.choices import Choice
+from autockpt.schema.choices import CHOICE_TYPES, Choice
 from autockpt.schema.names import ancestors, outermost
 from autockpt.schema.trial import Measurement
 
@@ -104,6 +104,12 @@ def strip(choices: Mapping[str, Choice], width: int = 48) -> str:
     if len(letters) <= width:
         return "".join(letters)
     return " ".join(f"{letter}×{len(list(run))}" for letter, run in groupby(letters))
+
+
+def letters(plans: Iterable[Mapping[str, Choice]]) -> list[tuple[str, str]]:
+    """The letters that plans in one line may have, each with the name of its choice."""
+    kinds = {choice.kind for choices in plans for choice in choices.values()} | {"save"}
+    return [(t.letter, kind) for kind, t in CHOICE_TYPES.items() if kind in kinds]
 
 
 def tally(choices: Mapping[str, Choice]) -> str:

@@ -17,8 +17,7 @@ _MOST_KEPT = 4
 
 def kinds() -> list[str]:
     """Choices that can be made for one block by itself, and that promise equal bits."""
-    fitting = [t for t in CHOICE_TYPES if getattr(t, "exact", True) and "block" in getattr(t, "roles", ("block",))]
-    return [t.model_fields["kind"].default for t in fitting]
+    return [kind for kind, t in CHOICE_TYPES.items() if t.exact and "block" in t.roles]
 
 
 def random_plan(model: nn.Module, units: Sequence[Unit], seed: int) -> dict[str, Choice]:
