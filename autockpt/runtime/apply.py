@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +27,7 @@ from autockpt.schema.names import fold
 from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import parse_budget
 from autockpt.workload.losses import default_loss
-from autockpt.workload.step import short_dtype
+from autockpt.workload.step import weights_dtype
 from autockpt.workload.units import discover_head, discover_units, plan_units
 
 
@@ -244,7 +243,7 @@ def _doubts(plan: Plan, model: nn.Module) -> list[str]:
     if plan.status == "unmeasured":
         return []
     doubts = []
-    planned_dtype, dtype = plan.settings.get("dtype"), _dtype_of(model)
+    planned_dtype, dtype = plan.settings.get("dtype"), weights_dtype(model.parameters())
     if planned_dtype and dtype and planned_dtype != dtype:
         doubts.append(f"the weights are {dtype}, planned as {planned_dtype}")
     planned_lora = plan.workload is not None and plan.workload.lora is not None
@@ -256,14 +255,6 @@ def _doubts(plan: Plan, model: nn.Module) -> list[str]:
         if here not in ("meta", plan.environment.device.kind):
             doubts.append(f"the model is on {here}, planned for {plan.environment.device.kind}")
     return doubts
-
-
-def _dtype_of(model: nn.Module) -> str | None:
-    """The type that most of the numbers in the weights have."""
-    counts = Counter[str]()
-    for p in model.parameters():
-        counts[short_dtype(p.dtype)] += p.numel()
-    return counts.most_common(1)[0][0] if counts else None
 
 
 def _whole(value: object) -> int | None:

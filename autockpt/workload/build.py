@@ -21,10 +21,9 @@ from autockpt.workload.lora import adapt
 from autockpt.workload.losses import inner_model
 from autockpt.workload.pretrained import make_model, model_class
 from autockpt.workload.quantised import quantization_facts, with_own_quantization
-from autockpt.workload.step import Step, short_dtype
+from autockpt.workload.step import DTYPES, Step, short_dtype
 from autockpt.workload.storages import move
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEFAULT_ROWS = 4
 _DEFAULT_LENGTH = 1024
 _SOUND_LENGTH = 16_000  # samples: one second as most models take it
@@ -105,7 +104,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     )
     size = _size(spec, source, head)
     notes = [head.note, *size.notes, *prepare(source, head.task, size.padded, spec.weights)]
-    dtype = _DTYPES[_dtype_name(spec, source)]
+    dtype = DTYPES[_dtype_name(spec, source)]
     model = make_model(spec, source, head, dtype, device)
     if spec.liger:
         apply_liger(model)
@@ -198,7 +197,7 @@ def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:
         return source.defaults.dtype
     own = getattr(source.config, "dtype", None)
     name = short_dtype(own) if isinstance(own, torch.dtype) else "fp32"
-    return name if name in _DTYPES else "fp32"
+    return name if name in DTYPES else "fp32"
 
 
 def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:

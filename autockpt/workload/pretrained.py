@@ -15,6 +15,7 @@ from autockpt.workload.failures import is_out_of_memory, summary
 from autockpt.workload.fastinit import fast_init
 from autockpt.workload.heads import Head
 from autockpt.workload.quantised import build_quantised, quantization_of
+from autockpt.workload.step import DTYPES
 
 
 def make_model(
@@ -26,7 +27,8 @@ def make_model(
     else transformers refuses; running out of memory is passed on.
     """
     options: dict[str, Any] = {"dtype": dtype}
-    quantization = quantization_of(spec, _compute_dtype(spec, dtype))
+    products = DTYPES[spec.autocast] if spec.autocast is not None else dtype
+    quantization = quantization_of(spec, products)
     if spec.attn is not None:
         options["attn_implementation"] = spec.attn
     try:
@@ -42,11 +44,6 @@ def make_model(
             raise
         raise _explain(error, spec, source) from None
     return model.train()
-
-
-def _compute_dtype(spec: WorkloadSpec, dtype: torch.dtype) -> torch.dtype:
-    """The type of products with quantised weights: autocast's, else that of the other weights."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.autocast or "", dtype)
 
 
 def _random(

@@ -21,9 +21,9 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Mark = Callable[[Phase], None]
 
 _EVAL_MODE = "the model is in eval mode: dropout is off and is not planned for"
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_THE_BATCH = ("batch_size", "seq_len", "tokens", "accumulate")
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 
 
 @dataclass(eq=False)
@@ -251,9 +251,9 @@ def _check_device(step: Step) -> None:
 def _dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
     if autocast is None or isinstance(autocast, torch.dtype):
         return autocast
-    if autocast not in _DTYPES:
+    if autocast not in ("bf16", "fp16"):
         raise WorkloadError(f"autocast is {autocast!r}", remedy="Pass torch.bfloat16, torch.float16, or None.")
-    return _DTYPES[autocast]
+    return DTYPES[autocast]
 
 
 def _facts(step: Step) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _facts(step: Step) -> dict[str, Any]:
         "model": type(inner_model(model)).__name__,
         "params": sum(_numbers(p) for p in parameters),
         "trainable_params": sum(p.numel() for p in parameters if p.requires_grad),
-        "dtype": _weights_dtype(parameters),
+        "dtype": weights_dtype(parameters),
         "autocast": None if (autocast := _dtype(step.autocast)) is None else short_dtype(autocast),
         "batch_size": rows,
         "seq_len": length,
@@ -294,7 +294,7 @@ def _numbers(parameter: nn.Parameter) -> int:
     return parameter.numel() if shape is None else math.prod(shape)
 
 
-def _weights_dtype(parameters: Iterable[nn.Parameter]) -> str | None:
+def weights_dtype(parameters: Iterable[nn.Parameter]) -> str | None:
     """The type that most of the numbers in the weights have, of those that are not quantised."""
     counts: dict[torch.dtype, int] = {}
     for p in (p for p in parameters if p.is_floating_point()):
