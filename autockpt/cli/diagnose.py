@@ -96,7 +96,7 @@ def _budget(text: str | None) -> Budget | None:
     if text is None:
         return None
     asked = parse_budget(text)
-    if asked.kind in ("share", "activation_share"):
+    if asked.is_share:
         raise UsageError(
             f"--budget {text} is a share of a peak, and a failed run is planned for a device",
             remedy="Write a size with its unit, such as 22GiB, or leave it out.",

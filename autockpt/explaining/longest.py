@@ -26,11 +26,7 @@ def with_longest(
     UsageError for a budget that is a share of the job's own peak and for models without sequences, InfeasibleError
     where not even the shortest fits.
     """
-    if budget.kind not in ("bytes", "auto"):
-        raise UsageError(
-            f"a budget of {budget.text} is a share of this job's own peak, which grows with its sequences",
-            remedy="Give the budget in bytes (24GB), or auto.",
-        )
+    budget.refuse_share("grows with its sequences")
     question = ExplainRequest(spec=spec, budget=budget, device=device, hardware=hardware)
     found = _longest(question, listener or Silence())
     if found is None:

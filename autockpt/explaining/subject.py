@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autockpt.devices import get_device, process_environment
+from autockpt.devices import get_device
 from autockpt.errors import UsageError
 from autockpt.explaining.times import Times, of_device, of_hardware
-from autockpt.measuring import environment_of
+from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.profiling import CostModel, simulated_memory, tracer_for
 from autockpt.schema import SAVE, Budget, Choice, Graph, Listener, Plan, Remake, Selective, WorkloadSpec
 from autockpt.schema.hardware import Hardware
@@ -146,7 +145,7 @@ def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
     if question.hardware is not None:
         return of_hardware(question.hardware, found.graphs, heads), 0
     device = get_device(question.device)
-    environment = environment_of(device, {**process_environment(question.device), **os.environ})
+    environment = environment_to_measure_in(question.device)
     times = of_device(
         environment, found.uniform, heads, workload_key(question.spec, question.spec.model, {}), question.plan_path
     )

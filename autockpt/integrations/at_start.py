@@ -194,11 +194,8 @@ def wanted(
         )
     if global_batch is not None and (isinstance(global_batch, bool) or not global_batch > 0):
         raise UsageError(f"global_batch={global_batch!r} are no rows", remedy="Give the rows of an optimizer update.")
-    if parsed.kind not in ("bytes", "auto") and (global_batch is not None or lengths is not None):
-        raise UsageError(
-            f"a budget of {budget} is a share of this job's own peak, which differs by batch and length",
-            remedy='Give it in bytes (budget="24GB"), or "auto".',
-        )
+    if global_batch is not None or lengths is not None:
+        parsed.refuse_share("differs by batch and length")
     if not timeout > 0:
         raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
     told = lengths if lengths is None or lengths == OWN else as_lengths(lengths)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 
-from autockpt.devices import Device
+from autockpt.devices import Device, get_device, process_environment
 from autockpt.schema.device import Environment
 
 _PACKAGES = ("autockpt", "torch", "transformers", "optuna")
@@ -31,6 +31,11 @@ def environment_of(device: Device, variables: Mapping[str, str] = os.environ) ->
     if settings := [f"{name}={variables[name]}" for name in names if name in variables]:
         versions["allocator settings"] = " ".join(settings)
     return Environment(device=device.describe(), versions=versions, platform=platform.platform())
+
+
+def environment_to_measure_in(name: str | None) -> Environment:
+    """The named device, as a process of autockpt's that measures on it sees it."""
+    return environment_of(get_device(name), {**process_environment(name), **os.environ})
 
 
 def installed_versions() -> dict[str, str]:

@@ -71,6 +71,19 @@ class Budget(Data):
             asked=self.text, bytes=size, covers=covers(device_kind), headroom=text, headroom_bytes=left
         )
 
+    def refuse_share(self, why: str) -> None:
+        """Raise UsageError for a share of the job's own peak, which ``why`` says to be no one figure."""
+        if self.is_share:
+            raise UsageError(
+                f"a budget of {self.text} is a share of this job's own peak, which {why}",
+                remedy="Give the budget in bytes (24GB), or auto.",
+            )
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a share of the job's own peak."""
+        return self.kind in ("share", "activation_share")
+
     def with_headroom(self, text: str | None) -> Budget:
         """The same budget with so much left free (``2%`` of it, ``500MB``); None and ``0%``: nothing.
 

@@ -181,7 +181,7 @@ def search_step_batches(
     """
     of_rows = partial(_made, step) if not isinstance(step, Step) else partial(_of_rows, step, rows)
     parsed = parse_budget(budget) if isinstance(budget, str) else budget
-    _refuse_share(parsed)
+    parsed.refuse_share("differs by batch size")
     _refuse_none(rows)
     if isinstance(step, Step):
         have = step.settings.get("batch_size")
@@ -367,20 +367,12 @@ def _refuse(request: SearchRequest, rows: int) -> None:
             "a dry run knows no step times to choose a batch by",
             remedy="Leave --dry-run out, or simulate with --hardware.",
         )
-    _refuse_share(request.budget)
+    request.budget.refuse_share("differs by batch size")
 
 
 def _refuse_none(rows: int) -> None:
     if rows < 1:
         raise UsageError(f"--global-batch {rows} are no rows", remedy="Give the rows of an optimizer update.")
-
-
-def _refuse_share(budget: Budget) -> None:
-    if budget.kind not in ("bytes", "auto"):
-        raise UsageError(
-            f"a budget of {budget.text} is a share of this job's own peak, which differs by batch size",
-            remedy="Give the budget in bytes (24GB), or auto.",
-        )
 
 
 def setting(role: str, size: int, rows: int, outcome: SearchOutcome, row: Comparison | None = None) -> BatchSetting:

@@ -72,7 +72,7 @@ def naming_alternatives(
         yield
     except InfeasibleError as error:
         inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
-        if budget.kind in ("bytes", "auto"):
+        if not budget.is_share:
             with clock.stage("look for alternatives"):
                 uniform = found.uniform
                 if found.twin is not None:  # of the whole model

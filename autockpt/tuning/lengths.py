@@ -284,11 +284,7 @@ def _unmoved(space: SearchSpace, listener: Listener) -> SearchSpace:
 
 def refuse_lengths(budget: Budget, **given: object) -> None:
     """Raise UsageError for what does not go with lengths: ``given`` are options by name, false where not used."""
-    if budget.kind not in ("bytes", "auto"):
-        raise UsageError(
-            f"a budget of {budget.text} is a share of this job's own peak, which differs by length",
-            remedy="Give the budget in bytes (24GB), or auto.",
-        )
+    budget.refuse_share("differs by length")
     for name in (name for name, value in given.items() if value):
         why = "with it all batches have one length" if name in ("packed", "pad_to") else "that is another question"
         raise UsageError(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autockpt.devices import get_device, process_environment
+from autockpt.devices import get_device
 from autockpt.errors import AutockptError, UsageError
-from autockpt.measuring import environment_of
+from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.profiling import (
     CostModel,
     Heads,
@@ -141,13 +140,8 @@ class _Counted:
 
 
 def environment_here(device: str | None) -> Environment | None:
-    """What steps would run on; None where saying so takes a process of its own: asking a GPU opens a context.
-
-    Allocator settings are those of the process that measures.
-    """
-    if get_device(device).kind != "cpu":
-        return None
-    return environment_of(get_device(device), {**process_environment(device), **os.environ})
+    """What steps would run on; None where saying so takes a process of its own: asking a GPU opens a context."""
+    return environment_to_measure_in(device) if get_device(device).kind == "cpu" else None
 
 
 def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:

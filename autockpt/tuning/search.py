@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autockpt.devices import Device, get_device, process_environment
+from autockpt.devices import Device, get_device
 from autockpt.errors import DeviceOutOfMemory, RunDirectoryError, UsageError, python_door
 from autockpt.history.rundir import RunDirectory
-from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
+from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
+from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.profiling import (
     CostModel,
     cached_op_times,
@@ -94,8 +94,7 @@ def _answer(request: SearchRequest, clock: Clock) -> SearchOutcome:
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
             found = traced(tracer, request.space, request.allow_inexact, listener=clock.listener)
         # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
-        variables = {**process_environment(request.device), **os.environ}
-        here = environment_of(device, variables) if worker is None else worker.environment
+        here = environment_to_measure_in(request.device) if worker is None else worker.environment
         room, needs = (here, device.used_by_others()), needed_on(here.device)
         what_if = partial(on_device, request.budget, device.torch_device, *room, found.uniform)
         stack.enter_context(
