@@ -17,7 +17,7 @@ from autockpt import errors
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import AutockptError, UsageError
 from autockpt.reporting.batches_view import batch_lines
-from autockpt.reporting.progress import describe_trial
+from autockpt.reporting.progress import LineListener
 from autockpt.runtime import Handle, apply
 from autockpt.schema import words
 from autockpt.schema.lengths import Lengths, as_lengths
@@ -25,7 +25,6 @@ from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import Terms
 from autockpt.schema.request import SearchOutcome
 from autockpt.schema.sizes import format_binary, parse_budget
-from autockpt.schema.trial import Trial
 from autockpt.tuning.batches import search_step_batches
 from autockpt.tuning.lengths import search_step_lengths
 from autockpt.tuning.search import search_step
@@ -85,16 +84,21 @@ class PlanWanted:
         say: Say,
         terms: Terms,
         *,
-        lengths: Lengths | None = None,
+        dataset: Any = None,
+        collate: Any = None,
         others_wait: bool = False,
     ) -> Plan:
         """Search for the live ``step``, or find what an earlier run has answered; ``others_wait`` as for ``search``.
 
-        With ``lengths`` the plan has sets of choices for them. Runs are kept under ``folder``, or under ``out`` where
-        that was given. ``say`` gets a line at a time: progress, and in the end what it cost. ``terms`` are the
-        trainer's words for what would fit where nothing does. Raises what ``autockpt.search`` raises, without its inner
-        frames.
+        With ``lengths`` the plan has sets of choices for them, or for those of the ``dataset``. Runs are kept under
+        ``folder``, or under ``out`` where that was given. ``say`` gets a line at a time: progress, and in the end what
+        it cost. ``terms`` are the trainer's words for what would fit where nothing does. Raises what
+        ``autockpt.search`` raises, without its inner frames.
         """
+        lengths = None
+        if self.lengths is not None:
+            lengths, said = lengths_here(self.lengths, step, dataset, collate)
+            say(f"lengths: {said}")
 
         def ask(options: dict[str, Any]) -> SearchOutcome:
             if lengths is None:
@@ -135,7 +139,7 @@ class PlanWanted:
         self, ask: Callable[[dict[str, Any]], SearchOutcome], folder: Path, say: Say, terms: Terms, others_wait: bool
     ) -> Plan:
         folder = self.out or folder
-        began, heard = time.monotonic(), _Lines(say)
+        began, heard = time.monotonic(), LineListener(say)
         say(f"searching for a plan within {self.budget}, for at most {words.seconds(self.timeout)}")
         asked: dict[str, Any] = {"budget": self.budget, "timeout": self.timeout, "out": folder, "listener": heard}
         asked |= {"others_wait": others_wait, "terms": terms, "trials": TRIALS, "space": "knobs", **self.options}
@@ -231,25 +235,6 @@ class PlanCallback:
             logging.getLogger(type(self).__module__).info("%s", self.handle)
 
 
-class _Lines:
-    """A listener that says a line for every stage and every trial."""
-
-    def __init__(self, say: Say) -> None:
-        self.say, self.trials, self._began = say, 0, time.monotonic()
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        self.note(f"{name} …")
-
-    def advance(self, steps: int = 1) -> None: ...
-
-    def trial(self, trial: Trial, best: Trial | None) -> None:
-        self.trials += 1
-        self.note(describe_trial(trial, best))
-
-    def note(self, text: str) -> None:
-        self.say(f"[{time.monotonic() - self._began:6.1f} s] {text}")
-
-
 def found_once(find: Callable[[], Plan]) -> Plan:
     """The plan that ``find`` returns. Of several processes the first one searches, and the others wait for its answer.
 
@@ -287,8 +272,7 @@ def largest_batch(first: Any, dataset: Any, collate: Any, rows: int | None) -> t
     batch than the ``first`` one, which training begins with. Of large data sets a sample is looked at. Random states
     and the order of the data stay as they are.
     """
-    size = getattr(dataset, "__len__", None)
-    if size is None or not hasattr(dataset, "__getitem__") or isinstance(dataset, torch.utils.data.IterableDataset):
+    if not _by_number(dataset):
         return first, "the first batch: rows of this data set cannot be had by number, so longer ones may come"
     if not rows or not callable(collate):
         return first, "the first batch"
@@ -310,8 +294,7 @@ def batch_of_longest(dataset: Any, collate: Any) -> Callable[[int], Any]:
 
     Raises UsageError for a data set whose rows cannot be had by number.
     """
-    countable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and callable(collate)
-    if not countable or isinstance(dataset, torch.utils.data.IterableDataset):
+    if not _by_number(dataset) or not callable(collate):
         raise UsageError(
             "rows of this data set cannot be had by number, so no batches of other sizes can be made of them",
             remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass the plan with its settings.",
@@ -334,8 +317,7 @@ def lengths_here(
     if not isinstance(have, int) or not isinstance(rows, int):
         raise UsageError("these batches have no rows of tokens", remedy="Leave lengths= out.")
     if asked == OWN:
-        size = getattr(dataset, "__len__", None)
-        if size is None or not hasattr(dataset, "__getitem__"):
+        if not _by_number(dataset):
             raise UsageError(
                 "rows of this data set cannot be had by number, so their lengths are unknown",
                 remedy="Give lengths=autockpt.lengths_of(…), or a length per row.",
@@ -350,6 +332,12 @@ def lengths_here(
     counts = dict(cut.counts)
     counts[have] = counts.pop(cut.longest)  # of a collator that rounds lengths up
     return Lengths(counts=counts, of=cut.of), f"{asked}"
+
+
+def _by_number(dataset: Any) -> bool:
+    """Whether any row of a data set can be asked for."""
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return indexed and not isinstance(dataset, torch.utils.data.IterableDataset)
 
 
 def _longest(dataset: Any, rows: int) -> tuple[list[int], int]:

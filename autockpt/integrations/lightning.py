@@ -20,7 +20,6 @@ from autockpt.integrations.at_start import (
     batch_of_longest,
     found_once,
     largest_batch,
-    lengths_here,
 )
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
@@ -132,11 +131,8 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
         if plan.global_batch is None:
             batch, source = largest_batch(first, dataset, collate, own)
             say(f"planning for {source}")
-            step, lengths = step_of(move(batch, module.device), trainer.accumulate_grad_batches), None
-            if plan.lengths is not None:
-                lengths, said = lengths_here(plan.lengths, step, dataset, collate)
-                say(f"lengths: {said}")
-            return plan.find(step, folder, say, LIGHTNING, lengths=lengths, others_wait=many)
+            step = step_of(move(batch, module.device), trainer.accumulate_grad_batches)
+            return plan.find(step, folder, say, LIGHTNING, dataset=dataset, collate=collate, others_wait=many)
         rows = plan.rows(processes, (own or 0) * trainer.accumulate_grad_batches * processes)
         made = batch_of_longest(dataset, collate)
 
@@ -182,7 +178,7 @@ def _step_of(trainer: Any, module: Any, index: int) -> Callable[[Any, int], Step
 
     def step_of(batch: Any, accumulate: int) -> Step:
         return Step(
-            _planned_part(module),
+            called_part(module),
             batch,
             loss=loss,
             optimizer=trainer.optimizers[0],
@@ -196,25 +192,22 @@ def _step_of(trainer: Any, module: Any, index: int) -> Callable[[Any, int], Step
     return step_of
 
 
-def _planned_part(module: nn.Module) -> nn.Module:
-    """The part of a LightningModule to plan for: its one child that has units, else itself."""
-    parts = [c for c in module.children() if not isinstance(c, (nn.ModuleList, nn.ModuleDict)) and discover_units(c)]
-    return parts[0] if len(parts) == 1 else module
-
-
-def called_part(module: nn.Module, plan: Plan) -> nn.Module:
+def called_part(module: nn.Module, plan: Plan | None = None) -> nn.Module:
     """The part of a LightningModule that ``training_step`` calls: its one child that the plan fits, else itself.
 
-    Lightning calls ``training_step``, seldom the module's ``forward``. What a plan keeps at its root (the KV cache off,
-    the ends of forward passes) must sit where calls really come by.
+    While there is no plan yet, the one child that has units. Lightning calls ``training_step``, seldom the module's
+    ``forward``. What a plan keeps at its root (the KV cache off, the ends of forward passes) must sit where calls
+    really come by.
     """
-    parts = [c for c in module.children() if not isinstance(c, (nn.ModuleList, nn.ModuleDict)) and _fits(c, plan)]
+
+    def fits(part: nn.Module) -> bool:
+        if plan is None:
+            return bool(discover_units(part))
+        try:
+            choices_for(part, plan)
+        except PlanError:
+            return False
+        return True
+
+    parts = [c for c in module.children() if not isinstance(c, (nn.ModuleList, nn.ModuleDict)) and fits(c)]
     return parts[0] if len(parts) == 1 else module
-
-
-def _fits(module: nn.Module, plan: Plan) -> bool:
-    try:
-        choices_for(module, plan)
-    except PlanError:
-        return False
-    return True

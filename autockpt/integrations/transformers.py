@@ -21,7 +21,6 @@ from autockpt.integrations.at_start import (
     batch_of_longest,
     found_once,
     largest_batch,
-    lengths_here,
 )
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import TRAINER
@@ -186,12 +185,10 @@ def _search(trainer: Any, plan: PlanWanted, batches: list[Any], items: Any) -> P
     batch, source = largest_batch(batches[0], loader.dataset, loader.collate_fn, trainer.state.train_batch_size)
     say(f"planning for {source}")
     with _steps(trainer) as step_of:
-        step, lengths = step_of(batch, trainer.args.gradient_accumulation_steps, items), None
-        if plan.lengths is not None:
-            lengths, said = lengths_here(plan.lengths, step, loader.dataset, loader.collate_fn)
-            say(f"lengths: {said}")
+        step = step_of(batch, trainer.args.gradient_accumulation_steps, items)
         wanted, folder, many = _in_this(trainer, plan)
-        return wanted.find(step, folder, say, TRAINER, lengths=lengths, others_wait=many)
+        data = {"dataset": loader.dataset, "collate": loader.collate_fn}
+        return wanted.find(step, folder, say, TRAINER, **data, others_wait=many)
 
 
 def _search_batches(trainer: Any, plan: PlanWanted, rows: int) -> Plan:

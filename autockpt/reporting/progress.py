@@ -35,11 +35,12 @@ STATES = {
 
 
 class LineListener:
-    """One line per stage and trial, for logs and pipes. ``clock`` returns seconds."""
+    """One line per stage and trial, for logs and pipes: ``say`` gets them. ``clock`` returns seconds."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
         self._clock = clock
+        self.trials = 0
         self._start = clock()
         self._stage, self._total, self._done = "", 0, 0
         self._began = self._told = self._start
@@ -63,6 +64,7 @@ class LineListener:
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         self._done += 1
+        self.trials += 1
         self._line(describe_trial(trial, best))
 
     def note(self, text: str) -> None:
@@ -70,7 +72,7 @@ class LineListener:
 
     def _line(self, text: str) -> None:
         self._told = self._clock()
-        self._console.print(Text(f"[{self._told - self._start:6.1f} s] {text}"), soft_wrap=True)
+        self._say(f"[{self._told - self._start:6.1f} s] {text}")
 
 
 class _Count(MofNCompleteColumn):
@@ -134,7 +136,9 @@ class BarListener:
 
 def listener(console: Console) -> LineListener | BarListener:
     """The listener that suits where standard error goes."""
-    return BarListener(console) if console.is_terminal and not console.is_dumb_terminal else LineListener(console)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return BarListener(console)
+    return LineListener(lambda line: console.print(Text(line), soft_wrap=True))
 
 
 def describe_trial(trial: Trial, best: Trial | None) -> str:
