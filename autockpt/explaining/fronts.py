@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from autockpt.explaining.holdings import joined
-from autockpt.schema import Choice, Menu, MenuItem, Unit
+from autockpt.history.trials import undominated
+from autockpt.schema import Choice, Menu, Unit
 from autockpt.schema.explanation import Bargain, Front
 
 
@@ -21,7 +22,7 @@ def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, 
 def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> Front:
     taken = Counter(choices[u.name] for u in units if u.name in choices)
     plain = menu.items[0].seconds
-    best = [item.choice for item in undominated(menu.items)]
+    best = [item.choice for item in undominated(menu.items, lambda i: (i.kept_bytes, i.seconds))]
     rows = [
         Bargain(
             choice=item.choice,
@@ -41,12 +42,3 @@ def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> 
         bargains=tuple(shown),
         left_out=len(rows) - len(shown),
     )
-
-
-def undominated(items: Sequence[MenuItem]) -> list[MenuItem]:
-    """Items that no other beats in bytes or seconds without losing in the other; of equal ones the first."""
-    kept: list[MenuItem] = []
-    for item in sorted(items, key=lambda i: (i.kept_bytes, i.seconds)):
-        if not kept or item.seconds < kept[-1].seconds:
-            kept.append(item)
-    return kept

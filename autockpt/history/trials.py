@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from autockpt.schema.trial import Measurement, Trial
 
 UNKNOWN = float("inf")
+T = TypeVar("T")
 
 
 def peak_bytes(trial: Trial) -> int | None:
@@ -52,12 +54,20 @@ def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
 
     Over the budget or not: the front shows what another budget would buy. Of plans with equal numbers the first stays.
     """
-    front: list[Trial] = []
-    known = [t for t in trials if t.score is not None]
-    for trial in sorted(known, key=lambda t: (_or_last(peak_bytes(t)), t.score_seconds, t.number)):
-        if not front or trial.score_seconds < front[-1].score_seconds:
-            front.append(trial)
-    return front
+    known = sorted((t for t in trials if t.score is not None), key=lambda t: t.number)
+    return undominated(known, lambda t: (_or_last(peak_bytes(t)), t.score_seconds))
+
+
+def undominated(items: Iterable[T], cost: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Items that no other beats in bytes or seconds (their ``cost``) without losing in the other, leanest first.
+
+    Of equal ones the first.
+    """
+    kept: list[T] = []
+    for item in sorted(items, key=cost):
+        if not kept or cost(item)[1] < cost(kept[-1])[1]:
+            kept.append(item)
+    return kept
 
 
 def measurements(readings: Sequence[Trial]) -> list[Measurement]:

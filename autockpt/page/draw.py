@@ -112,7 +112,7 @@ def steps(tapes: Sequence[Timeline], budget: int | None, still: bool = False) ->
     near = budget is not None and budget < 1.5 * top
     y = Axis([0.0, float(max(top, budget or 0) if near else top)], 100, 0)
     parts = []
-    for value in y.ticks(_unit(y.high), 5):
+    for value in y.ticks(y.binary_unit, 5):
         parts += _row(y(value), format_binary(value))
     timed = tapes[0].seconds is not None
     x = Axis([0.0, longest], 0, 100)
@@ -210,20 +210,15 @@ def _grid(
 ) -> list[str]:
     """Lines and labels; ``said`` writes a value of the lower axis, and with ``same`` of the left one, too."""
     parts = []
-    for value in y.ticks(_unit(y.high) if same and said is format_binary else 1.0, 5):
+    for value in y.ticks(y.binary_unit if same and said is format_binary else 1.0, 5):
         parts += _row(y(value), said(value) if same else words.seconds(value))
-    for value in x.ticks(_unit(x.high) if said is format_binary else 1.0, 4):
+    for value in x.ticks(x.binary_unit if said is format_binary else 1.0, 4):
         at = f"{x(value):.2f}%"
         parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="0%" y2="100%"/>')
         parts.append(f'<text class="tick" x="{at}" y="100%" dy="18" text-anchor="middle">{escape(said(value))}</text>')
     parts.append(f'<text class="name" x="100%" y="100%" dy="36" text-anchor="end">{escape(below)}</text>')
     parts.append(f'<text class="name" x="0%" y="0%" dy="-8" dx="-60">{escape(left)}</text>')
     return parts
-
-
-def _unit(high: float) -> float:
-    """The power of 1024 that bytes up to ``high`` are written in."""
-    return 2.0 ** (10 * int(math.log2(max(high, 1.0)) // 10))
 
 
 def _row(at: float, text: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autockpt.history.rundir import RunDirectory
-from autockpt.history.trials import measurements
+from autockpt.history.trials import measurements, undominated
 from autockpt.schema import SAVE, Choice, Graph, Prediction, Profile, Trial, plan_hash
 from autockpt.schema.outlook import GhostAnswer
 from autockpt.schema.words import USELESS_NOISE
@@ -166,12 +166,8 @@ def _moved(plan: ForeseenPlan, known: Sequence[tuple[ForeseenPlan, Prediction]],
 
 def _front(points: Mapping[str, PlanPoint]) -> tuple[str, ...]:
     """Plans with sure numbers that no other is both leaner and faster than, leanest first."""
-    front: list[PlanPoint] = []
     known = [p for p in points.values() if p.sure and p.shown]
-    for point in sorted(known, key=lambda p: (p.peak or 0, p.seconds or 0.0)):
-        if not front or (point.seconds or 0.0) < (front[-1].seconds or 0.0):
-            front.append(point)
-    return tuple(p.key for p in front)
+    return tuple(p.key for p in undominated(known, lambda p: (p.peak or 0, p.seconds or 0.0)))
 
 
 def _tried(trial: Trial, refitted: bool, readings: int, simulated: bool) -> PlanPoint:

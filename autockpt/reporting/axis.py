@@ -24,6 +24,11 @@ class Axis:
     def clipped(self, value: float) -> float:
         return min(max(value, self.low), self.high)
 
+    @property
+    def binary_unit(self) -> float:
+        """The power of 1024 that bytes of the range are written in."""
+        return 2.0 ** (10 * int(math.log2(max(self.high, 1.0)) // 10))
+
     def ticks(self, unit: float = 1.0, count: int = 6) -> list[float]:
         """Round numbers of ``unit`` within the range."""
         rough = (self.high - self.low) / unit / count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -41,9 +40,8 @@ def _by_peer(lines: Iterable[BenchLine]) -> list[tuple[str, list[BenchLine]]]:
 
 
 def _frame(x: Axis, y: Axis) -> list[str]:
-    unit = 2.0 ** (10 * int(math.log2(max(x.high, 1.0)) // 10))
     parts = []
-    for value in x.ticks(unit):
+    for value in x.ticks(x.binary_unit):
         parts.append(_line(x(value), y.start, x(value), y.end, "#eeeeee"))
         parts.append(_text(x(value), y.start + 18, format_binary(value), anchor="middle"))
     for value in y.ticks():

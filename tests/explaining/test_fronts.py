@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from autockpt.explaining.fronts import fronts, undominated
+from autockpt.explaining.fronts import fronts
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, KeepAttention, Menu, MenuItem, Unit
 
 UNITS = tuple(Unit(name=f"h.{i}", cls="Block", kind=0) for i in range(4))
@@ -44,5 +44,6 @@ def test_what_the_plan_took_is_shown_even_where_another_beats_it() -> None:
 
 
 def test_of_equal_choices_one_stays() -> None:
-    same = [item(SAVE, 5, 1.0), item(RECOMPUTE, 5, 1.0)]
-    assert [i.choice for i in undominated(same)] == [SAVE]
+    same = MENU.model_copy(update={"items": (item(SAVE, 5, 1.0), item(RECOMPUTE, 5, 1.0))})
+    (front,) = fronts([same], UNITS, {})
+    assert [b.choice for b in front.bargains] == [SAVE]
