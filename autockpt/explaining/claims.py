@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -237,10 +237,8 @@ class Claims:
         times = roofline_times(hardware, graphs)
         return [simulation_of(graph, times).step_seconds for graph in graphs]
 
-    @contextmanager
-    def _tracer(self, spec: WorkloadSpec) -> Iterator[Tracer]:
-        with self.subject.question.tracer(spec, fallback=False) as tracer:
-            yield tracer
+    def _tracer(self, spec: WorkloadSpec) -> Tracer:
+        return self.subject.question.tracer(spec, fallback=False)
 
     def _recomputed(self, tracer: Tracer) -> Mapping[str, Choice]:
         return {unit.name: RECOMPUTE for unit in tracer.units if unit.role == "block"}
