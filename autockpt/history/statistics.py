@@ -1,6 +1,6 @@
 """What measured times say and how surely: intervals of medians and of paired ratios.
 
-Times are seconds. Every interval is a two-sided 95 % confidence interval unless another confidence is asked for.
+Times are seconds. Every interval is a two-sided 95 % confidence interval.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Interval:
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
-def median_interval(times: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def median_interval(times: Sequence[float]) -> Interval:
     """The median of positive ``times`` and its interval.
 
     From six times on by order statistics, interpolated (Hettmansperger & Sheather 1986), which assumes nothing of the
@@ -52,24 +52,22 @@ def median_interval(times: Sequence[float], confidence: float = CONFIDENCE) -> I
     if len(times) == 1:
         return Interval(0.0, middle, math.inf)
     if len(times) < MIN_FREE:
-        mean, reach = _t_reach([math.log(t) for t in times], confidence)
+        mean, reach = _t_reach([math.log(t) for t in times])
         # Around the mean of the logarithms, as far as it reaches, but never leaving the median outside.
         return Interval(min(middle, math.exp(mean - reach)), middle, max(middle, math.exp(mean + reach)))
     ordered = sorted(times)
-    n, depth, inner = len(ordered), *_depth(len(ordered), confidence)
+    n, depth, inner = len(ordered), *_depth(len(ordered))
     low = ordered[depth - 1] + inner * (ordered[depth] - ordered[depth - 1])
     high = ordered[n - depth] + inner * (ordered[n - depth - 1] - ordered[n - depth])
     return Interval(min(low, middle), middle, max(high, middle))
 
 
-def noise(times: Sequence[float], confidence: float = CONFIDENCE) -> float:
+def noise(times: Sequence[float]) -> float:
     """Half the width of the median's interval as a share of the median; at most 1, which says: nothing is known."""
-    return min(1.0, median_interval(times, confidence).half_width)
+    return min(1.0, median_interval(times).half_width)
 
 
-def ratio_interval(
-    ours: Sequence[float], base: Sequence[float], *, robust: bool = False, confidence: float = CONFIDENCE
-) -> Interval:
+def ratio_interval(ours: Sequence[float], base: Sequence[float], *, robust: bool = False) -> Interval:
     """How many times as long ``ours`` takes as ``base``, from paired times: ours[i] was measured right next to base[i].
 
     Pairing removes whatever slows both. By default the geometric mean of the ratios with Student's t interval on their
@@ -85,9 +83,9 @@ def ratio_interval(
     if len(logs) == 1:
         return Interval(0.0, math.exp(logs[0]), math.inf)
     if robust and len(logs) >= MIN_FREE:
-        low, middle, high = _signed_rank(logs, confidence)
+        low, middle, high = _signed_rank(logs)
         return Interval(math.exp(low), math.exp(middle), math.exp(high))
-    mean, reach = _t_reach(logs, confidence)
+    mean, reach = _t_reach(logs)
     return Interval(math.exp(mean - reach), math.exp(mean), math.exp(mean + reach))
 
 
@@ -103,14 +101,14 @@ def judge(ratio: Interval, limit: float = 1.0) -> Judgement:
     return "undecided"
 
 
-def _t_reach(values: Sequence[float], confidence: float) -> tuple[float, float]:
+def _t_reach(values: Sequence[float]) -> tuple[float, float]:
     """Mean and the reach of its interval to either side."""
     n = len(values)
-    quantile = float(special.stdtrit(n - 1, (1 + confidence) / 2))
+    quantile = float(special.stdtrit(n - 1, (1 + CONFIDENCE) / 2))
     return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(n)
 
 
-def _depth(n: int, confidence: float) -> tuple[int, float]:
+def _depth(n: int) -> tuple[int, float]:
     """Which order statistic bounds the median, counted from 1 at either end, and how far to move towards the next.
 
     The depth is the largest whose plain interval still has the confidence; the share in [0, 1) uses up what is left.
@@ -120,20 +118,18 @@ def _depth(n: int, confidence: float) -> tuple[int, float]:
     while True:
         cumulated += math.comb(n, depth) * 0.5**n
         following = 1.0 - 2 * cumulated
-        if following < confidence or depth + 1 > n // 2:
+        if following < CONFIDENCE or depth + 1 > n // 2:
             break
         depth, coverage = depth + 1, following
-    if coverage < confidence:
-        return depth, 0.0
-    share = (coverage - confidence) / (coverage - following)
+    share = (coverage - CONFIDENCE) / (coverage - following)
     return depth, (n - depth) * share / (depth + (n - 2 * depth) * share)
 
 
-def _signed_rank(values: Sequence[float], confidence: float) -> tuple[float, float, float]:
+def _signed_rank(values: Sequence[float]) -> tuple[float, float, float]:
     """Low end, Hodges-Lehmann estimate and high end from the Walsh averages."""
     n = len(values)
     walsh = sorted((values[i] + values[j]) / 2 for i in range(n) for j in range(i, n))
-    cut = max(_rank_cut(n, (1 - confidence) / 2), 1)
+    cut = max(_rank_cut(n, (1 - CONFIDENCE) / 2), 1)
     return walsh[cut - 1], statistics.median(walsh), walsh[len(walsh) - cut]
 
 
