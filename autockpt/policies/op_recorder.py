@@ -57,6 +57,9 @@ class Tape:
         self._sources: dict[int, Origin] = {}
         self._ops: list[RerunOp] = []
         self._unwatched: set[int] = set()
+        # storages that were made here; and others that this forward has written to, as the next may before backward
+        self._own: set[int] = set()
+        self._updated: set[int] = set()
         self.packed = 0
         # for what follows in later calls: functions begun, whether one runs, what was done with each saved tensor, and
         # whether something happened that functions do not tell
@@ -117,7 +120,7 @@ class Tape:
         storage = tensor.untyped_storage()
         source = self._find(tensor, storage)
         if source is None:  # it comes from outside, or was changed in place: what it is now is held
-            if tensor.is_inference() or storage._cdata in self._unwatched:
+            if tensor.is_inference() or storage._cdata in self._unwatched or storage._cdata in self._updated:
                 return _LOST
             source = self._sources[storage._cdata] = Origin.of(tensor, storage)
             source.born = self.step
@@ -142,6 +145,7 @@ class Tape:
         if tensor.is_inference():
             return  # it has no version counter, and autograd never saves it
         source = self._sources[storage._cdata] = Origin.of(tensor, storage)
+        self._own.add(storage._cdata)
         source.born = self.step
         if op is not None:
             source.op, source.index, source.free = op, index, free
@@ -172,6 +176,8 @@ class Tape:
         address = storage._cdata
         if unseen:
             self._unwatched.add(address)
+        if address not in self._own:
+            self._updated.add(address)
         source = self._sources.pop(address, None)
         if source is not None and source.storage() is not storage:
             source = None  # of memory that is gone, whose address another has now

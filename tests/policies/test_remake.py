@@ -153,15 +153,33 @@ class Renormed(nn.Module):
         return self.norm(x).sin() * before + (x * var.rsqrt()).cos()
 
 
-@pytest.mark.parametrize("keep", [(), ("**",)], ids=str)
-def test_statistics_that_a_kernel_changes_unnoticed(keep: tuple[str, ...]) -> None:
-    def two_forwards(model: nn.Module) -> dict[str, Tensor]:
-        torch.manual_seed(3)
-        losses = [model(torch.randn(128, 64).to(DEVICE)).square().sum() for _ in range(2)]
-        sum(losses).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+class Averaged(nn.Module):
+    """Updates an average of its own and reads what it is then, as spectral norm does with its vectors."""
 
-    model = model_of(Renormed())
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(128, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.lerp_(x, 0.1)
+        return (x * self.average.clone()).sin()
+
+
+def two_forwards(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of two forwards before one backward."""
+    torch.manual_seed(3)
+    losses = [model(torch.randn(128, 64).to(DEVICE)).square().sum() for _ in range(2)]
+    sum(losses).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("keep", [(), ("**",)], ids=str)
+@pytest.mark.parametrize("make", [Renormed, Averaged])
+def test_buffers_that_every_forward_changes(make: type[nn.Module], keep: tuple[str, ...]) -> None:
+    model = model_of(make())
     wanted = two_forwards(copy.deepcopy(model))
     with attach(model, dict.fromkeys(("0", "1"), remake(keep=keep))):
         assert_equal(two_forwards(model), wanted)
