@@ -58,6 +58,8 @@ def read_document(path: Path) -> Document:
             remedy=f"A plan has at least the line `autockpt: {SCHEMA_VERSION}` and a section `choices:`.",
         )
     _check_version(document, data["autockpt"])
+    if "choices" not in data and (near := closest("choices", map(str, data))):
+        raise document.complain((near,), f"unknown key {near!r}", "Did you mean 'choices'?")
     _check_choices(document, ("choices",), data.get("choices"))
     smaller = data.get("smaller_batches")
     for number, each in enumerate(smaller if isinstance(smaller, list) else ()):

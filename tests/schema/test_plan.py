@@ -203,7 +203,7 @@ def test_a_plan_cannot_claim_what_it_does_not_hold(tmp_path: Path) -> None:
         ("autockpt: 2\nchoices: {a: save}\n", 1, "newer"),
         ("autockpt: one\nchoices: {a: save}\n", 1, "version"),
         ("autockpt: true\nchoices: {a: save}\n", 1, "version"),
-        ("autockpt: 1\nchoises:\n  a: save\n", 1, "choices"),
+        ("autockpt: 1\nchoises:\n  a: save\n", 2, "unknown key 'choises'"),
         ("autockpt: 1\nchoices:\n", 2, "choices"),
         ("autockpt: 1\nchoices: {}\n", 2, "choices"),
         ("autockpt: 1\nchoices: [a]\n", 2, "choices"),
@@ -228,7 +228,8 @@ def test_bad_plans_are_errors_with_line_and_remedy(tmp_path: Path, text: str, li
     assert error.message.startswith(f"plan.yaml:{line}: ") and word in error.message
 
 
-def test_a_mistyped_choice_names_the_nearest(tmp_path: Path) -> None:
+def test_what_is_mistyped_is_told_the_nearest(tmp_path: Path) -> None:
+    assert "'choices'?" in refused(tmp_path, "autockpt: 1\nchoises:\n  a: save\n").remedy
     assert "recompute?" in refused(tmp_path, "autockpt: 1\nchoices:\n  b: recompte\n").remedy
 
 
