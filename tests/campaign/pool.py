@@ -17,8 +17,8 @@ from functools import partial
 import torch
 
 from autockpt.schema.choices import Choice
-from tests.campaign.program import Program, draw
-from tests.campaign.trial import PLANS, Trials, Verdict, plan, quiet_threads
+from tests.campaign.program import Program, draw, source
+from tests.campaign.trial import PLANS, Trials, Verdict, observe, plan, quiet_threads
 
 SECONDS = 60.0
 """A pair that takes longer hangs."""
@@ -38,27 +38,22 @@ def run_all(numbers: range) -> Iterator[Verdict]:
                 yield verdict
                 at += 1
         finally:
-            late = not _ended(pid)
-            status = os.waitpid(pid, 0)[1] if late else _statuses.pop(pid)
-            os.close(pipe)
+            word, status = _ended(pid, pipe)
         if at < end:
-            yield _lost(numbers[at], "HANG" if late else "CRASH", status)
+            yield _lost(numbers[at], draw(numbers[at] // PLANS), word, status)
             at += 1
 
 
-_statuses: dict[int, int] = {}
-
-
-def _ended(pid: int) -> bool:
-    """Whether a child has ended by itself, in a second at most; otherwise it is killed."""
+def _ended(pid: int, pipe: int) -> tuple[str, int]:
+    """CRASH and the status of a child that ends by itself, in a second at most; HANG where it must be killed."""
+    os.close(pipe)
     for _ in range(100):
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
-            _statuses[pid] = status
-            return True
+            return "CRASH", status
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
-    return False
+    return "HANG", os.waitpid(pid, 0)[1]
 
 
 def _verdicts(pipe: int) -> Iterator[Verdict]:
@@ -72,9 +67,14 @@ def _verdicts(pipe: int) -> Iterator[Verdict]:
         yield from (Verdict(**json.loads(line)) for line in lines)
 
 
-def _lost(number: int, word: str, status: int) -> Verdict:
-    program = draw(number // PLANS)
+def _lost(number: int, program: Program, word: str, status: int) -> Verdict:
+    """The verdict of a pair whose process is gone: invalid where plain training alone dies, too."""
     how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.waitstatus_to_exitcode(status)}"
+    if word == "CRASH":
+        pid, pipe = _fork(lambda _: observe(source(program), None))
+        next(_verdicts(pipe), None)  # it says nothing
+        if _ended(pid, pipe) == ("CRASH", status):
+            word = "invalid"
     return Verdict(number, word, program.families, plan(program, number)[0], program.ordinary, how)
 
 
@@ -82,13 +82,11 @@ def in_child(number: int, program: Program, choices: dict[str, Choice]) -> Verdi
     """The verdict of a pair that is given, from a process of its own."""
     pid, pipe = _fork(lambda out: _say(out, Trials().run(number, program, choices)))
     verdict = next(_verdicts(pipe), None)
-    late = not _ended(pid)
-    status = os.waitpid(pid, 0)[1] if late else _statuses.pop(pid)
-    os.close(pipe)
-    return verdict or _lost(number, "HANG" if late else "CRASH", status)
+    ended = _ended(pid, pipe)
+    return verdict or _lost(number, program, *ended)
 
 
-def _fork(work: Callable[[int], None]) -> tuple[int, int]:
+def _fork(work: Callable[[int], object]) -> tuple[int, int]:
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

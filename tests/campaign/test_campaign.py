@@ -68,9 +68,11 @@ def test_what_differs_is_named() -> None:
 
 
 def test_a_dead_process_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOOP, "once", LOOP["once"].__class__("once", "os.kill(os.getpid(), 9)"))
-    verdict = pool.in_child(0, Program(), dict.fromkeys(BLOCKS, RECOMPUTE))
-    assert (verdict.word, verdict.detail) == ("CRASH", "signal 9")
+    planned = "type(model.layers[0].forward).__name__ == 'AttachedForward'"
+    for when, word in ((planned, "CRASH"), ("True", "invalid")):  # the second dies without a plan, too
+        monkeypatch.setitem(LOOP, "once", LOOP["once"].__class__("once", f"{when} and os.kill(os.getpid(), 9)"))
+        verdict = pool.in_child(0, Program(), dict.fromkeys(BLOCKS, RECOMPUTE))
+        assert (verdict.word, verdict.detail) == (word, "signal 9")
 
 
 def test_a_process_that_hangs_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
