@@ -352,12 +352,13 @@ _PRODUCTS = frozenset(
     )
 )
 _NEW: Any = object()
+Products = dict[Any, tuple[int, ...] | None]
 
 
 class _Learnt:
     """By what a function is given: where what autograd saves comes from; None where more than one product is made."""
 
-    products: ClassVar[dict[Any, tuple[int, ...] | None]] = {}
+    products: ClassVar[Products] = {}
 
 
 _MOST_PRODUCTS = 10_000
@@ -418,7 +419,7 @@ def _learn(key: Any, seen: list[Any], out: Any, origins: tuple[int, ...], made: 
     _Learnt.products[key] = origins if product and (origins or not out.requires_grad) else None
 
 
-def products_known(known: dict[Any, tuple[int, ...] | None]) -> AbstractContextManager[None]:
+def products_known(known: Products) -> AbstractContextManager[None]:
     """Go by ``known`` in here, and add to it what is learnt: apart from what else runs in this process."""
     return setting(_Learnt, "products", known)
 

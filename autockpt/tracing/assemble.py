@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import BaseModel
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -205,12 +206,18 @@ class _Kinds:
 _fields_set: dict[Any, set[str]] = {}
 
 
+_DICT, _SET, _EXTRA, _PRIVATE = (
+    BaseModel.__dict__[f"__{name}__"].__set__
+    for name in ("dict", "pydantic_fields_set", "pydantic_extra", "pydantic_private")
+)
+
+
 def _bare(cls: Any, **fields: Any) -> Any:
     """A frozen record without validation, several times faster than ``model_construct``; all fields must be given."""
-    record = cls.__new__(cls)
-    object.__setattr__(record, "__dict__", fields)
+    record = object.__new__(cls)
+    _DICT(record, fields)
     names = _fields_set.get(cls)  # one for all records: they are frozen, and there are hundreds of thousands
-    object.__setattr__(record, "__pydantic_fields_set__", names or _fields_set.setdefault(cls, set(fields)))
-    object.__setattr__(record, "__pydantic_extra__", None)
-    object.__setattr__(record, "__pydantic_private__", None)
+    _SET(record, names or _fields_set.setdefault(cls, set(fields)))
+    _EXTRA(record, None)
+    _PRIVATE(record, None)
     return record

@@ -9,7 +9,6 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_known
-from autockpt.policies.saved_outputs import products_known
+from autockpt.policies.saved_outputs import Products, products_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
 from autockpt.schema.device import WITHOUT_STREAMS
@@ -69,7 +68,7 @@ class TracedRun:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._repeated = 0  # micro-batches that are not run
-        self._products: dict[Any, tuple[int, ...] | None] = {}  # what choices have learnt of functions
+        self._products: Products = {}  # what choices have learnt of functions
         self._codes: dict[int, Code] = {}  # what they know of units' code
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
@@ -99,6 +98,17 @@ class TracedRun:
                 self._cycle()
         self._recorder.measure_scratch()
         return summarize(self._recorder, self.workload, self._places, self.source, self._repeated)
+
+    def trace_as_one_of(self, learnt: Products, choices: Mapping[str, Choice]) -> tuple[RawGraph, Products]:
+        """``trace`` by one of several runs on alike workloads, which tell one another what choices learn of functions.
+
+        ``learnt`` is what is known of that so far; what this run has learnt besides comes with the graph. A function
+        that is known needs no second cycle.
+        """
+        self._products |= learnt
+        before = dict(self._products)
+        raw = self.trace(choices)
+        return raw, {key: said for key, said in self._products.items() if key not in before or said != before[key]}
 
     def _start(self, workload: Step) -> None:
         """The first cycle: optimizer states are born, and it shows which units there are."""
