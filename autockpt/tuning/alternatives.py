@@ -24,7 +24,7 @@ from autockpt.profiling import (
     nominal_op_times,
     uniform_graphs,
 )
-from autockpt.schema import Budget, Choice, Environment, Graph, OpTimes, Prediction
+from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, OpTimes, Prediction
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.remedy import WayOut
 from autockpt.tracing import Tracer
@@ -57,6 +57,7 @@ class WhatIf:
 
     ``kinds`` are the choices that are allowed; ``needs`` says what a ghost run takes where that is more than its
     tensors; ``seconds``: whether op times are good for more than ranking; ``late`` says when to look for no more.
+    ``head`` is what the output head does unless it runs in chunks with the loss.
     """
 
     budget_bytes: int
@@ -66,6 +67,7 @@ class WhatIf:
     needs: MemoryModel | None
     seconds: bool = True
     late: Callable[[], bool] = lambda: False
+    head: Choice = SAVE
 
 
 def on_device(
@@ -268,7 +270,7 @@ class _Variant:
         return WayOut(
             options=self._change.options,
             effect=self._change.effect,
-            plan=f"every layer on {kind}",
+            plan=f"every layer on {kind}{self._words_of_head}",
             peak_bytes=best.peak_bytes,
             spare_bytes=self._bench.budget_bytes - best.peak_bytes,
             step_seconds=best.step_seconds if self._bench.seconds else None,
@@ -278,8 +280,14 @@ class _Variant:
     @property
     def _besides(self) -> dict[str, Choice]:
         """What the output head does: of its choices the leanest."""
-        head = self._tracer.head
-        return {head.name: ChunkedLoss(tokens=CHUNKS[0])} if self._change.chunked and head is not None else {}
+        head, choice = self._tracer.head, self._bench.head
+        if self._change.chunked:
+            choice = ChunkedLoss(tokens=CHUNKS[0])
+        return {head.name: choice} if head is not None and choice != SAVE else {}
+
+    @property
+    def _words_of_head(self) -> str:
+        return "".join(f" and {name} on {choice.kind}" for name, choice in self._besides.items())
 
     def _run(self, kind: str) -> bool:
         """Ghost-run a choice on every layer, once; whether it can be attached."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from autockpt.errors import InfeasibleError
 from autockpt.profiling import CostModel, uniform_graphs
-from autockpt.schema import Budget, Graph, ResolvedBudget, format_bytes
-from autockpt.schema.choices import ChunkedLoss
+from autockpt.schema import SAVE, Budget, Choice, Graph, ResolvedBudget, format_bytes
+from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import COMMAND_LINE, Terms, WayOut
 from autockpt.tuning.alternatives import WhatIf, alternatives
@@ -78,12 +79,19 @@ def naming_alternatives(
                 if found.twin is not None:  # of the whole model
                     kinds = [kind for kind in ("recompute", "save") if kind in uniform]
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
-                ways = alternatives(job, found.tracer.settings, uniform, what_if(), chunked=inexact)
+                bench = replace(what_if(), head=head_of_alternatives(found))
+                ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
             error = with_alternatives(in_terms(error, job.terms), ways)
         else:
             error = in_terms(error, job.terms)
             error = error if inexact or job.ranks is not None else in_chunks(error, found, needs, job.terms)
         raise with_notes(error, found.tracer.notes) from None
+
+
+def head_of_alternatives(found: Traced) -> Choice:
+    """What the output head does in all of them: the leanest that the search may choose for it."""
+    known = found.heads.graphs if found.heads is not None else {}
+    return next((choice for choice in (ChunkedLoss(tokens=CHUNKS[0]), CHUNKED_SOFTMAX) if choice in known), SAVE)
 
 
 def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[WayOut] = ()) -> InfeasibleError:

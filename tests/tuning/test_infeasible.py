@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from autockpt.errors import InfeasibleError
-from autockpt.schema import WorkloadSpec, parse_budget
+from autockpt.schema import SAVE, WorkloadSpec, parse_budget
+from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.remedy import WayOut
 from autockpt.tuning import alternatives, infeasible
 from autockpt.tuning.jobs import Described
 
+IN_CHUNKS = ChunkedLoss(tokens=256)
 SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)
 SETTINGS = {"batch_size": 4, "seq_len": 1024, "tokens": 4096}
 
@@ -63,3 +66,19 @@ def test_what_was_assumed_is_said_with_the_alternatives() -> None:
     assert "--lora 16" in noted.remedy and noted.remedy.endswith("\n• Experts is not quantised")
     assert noted.ways == error.ways
     assert infeasible.with_notes(error, ()) is error
+
+
+@pytest.mark.parametrize(
+    ("allowed", "head"),
+    [((), SAVE), ((CHUNKED_SOFTMAX,), CHUNKED_SOFTMAX), ((CHUNKED_SOFTMAX, IN_CHUNKS), IN_CHUNKS)],
+)
+def test_the_head_is_as_lean_in_variants_as_the_search_may_make_it(allowed: tuple[Any, ...], head: Any) -> None:
+    """So that a smaller batch is not passed over for gradients that are equal up to rounding."""
+    found: Any = SimpleNamespace(heads=SimpleNamespace(graphs=dict.fromkeys(allowed)) if allowed else None)
+    assert infeasible.head_of_alternatives(found) == head
+    job: Any = SimpleNamespace(tracer=lambda device: nullcontext(SimpleNamespace(head=SimpleNamespace(name="lm_head"))))
+    with ExitStack() as stack:
+        variant = alternatives._Variant(
+            alternatives.Change(job, "", ""), cast("Any", SimpleNamespace(head=head, device=None)), stack
+        )
+        assert variant._besides == ({} if head == SAVE else {"lm_head": head})
