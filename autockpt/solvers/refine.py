@@ -263,7 +263,7 @@ class _Refinement:
             self.leanest = dict(plan)
         if ruling.peak_bytes > self.problem.budget or not self._fits_host(ruling):
             return False
-        if self.best is None or self._is_faster(seconds_of(self.problem, plan)):
+        if self._is_better(seconds_of(self.problem, plan)):
             self.best = dict(plan)
         return True
 

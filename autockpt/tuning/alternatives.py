@@ -25,11 +25,10 @@ from autockpt.profiling import (
     uniform_graphs,
 )
 from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, OpTimes, Prediction
-from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.remedy import WayOut
 from autockpt.tracing import Tracer
 from autockpt.tuning.jobs import Described, Job
-from autockpt.tuning.opening import CHUNKS, blocks_of
+from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
 
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
 MOST = 3
@@ -282,7 +281,7 @@ class _Variant:
         """What the output head does: of its choices the leanest."""
         head, choice = self._tracer.head, self._bench.head
         if self._change.chunked:
-            choice = ChunkedLoss(tokens=CHUNKS[0])
+            choice = LEANEST_CHUNKS
         return {head.name: choice} if head is not None and choice != SAVE else {}
 
     @property

@@ -14,7 +14,7 @@ from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import COMMAND_LINE, Terms, WayOut
 from autockpt.tuning.alternatives import WhatIf, alternatives
 from autockpt.tuning.jobs import Job
-from autockpt.tuning.opening import CHUNKS, Traced, blocks_of
+from autockpt.tuning.opening import LEANEST_CHUNKS, Traced, blocks_of
 from autockpt.tuning.question import Clock
 
 WORTH = 0.01  # by less the head's chunks are no way out
@@ -91,16 +91,14 @@ def naming_alternatives(
 def head_of_alternatives(found: Traced) -> Choice:
     """What the output head does in all of them: the leanest that the search may choose for it."""
     known = found.heads.graphs if found.heads is not None else {}
-    return next((choice for choice in (ChunkedLoss(tokens=CHUNKS[0]), CHUNKED_SOFTMAX) if choice in known), SAVE)
+    return next((choice for choice in (LEANEST_CHUNKS, CHUNKED_SOFTMAX) if choice in known), SAVE)
 
 
 def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[WayOut] = ()) -> InfeasibleError:
-    """The same error with another remedy; the run that it is on record in keeps the alternatives."""
+    """The same error with another remedy, and ``ways`` besides those that it has."""
+    ways = (*error.ways, *ways)
     found = InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak, ways=ways)
     found.run = error.run
-    if ways and error.run is not None:
-        known = error.run.outlook() or Outlook(infeasible=error.message)
-        error.run.write_outlook(known.model_copy(update={"changes": tuple(ways)}))
     return found
 
 
@@ -115,7 +113,7 @@ def in_chunks(error: InfeasibleError, found: Traced, needs: Callable[[Graph], in
     if tracer.head is None:
         return error
     choices, graph = min(found.uniform.values(), key=lambda pair: pair[1].peak_bytes)
-    chunked = tracer.trace({**choices, tracer.head.name: ChunkedLoss(tokens=CHUNKS[0])})
+    chunked = tracer.trace({**choices, tracer.head.name: LEANEST_CHUNKS})
     if chunked.peak_bytes >= graph.peak_bytes * (1 - WORTH):
         return error
     return _remedied(
@@ -126,7 +124,7 @@ def in_chunks(error: InfeasibleError, found: Traced, needs: Callable[[Graph], in
 
 
 def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:
-    """The same error; its remedy is the alternatives."""
+    """The same error; its remedy is the alternatives, which the run that it is on record in keeps."""
     if not ways:
         none = (
             "\nSmaller batches, the head in chunks, leaner optimizers and shorter sequences were ghost-run: none fits."
@@ -134,6 +132,9 @@ def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut]) -> Infeasi
         return _remedied(error, error.remedy + none)
     lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
     lines += [describe(way) for way in ways]
+    if error.run is not None:
+        known = error.run.outlook() or Outlook(infeasible=error.message)
+        error.run.write_outlook(known.model_copy(update={"changes": tuple(ways)}))
     return _remedied(error, "\n".join(lines), ways)
 
 
@@ -142,7 +143,7 @@ def with_notes(error: InfeasibleError, notes: Sequence[str]) -> InfeasibleError:
     if not notes:
         return error
     listed = "\n".join(f"• {note}" for note in notes)
-    return _remedied(error, f"{error.remedy}\nHow the job was counted:\n{listed}", error.ways)
+    return _remedied(error, f"{error.remedy}\nHow the job was counted:\n{listed}")
 
 
 def describe(way: WayOut) -> str:

@@ -40,6 +40,7 @@ from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
 
 CHUNKS = (256, 1024, 4096)
 """Tokens of a chunk, where head and loss run in chunks: fewer hold fewer logits, more keep a device busier."""
+LEANEST_CHUNKS = ChunkedLoss(tokens=CHUNKS[0])
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
         dora=spec.lora_dora,
         whole=_names(spec.lora_modules_to_save),
     )
-    if any(map(is_quantised, adapted.parameters())):
+    if quantised := list(filter(is_quantised, adapted.parameters())):
         notes += left_whole(adapted)
-    packed = any(type(p).__name__ in PACKED for p in adapted.parameters())
+    packed = any(type(p).__name__ in PACKED for p in quantised)
     return adapted, [*prepared, *notes, *([_NOT_PREPARED] if packed and not prepared else [])]
 
 

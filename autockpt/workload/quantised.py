@@ -268,7 +268,10 @@ def _has_quantised(module: nn.Module) -> bool:
 
 
 def left_whole(model: nn.Module) -> list[str]:
-    """A note on experts that stay as they are, one tensor for all of a layer, where they are much of the weights."""
+    """A note on experts that stay as they are, one tensor for all of a layer, where they are much of the weights.
+
+    As of transformers 5 (bitsandbytes-foundation/bitsandbytes#1849).
+    """
     sizes: Counter[str] = Counter()
     for module in model.modules():
         for weight in module.parameters(recurse=False):
@@ -278,7 +281,7 @@ def left_whole(model: nn.Module) -> list[str]:
     experts = {name: size for name, size in sizes.items() if name and size > MUCH * together}
     return [
         f"{name} is not quantised, {format_bytes(size)} of {format_bytes(together)} of weights: transformers holds the "
-        "experts of a layer in one tensor, and only linear layers are packed (bitsandbytes#1849)."
+        "experts of a layer in one tensor, and only linear layers are quantised."
         for name, size in experts.items()
     ]
 
