@@ -148,6 +148,7 @@ def test_configurations_of_other_models(tmp_path: Path) -> None:
 
     config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     config.num_labels = 3
+    torch.manual_seed(1)  # other weights than those that are drawn with seed 0
     BertForSequenceClassification(config).save_pretrained(tmp_path)
     w = make(str(tmp_path), batch_size=2, seq_len=16)
     assert w.settings["architecture"] == "BertForSequenceClassification"
