@@ -20,7 +20,7 @@ from autockpt.schema import Hardware, WorkloadSpec
 from autockpt.schema.remedy import COMMAND_LINE, STEP, Terms
 from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer
-from autockpt.workload import Step, each_tensor, nested_tensors
+from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.configs import quiet
 from autockpt.workload.factory import is_factory
 from autockpt.workload.four_bits import can_be_in_four_bits, compute_dtype, in_four_bits
@@ -145,7 +145,7 @@ class Live:
         """Ids, labels and masks cut; None where the step is a function that brings its own batch."""
         if self.step.full_step is not None:
             return None
-        return self._with(batch=each_tensor(self.step.batch, partial(_cut, length=length, tokens=tokens)))
+        return self._with(batch=cut_tensors(self.step.batch, partial(_cut, length=length, tokens=tokens)))
 
     def leaner_optimizers(self) -> Iterator[tuple[str, Live]]:
         optimizer = self.step.optimizer
@@ -206,12 +206,12 @@ def with_rows(step: Step, rows: int, accumulate: int) -> Step | None:
         return None
 
     def taken(tensor: Tensor) -> Tensor:
-        if not tensor.dim():
+        if not tensor.dim() or rows == have:
             return tensor
         more = tensor if rows <= have else tensor.repeat(-(-rows // have), *[1] * (tensor.dim() - 1))
         return more[:rows]
 
-    batch = each_tensor(step.batch, taken)
+    batch = cut_tensors(step.batch, taken)
     if any(tensor.dim() and tensor.shape[0] != rows for tensor in nested_tensors(batch)):
         return None
     return step.with_batch(batch, accumulate)

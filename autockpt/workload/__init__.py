@@ -5,7 +5,7 @@ from autockpt.workload.build import build, make_optimizer, preload, refuse_simul
 from autockpt.workload.failures import explain, is_out_of_memory, step_failed
 from autockpt.workload.losses import default_loss, find_loss, loss_of
 from autockpt.workload.step import Loss, Mark, Step
-from autockpt.workload.storages import each_tensor, move, nested_tensors, storage_bytes
+from autockpt.workload.storages import cut_tensors, each_tensor, move, nested_tensors, storage_bytes
 from autockpt.workload.units import discover_head, discover_units, fingerprint, module_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Mark",
     "Step",
     "build",
+    "cut_tensors",
     "default_loss",
     "discover_head",
     "discover_units",

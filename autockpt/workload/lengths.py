@@ -13,7 +13,7 @@ from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import UsageError, python_door
 from autockpt.schema.lengths import Lengths
 from autockpt.workload.step import Step
-from autockpt.workload.storages import each_tensor
+from autockpt.workload.storages import cut_tensors
 
 ROWS, BATCHES, SECONDS = 50_000, 5_000, 120.0
 
@@ -102,4 +102,4 @@ def shortened(step: Step, length: int) -> Step:
                 tensor = tensor.narrow(dim, 0, length)
         return tensor.contiguous() if tensor.dim() > 1 else tensor
 
-    return step.with_batch(each_tensor(step.batch, cut))
+    return step.with_batch(cut_tensors(step.batch, cut))

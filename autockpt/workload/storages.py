@@ -115,6 +115,25 @@ def each_tensor(value: Any, function: Callable[[Tensor], Tensor], others: Callab
     return others(value)
 
 
+def cut_tensors(value: Any, cut: Callable[[Tensor], Tensor]) -> Any:
+    """As ``each_tensor``, for a ``cut`` that gives a part of a tensor: each part without the bytes that were cut off.
+
+    A view would hold them all, so that a smaller batch would count as many bytes as the one that it was cut from. A
+    tensor that stands in several places is cut once, as a batch that is made that small holds it once.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, so that its id stays its own
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            part = cut(tensor)
+            if part is not tensor and storage_bytes([part]) > part.numel() * part.element_size():
+                part = part.clone()
+            made[id(tensor)] = (tensor, part)
+        return made[id(tensor)][1]
+
+    return each_tensor(value, once)
+
+
 def _like(original: Any, moved: dict[Any, Any]) -> Any:
     """A mapping of the original's class, or a plain dict where that class cannot be made from one."""
     try:

@@ -38,6 +38,17 @@ def test_a_live_batch_is_cut_by_rows_and_by_length() -> None:
     assert job.step.batch["ids"] is ids and ids.shape == (ROWS, LENGTH)
 
 
+def test_a_cut_batch_holds_none_of_the_bytes_that_were_cut_off() -> None:
+    ids = torch.zeros(ROWS, LENGTH)
+    job = live(ids=ids, labels=ids)
+    smaller, shorter, longest = job.smaller_batch(ROWS, 2), job.shorter(LENGTH, 8), job.shorter(LENGTH, LENGTH)
+    assert smaller is not None and shorter is not None and longest is not None
+    weights = job.step.resident_bytes() - ROWS * LENGTH * 4
+    for cut, tokens in ((smaller, 2 * LENGTH), (shorter, ROWS * 8), (longest, ROWS * LENGTH)):
+        assert cut.step.resident_bytes() == weights + tokens * 4
+        assert cut.step.batch["ids"] is cut.step.batch["labels"]
+
+
 def test_a_batch_whose_tensors_are_not_rows_is_not_cut() -> None:
     assert live(ids=torch.zeros(ROWS, LENGTH), patches=torch.zeros(100, 3)).smaller_batch(ROWS, 2) is None
 

@@ -46,5 +46,8 @@ def test_a_step_is_cut_to_shorter_rows() -> None:
     assert {tuple(t.shape) for t in short.batch.values()} == {(6, 5)}
     assert short.settings["seq_len"] == 5 and short.accumulate == 2 and step.settings["seq_len"] == 64
     short.cycle()
+    row = Step(step.model, {name: tensor[:1].clone() for name, tensor in step.batch.items()})
+    cut = row.resident_bytes() - shortened(row, 5).resident_bytes()  # a cut row is contiguous, and a view without care
+    assert cut == sum((64 - 5) * tensor.element_size() for tensor in row.batch.values())
     with pytest.raises(UsageError, match="64 tokens a row"):
         shortened(step, 65)
