@@ -166,6 +166,11 @@ def _syntax_error(bad: yaml.MarkedYAMLError, text: str, document: Document) -> U
     line = mark.line + 1 if mark else 1
     lines = text.splitlines()
     content = lines[line - 1].strip() if line <= len(lines) else ""
+    if mark and "'\\t'" in (bad.problem or ""):  # a tab where a key or value should begin
+        indented = not lines[mark.line][: mark.column].strip()
+        message = "indented with a tab" if indented else "a tab stands between words"
+        rest = lines[mark.line][mark.column :].strip()
+        return _at(document, line, f"{message}; YAML takes spaces", f"Put spaces before: {_short(rest)}")
     began = f"What is wrong may begin on line {bad.context_mark.line + 1}." if bad.context_mark else "Correct it there."
     remedy = _QUOTE if content.startswith("*") else f"The line reads: {_short(content)}" if content else began
     return _at(document, line, bad.problem or "not valid YAML", remedy)

@@ -57,7 +57,9 @@ def test_every_part_knows_its_line() -> None:
         ("a: 1\n b: 2\n", 2, ""),
         ("a: 1\n? [1, 2]\n: 3\n", 2, "key"),
         ("a: " + "[" * 60 + "]" * 60 + "\n", 1, "deep"),
-        ("a: b\n\tc: d\n", 2, ""),
+        ("a: b\n\tc: d\n", 2, "indented with a tab; YAML takes spaces"),
+        ("a:\n  - b\n \t- c\n", 3, "indented with a tab"),
+        ("a:\tb\n", 1, "a tab stands between words"),
     ],
 )
 def test_bad_files_are_errors_with_a_line(text: str, line: int, word: str) -> None:
