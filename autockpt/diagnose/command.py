@@ -115,7 +115,7 @@ class _Reader:
             name = name.replace("-", "_")
             if not equals:
                 value = "true"
-                follows = self.words[index] if index < len(self.words) else "-"
+                follows = self.words[index] if index < len(self.words) else "--end"
                 if not _FLAG.fullmatch(follows) and not self._is_program(name, follows):
                     value, index = follows, index + 1
                     # several values: --fsdp "full_shard auto_wrap" or --fsdp full_shard auto_wrap
@@ -123,6 +123,9 @@ class _Reader:
                         if _FLAG.fullmatch(self.words[index]):
                             break
                         value, index = f"{value} {self.words[index]}", index + 1
+            switched = name.removeprefix("no_")
+            if switched != name and switched in flags.SWITCHES and value == "true":
+                name, value = switched, "false"  # --no_gradient_checkpointing, of transformers' HfArgumentParser
             if word.startswith("--"):
                 yield name, value
 

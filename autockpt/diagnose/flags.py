@@ -34,7 +34,13 @@ NORM = ("max_grad_norm", "gradient_clipping", "training.max_norm", "clip_grad_no
 WEIGHT_DTYPE = ("torch_dtype", "dtype", "model_dtype")
 OPTIMIZER = ("optim", "optimizer", "optim_type", "optimizer.name")
 ATTENTION = ("attn_implementation", "attention_implementation")
-RECOMPUTE = ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpoint.mode", "grad_checkpointing")
+RECOMPUTE = (
+    "gradient_checkpointing",
+    "use_gradient_checkpointing",
+    "activation_checkpointing",
+    "grad_checkpointing",
+    "activation_checkpoint.mode",
+)
 LORA_ON = ("use_peft", "use_lora", "lora", "adapter", "peft_type")
 LORA_RANK = ("lora_r", "lora_rank", "lora_rank_r", "peft_r")
 LORA_TARGETS = ("lora_target_modules", "lora_target", "lora_targets")
@@ -109,7 +115,7 @@ EXACTLY = {"stage", "steps", "lr", "seed", "module", "include", "token", "tf32"}
 SWITCHES = {
     "bf16",
     "fp16",
-    *RECOMPUTE[:2],
+    *RECOMPUTE[:4],
     *LORA_ON[:3],
     *PACKED,
     *DORA,

@@ -343,8 +343,10 @@ def refuse_own_checkpointing(args: Any) -> None:
     for name in _SPELLINGS:
         on, options = getattr(args, name, False), _telling(args, f"{name}_kwargs")
         asked = [f"{name}=True"] * bool(on) + [f"{name}_kwargs={options}"] * bool(options)
-        if asked:
-            break  # the Trainer mirrors one spelling in the other
+        if asked:  # the Trainer mirrors one spelling in the other, so which of them was written is not known
+            if name == _SPELLINGS[0] and hasattr(args, _SPELLINGS[1]):
+                asked[-1] += f" (by this name or by its older one, {_SPELLINGS[1]})"
+            break
     if getattr(args, "activation_offloading", False):
         asked.append("activation_offloading=True")
     fsdp = getattr(args, "fsdp_config", None)

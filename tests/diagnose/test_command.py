@@ -51,6 +51,19 @@ def test_trl_and_its_defaults() -> None:
     assert not read_command("trl sft --model_name_or_path gpt2 --gradient_checkpointing false").recompute
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing", "grad_checkpointing"])
+def test_recomputing_every_layer_by_each_of_its_names(name: str) -> None:
+    said = read_command(f"python train.py --{name}")
+    assert said.recompute and said.taken[0].flag == f"--{name}" and not said.not_understood
+    for off in (f"--{name} False", f"--no_{name}", f"--no-{name.replace('_', '-')} train.py"):
+        said = read_command(f"trl sft {off}")
+        assert not said.recompute and not said.not_understood
+
+
+def test_an_unknown_flag_at_the_end_is_told_as_it_was_written() -> None:
+    assert read_command("python train.py --flux").not_understood == ("--flux",)
+
+
 def test_fp16_scales_the_loss() -> None:
     assert options("python t.py --fp16 true") == {"autocast": "fp16", "scaler": True}
     assert options("python t.py --bf16 False --fp16 no") == {}
