@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autockpt.devices import Device, Peak
 from autockpt.devices.cuda_pinned import pinned_memory_kept
@@ -57,6 +57,7 @@ class StepRunner:
         self._freezer = conditions.Freezer()
         self._round = 0  # over all comparisons, so that many short ones balance out as well
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
+        self._loss_is_finite = True  # of the first cycle: all others do the same work
 
     def measure(
         self, choices: Choices | Attach, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
@@ -86,6 +87,7 @@ class StepRunner:
             times=tuple(times),
             compile_seconds=round(compiled, 3),
             graphs=graphs,
+            loss_is_finite=self._loss_is_finite,
         )
 
     def compare(
@@ -223,9 +225,13 @@ class StepRunner:
     def run_cycle(self, mark: Callable[[Any], None] | None = None) -> None:
         """One cycle from the same random state as every other. Not timed; ``mark`` as in ``Step.cycle``."""
         self.seed()
-        self.workload.cycle(mark)
+        self.workload.cycle(mark, None if self._steady else self._hear)
         self._steady = True
         self.beat("cycle")
+
+    def _hear(self, loss: Tensor) -> None:
+        """The loss of a micro-batch of the first cycle."""
+        self._loss_is_finite = self._loss_is_finite and bool(loss.isfinite().all())
 
     def time_cycle(self) -> float:
         """Seconds of one cycle, synchronised, without garbage collection or seeding inside."""

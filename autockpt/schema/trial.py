@@ -40,6 +40,7 @@ class Measurement(Data):
     )
     compile_seconds: float = Field(default=0.0, description="spent on compiling before the first timed cycle")
     graphs: int = Field(default=0, description="graphs that a plan for compiled training is compiled to")
+    loss_is_finite: bool = Field(default=True, description="whether its steps' loss is a number; of full steps unknown")
 
 
 TrialState = Literal["measured", "simulated", "out_of_memory", "over_budget", "predicted_over", "failed"]

@@ -72,7 +72,7 @@ class Loop:
             interrupted=interrupted,
             resumed=self.trials.resumed,
             stopped=self.stopped,
-            notes=[*self.proposer.notes, *self.target.notes],
+            notes=[*self.proposer.notes, *self.target.notes, *self.trials.notes],
         )
 
     @property

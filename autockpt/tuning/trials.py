@@ -37,6 +37,13 @@ class Candidate:
     number: int = -1
 
 
+_NO_NUMBER = (
+    "the loss of the measured steps is not a finite number (nan or inf): bytes and seconds do not depend on that and "
+    "hold, but such steps train nothing. Check the batch (labels that are all masked give nan), the weights, and the "
+    "range of their type"
+)
+
+
 class Trials:
     """All trials of one question, those of earlier runs first. One plan is measured once: ``find`` knows it by hash."""
 
@@ -112,6 +119,12 @@ class Trials:
     def scored(self) -> list[Trial]:
         """Trials with a measurement (in a simulated search: a simulation), fitting or not."""
         return [t for t in self.all if t.score is not None]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of the steps that were measured."""
+        numbers = all(t.measured is None or t.measured.loss_is_finite for t in self.all)
+        return () if numbers else (_NO_NUMBER,)
 
     def ranking(self) -> list[Trial]:
         """Scored trials within the budget, fastest first; none before the budget is known."""

@@ -81,18 +81,22 @@ class Step:
             return tensor.device
         return torch.device("cpu")
 
-    def cycle(self, mark: Mark | None = None) -> None:
+    def cycle(self, mark: Mark | None = None, told: Callable[[Tensor], None] | None = None) -> None:
         """One cycle: ``accumulate`` micro-batches, clipping, optimizer step, gradients released last.
 
-        ``mark`` is called with each phase as it begins ("forward", "backward", "optimizer"); a ``full_step`` is only
-        announced as "forward" because its phases are its own business. Raises WorkloadError for a step without a loss.
+        ``mark`` is called with each phase as it begins ("forward", "backward", "optimizer"), ``told`` with the loss of
+        each micro-batch; a ``full_step`` is only announced as "forward" because its phases and losses are its own
+        business. Raises WorkloadError for a step without a loss.
         """
         if self.full_step is not None:
             _announce(mark, "forward")
             self.full_step()
             return
         for _ in range(self.accumulate):
-            self.forward_backward(mark)
+            if told is None:
+                self.forward_backward(mark)
+            else:
+                told(self.forward_backward(mark))
         _announce(mark, "optimizer")
         self._update()
         self.release_gradients()

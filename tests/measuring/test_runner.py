@@ -99,6 +99,15 @@ def test_every_cycle_does_identical_work():
     assert workload.optimizer.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
+def test_whether_the_loss_is_a_number_is_told_with_every_plan(value: float):
+    workload = make_workload()
+    workload.loss = lambda m, x: m(x).square().mean() * value
+    runner = runner_of(workload)
+    told = [runner.measure(plan, steps=1).loss_is_finite for plan in ({}, RECOMPUTE_ALL)]
+    assert told == [value == 1.0] * 2
+
+
 def test_plans_take_turns_and_pair_up():
     runner = runner_of(make_workload())
     beats: list[str] = []

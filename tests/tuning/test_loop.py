@@ -144,6 +144,18 @@ def test_a_winner_that_does_not_hold_in_a_fresh_process_is_not_named() -> None:
     assert any("fresh process" in note for note in found.notes)
 
 
+class NotANumber(MadeUpDevice):
+    def measure(self, *args: Any, **kwargs: Any) -> Measurement:
+        return super().measure(*args, **kwargs).model_copy(update={"loss_is_finite": False})
+
+
+def test_a_loss_that_is_no_number_is_said_once_and_the_search_goes_on() -> None:
+    for device, said in ((NotANumber(), 1), (MadeUpDevice(), 0)):
+        found = search(device, "50%act", trials=8)
+        assert found.best is not None and found.best.feasible
+        assert sum("not a finite number" in note for note in found.notes) == said
+
+
 def test_an_interrupt_keeps_everything_and_names_the_best_so_far(tmp_path: Path) -> None:
     device = MadeUpDevice()
     device.interrupt_after = 5
