@@ -1,0 +1,57 @@
+"""Tables on screens of any width: lines no longer than the screen, words and figures whole, nothing lost."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from autockpt.reporting.style import plain_table
+from tests.reporting.samples import console
+
+ROWS = (
+    ("*", "recompute all", "yes", "10.1 MiB\n~10.1 MiB", "12.5 ms ±13.2 %", "everything is run again in backward"),
+    ("", "recompute_offload", "no", "1,001 MiB", "12.5 ms ±3.2 %", "its input leaves the device"),
+    ("", "none", "OOM", "—"),  # a short row
+)
+
+
+def table() -> Table:
+    made = plain_table("", "plan", "fits", ">peak", ">step", "<what it does")
+    for row in ROWS:
+        made.add_row(*row)
+    return made
+
+
+def printed(width: int) -> str:
+    screen, raw = console(width)
+    screen.print(table())
+    screen.file.flush()
+    return raw.getvalue().decode()
+
+
+def test_nothing_is_lost_or_broken_at_any_width() -> None:
+    words = {word for row in ROWS for cell in row for word in cell.split()} | {"fits", "peak", "what"}
+    for width in range(24, 140):
+        text = printed(width)
+        assert all(len(line) <= width for line in text.splitlines()), width
+        assert words <= {word.rstrip(",") for word in text.split()}, width
+
+
+def test_a_figure_stays_with_its_unit_in_a_table() -> None:
+    for width in range(24, 140):
+        text = printed(width)
+        if "──" in text:
+            assert "1,001 MiB" in text and "±13.2 %" in text and "12.5 ms" in text, width
+
+
+def test_where_a_line_does_not_hold_the_words_each_row_is_a_paragraph() -> None:
+    lines = [line.rstrip() for line in printed(50).splitlines()]
+    assert lines[:2] == ["* recompute all", "  fits yes, peak 10.1 MiB ~10.1 MiB, step 12.5 ms"]
+    assert "recompute_offload" in lines and lines[-1] == "  fits OOM, peak —"
+
+
+def test_a_table_is_as_before_on_another_screen() -> None:
+    made, (narrow, _), (wide, raw) = table(), console(60), console(140)
+    narrow.print(made)
+    wide.print(made)
+    wide.file.flush()
+    assert raw.getvalue().decode() == printed(140)
