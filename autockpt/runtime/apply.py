@@ -80,6 +80,9 @@ class Handle:
     ) -> None:
         self.remove()
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         state = "removed" if self._removed else "applied"
         why = self.plan.status_reason
@@ -157,6 +160,8 @@ def apply(
     sets = [(each.when, choices_for(model, each)) for each in plan.sets]
     choices = sets[-1][1]
     notes = _doubts(plan, model)
+    if isinstance(adaptive, str):
+        _asked_limit(adaptive)  # a slip is told here, too, where the device tells no peak
     if adaptive and plan.compile == "model":
         raise UsageError("a model that is compiled as one graph cannot move", remedy="Leave adaptive= out.")
     for _, each in sets if check_batch is not None else ():
@@ -190,16 +195,19 @@ def apply(
 
 def _limit(adaptive: bool | str, plan: Plan, model: nn.Module) -> int:
     """The bytes that adaptive training stays below: as asked for, else the plan's budget, else all that there is."""
-    device = get_device(str(device_of(model)))
     if isinstance(adaptive, str):
-        budget = parse_budget(adaptive)
-        if budget.kind == "bytes" and budget.size is not None:
-            return budget.size
-        if budget.kind != "auto":
-            raise UsageError(f"adaptive={adaptive!r} is no size", remedy='Write it as "24GB", or True.')
-    elif plan.budget is not None:
-        return plan.budget.bytes
-    return device.capacity()
+        asked = _asked_limit(adaptive)
+    else:
+        asked = plan.budget.bytes if plan.budget is not None else None
+    return asked or get_device(str(device_of(model))).capacity()
+
+
+def _asked_limit(adaptive: str) -> int | None:
+    """Bytes, None for all that there is. Raises UsageError for what is no size."""
+    budget = parse_budget(adaptive)
+    if budget.kind not in ("bytes", "auto"):
+        raise UsageError(f"adaptive={adaptive!r} is no size", remedy='Write it as "24GB", or True.')
+    return budget.size
 
 
 def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:

@@ -87,9 +87,9 @@ def as_lengths(given: Lengths | Mapping[int, int] | Iterable[int] | str) -> Leng
         return parse_lengths(given)
     try:
         return Lengths(counts=dict(given)) if isinstance(given, Mapping) else Lengths.of_all(given)
-    except (ValidationError, TypeError, ValueError) as error:
+    except (ValidationError, TypeError, ValueError):
         raise UsageError(
-            f"lengths={str(given)[:60]}: whole numbers above 0 are asked for ({type(error).__name__})",
+            f"lengths={str(given)[:60]}: whole numbers above 0 are asked for, one at least",
             remedy="Give autockpt.lengths_of(dataset), counts by length, or a length per row.",
         ) from None
 

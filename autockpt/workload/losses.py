@@ -37,8 +37,16 @@ def find_loss(output: Any) -> Tensor:
 
 
 def default_loss(model: nn.Module, batch: Any) -> Any:
-    """``loss_of`` for this model: with ``use_cache=False`` where its forward takes that; its config stays untouched."""
-    if isinstance(batch, Mapping) and "use_cache" not in batch and takes_use_cache(model):
+    """``loss_of`` for this model: with ``use_cache=False`` where its forward takes that; its config stays untouched.
+
+    Raises WorkloadError for a batch that is not the model's arguments by name.
+    """
+    if not isinstance(batch, Mapping):
+        raise WorkloadError(
+            f"the batch is a {type(batch).__name__}, so it is not known how to compute a loss from it",
+            remedy="Pass loss=, a function (model, batch) -> loss, or a dict of the model's arguments with labels.",
+        )
+    if "use_cache" not in batch and takes_use_cache(model):
         return partial(loss_of, use_cache=False)
     return loss_of
 

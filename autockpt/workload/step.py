@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -73,6 +73,10 @@ class Step:
         self.settings = _facts(self) | self.settings
         if not self.model.training and _EVAL_MODE not in self.notes:
             self.notes = (*self.notes, _EVAL_MODE)
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value}" for name, value in self.settings.items() if value is not None)
+        return f"<autockpt.Step of {type(self.model).__name__} on {self.device}: {facts}>"
 
     @property
     def device(self) -> torch.device:
@@ -189,11 +193,6 @@ def _check_functions(step: Step) -> None:
         if function is not None and not callable(function):
             raise WorkloadError(f"{name} is a {type(function).__name__}, not a function", remedy="Pass a function.")
     if step.full_step is None:
-        if step.loss is None and not isinstance(step.batch, Mapping):
-            raise WorkloadError(
-                f"the batch is a {type(step.batch).__name__}, so it is not known how to compute a loss from it",
-                remedy="Pass loss=, a function (model, batch) -> loss, or a dict of the model's arguments with labels.",
-            )
         return
     if step.loss is not None:
         raise WorkloadError(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autockpt
-from autockpt.errors import ConflictError, PlanError, UsageError
+from autockpt.errors import ConflictError, PlanError, UsageError, WorkloadError
 from autockpt.runtime import apply
 from autockpt.schema import (
     OFFLOAD,
@@ -239,3 +239,19 @@ def test_the_check_finds_what_cannot_be_repeated():
         apply(model, plan, check_batch=torch.randn(3, 4), loss=lambda m, batch: m(batch))
     assert "gradient layers.0.linear.weight" in caught.value.message
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_a_check_batch_that_is_no_batch_and_a_limit_that_is_no_size_are_told_and_nothing_is_applied() -> None:
+    model = LLAMA.make()
+    plan = Plan(choices={"model.layers.*": RECOMPUTE})
+    with pytest.raises(WorkloadError, match="the batch is a int"):
+        apply(model, plan, check_batch=3)
+    for wrong in ("7", "60%"):
+        with pytest.raises(UsageError):
+            apply(model, plan, adaptive=wrong)
+    apply(model, plan).remove()  # nothing is on it
+
+
+def test_a_notebook_shows_what_was_attached() -> None:
+    with apply(LLAMA.make(), Plan(choices={"model.layers.*": RECOMPUTE})) as handle:
+        assert repr(handle) == str(handle) and "recompute" in repr(handle)

@@ -252,3 +252,8 @@ def test_the_weights_type_is_that_of_most_numbers() -> None:
     settings = Step(model, torch.ones(5, 100), loss=lambda m, b: m(b).sum()).settings
     assert settings["dtype"] == "bf16" and settings["batch_size"] == 5
     assert settings["seq_len"] is None and settings["tokens"] is None and settings["optimizer"] == "none"
+
+
+def test_a_notebook_shows_what_is_trained_and_no_weights() -> None:
+    said = repr(workload(accumulate=2))
+    assert "accumulate=2" in said and "tensor(" not in said and len(said) < 400
