@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
@@ -58,6 +59,42 @@ class Attachment:
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}
+
+
+class TellingAttachment(Attachment):
+    """An attachment that has something to tell where its forward becomes part of a graph of torch.compile."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(unit)
+        self._cache_tell = _run_while_compiling(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _cache_tell=_run_while_compiling(self))
+
+    def say_compiled(self) -> None:
+        """Have ``compiled`` run while the compiler traces, and not with the graph."""
+        self._cache_tell()
+
+    def compiled(self) -> None:
+        """Runs for each graph that is made."""
+        raise NotImplementedError
+
+
+def _run_while_compiling(state: TellingAttachment) -> Callable[[], None]:
+    """``state.compiled`` as a function without arguments.
+
+    What torch.compiler.assume_constant_result does, which imports the compiler and takes a second. Up to torch 2.11 the
+    compiler hands on constants only, no attachment.
+    """
+    reference = weakref.ref(state)
+
+    def tell() -> None:
+        if (found := reference()) is not None:
+            found.compiled()
+
+    tell.__code__ = tell.__code__.replace()  # the compiler guards on it: what another one told is not this one's
+    tell._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return tell
 
 
 def acts(state: Attachment) -> bool:

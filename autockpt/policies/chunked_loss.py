@@ -52,7 +52,7 @@ def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
     if torch.compiler.is_compiling():
-        _say_compiled(state)
+        state.say_compiled()
         return call_inner(module, state, args, kwargs)
     _refuse_parts(module, state.unit, running=True)
     if why := _unsuited(module, args, kwargs):
@@ -68,15 +68,6 @@ def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
         state.warn("because the head does not give one row of logits per token")
         return call_inner(module, state, args, kwargs)
     return lazy_logits(call, hidden, none)
-
-
-def _say_compiled(state: HeadState) -> None:
-    """Runs when the head is compiled, and not with it."""
-    state.warn("because it is part of a graph of torch.compile; compile the model's layers one by one instead")
-
-
-# What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
-_say_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_others(unit: PlannedUnit) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.attachment import TellingAttachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import fingerprint, form_of, laid_out_on, layout_of
 from autockpt.policies.replay import running_again
@@ -61,7 +61,7 @@ class Rows:
         """Told when logits are made that the choice was to save."""
 
 
-class HeadState(Attachment):
+class HeadState(TellingAttachment):
     """The attachment of an output head whose rows are taken in chunks: of ``size`` rows, or so many of them."""
 
     has_sentinel: ClassVar[bool] = True
@@ -70,6 +70,9 @@ class HeadState(Attachment):
         super().__init__(unit)
         self.size = size
         self.warned = False
+
+    def compiled(self) -> None:
+        self.warn("because it is part of a graph of torch.compile; compile the model's layers one by one instead")
 
     def warn(self, why: str) -> None:
         """Say once that the logits exist as a whole after all."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.attachment import Attachment, TellingAttachment, call_inner
 from autockpt.policies.base import ForwardListener
 from autockpt.policies.conflicts import refuse_native
 from autockpt.runtime.compiled import compiled_as
@@ -30,7 +30,7 @@ class Sets(Protocol):
         ...
 
 
-class GuardState(Attachment):
+class GuardState(TellingAttachment):
     """The root's attachment: who wants to know about forward passes, and which switches must stay off.
 
     ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known; ``warnings``
@@ -47,6 +47,9 @@ class GuardState(Attachment):
         self.unlike_model = False
         self.blocks: tuple[str, ...] = ()
         self.sets: Sets | None = None
+
+    def compiled(self) -> None:
+        _warn_of_other_steps(self, "model")
 
     def watched(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Modules with a switch of their own for activation checkpointing, found by path so that copies find theirs."""
@@ -69,7 +72,7 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
         # The compiler guards on a state that is handed on, so that every attaching would be compiled anew; and nothing
         # that is then set is read here, because it would guard on that, too.
         if state.unlike_model:
-            _is_compiled(state)
+            state.say_compiled()
     elif state.warnings:
         _warn_of_other_steps(state, compiled_as(module, state.blocks))
     listeners = state.listeners if state.sets is None else state.sets.begin(module, args, kwargs)
@@ -81,15 +84,6 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
     if state.sets is not None:
         state.sets.end()
     return output
-
-
-def _is_compiled(state: GuardState) -> None:
-    """Runs while the whole model is being compiled."""
-    _warn_of_other_steps(state, "model")
-
-
-# What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
-_is_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _warn_of_other_steps(state: GuardState, found: CompileMode | None) -> None:

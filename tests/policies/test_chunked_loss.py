@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import pickle
 import warnings
 
 import pytest
@@ -371,12 +372,15 @@ def test_a_compiled_head_is_plain_and_says_so_once():
     wanted = model(input_ids=ids, labels=ids, use_cache=False).loss
     with attach(model, {name: CHUNK}), warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
         model.lm_head.compile(backend="eager", fullgraph=True)
         for _ in range(2):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             assert torch.equal(loss, wanted)
+        copied.lm_head.compile(backend="eager", fullgraph=True)
+        assert torch.equal(copied(input_ids=ids, labels=ids, use_cache=False).loss, wanted)
     said = [str(w.message) for w in heard if "chunked_loss" in str(w.message)]
-    assert len(said) == 1 and "torch.compile" in said[0]
+    assert len(said) == 2 and "torch.compile" in said[0] == said[1]
 
 
 def test_sentinels_compare_the_losses_of_each_chunk():
