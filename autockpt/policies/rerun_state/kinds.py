@@ -181,14 +181,14 @@ class Counts(Kind):
     where the step is not 1."""
 
     def take(self, obj: Any, *, close: bool) -> Any:
-        held, text = gc.get_referents(obj), repr(obj)[len("count(") : -1]  # the number as an object, and the step
+        held, text = held_by(obj), repr(obj)[len("count(") : -1]  # the number as an object, and the step
         return held[0] if len(held) > 1 else None if text.startswith("<") else int(text)
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
         return _same(self.take(obj, close=False), taken)
 
     def put(self, obj: Any, taken: Any) -> None:
-        now, as_object = self.take(obj, close=False), len(gc.get_referents(obj)) > 1
+        now, as_object = self.take(obj, close=False), len(held_by(obj)) > 1
         words = (ctypes.c_ssize_t * 2).from_address(id(obj) + object.__basicsize__)
         if [*words] != [sys.maxsize, id(now)] if as_object else [*words] != [now, 0] or type(taken) is not int:
             raise NotPutBackError  # not where CPython keeps them, as of 3.13
@@ -230,11 +230,16 @@ def _delete_item(fields: Any, key: Any) -> None:
     (OrderedDict if isinstance(fields, OrderedDict) else dict).__delitem__(fields, key)
 
 
+def held_by(iterator: Any) -> list[Any]:
+    """The objects that an iterator refers to, less its class, which those of itertools hold from Python 3.12 on."""
+    return [held for held in gc.get_referents(iterator) if held is not type(iterator)]
+
+
 def position(iterator: Any) -> Any:
     """What tells that an iterator has advanced: what it holds, and how far the iterators in it are."""
     kind = type(iterator)
     frame = getattr(iterator, _FRAMES[kind]) if kind in _FRAMES else None  # first: it is itself something to refer to
-    held = gc.get_referents(iterator)
+    held = held_by(iterator)
     if kind is itertools.count:
         return Counts().take(iterator, close=False)
     if kind in _SEQUENCES or (kind is itertools.cycle and held):
