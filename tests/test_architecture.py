@@ -19,7 +19,7 @@ SOURCE = ROOT / "autockpt"
 
 # Imports point to a lower layer only; packages of one layer do not import one another.
 LAYERS = (
-    ("errors", "schema", "callstack"),
+    ("errors", "schema", "callstack", "collector"),
     ("simulator", "solvers", "devices", "history"),
     ("policies", "workload", "reporting"),
     ("runtime",),

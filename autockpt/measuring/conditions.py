@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from autockpt.collector import frozen
 from autockpt.devices import random_states
 
 
@@ -47,7 +48,7 @@ class Freezer:
     """
 
     def __init__(self) -> None:
-        self._ours = gc.get_freeze_count() == 0
+        self._ours = not frozen()
 
     def freeze(self) -> None:
         """Put aside all that is alive. To be called after a collection, or garbage would be put aside as well."""

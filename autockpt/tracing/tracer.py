@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autockpt.collector import frozen
 from autockpt.errors import GhostError, TracingError, UsageError, python_door
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
@@ -205,7 +206,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if collecting:
-            _frozen = _frozen or gc.get_freeze_count() > 0
+            _frozen = _frozen or frozen()
             if not _frozen:
                 gc.freeze()
                 gc.unfreeze()
