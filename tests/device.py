@@ -9,6 +9,7 @@ On a GPU kernels must repeat themselves bit by bit, so deterministic ones are as
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ ON_ACCELERATOR = DEVICE.type != "cpu"
 def here(value: Any) -> Any:
     """Tensors, also inside of dicts and lists, on the device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), value)
+
+
+def random_state_kept() -> AbstractContextManager[None]:
+    """What is drawn inside leaves the states of the CPU and the device as they were.
+
+    In torch 2.11 ``fork_rng`` keeps those of CUDA unless told which.
+    """
+    return torch.random.fork_rng(device_type=DEVICE.type if ON_ACCELERATOR else "cuda")
 
 
 def random_state() -> Tensor:

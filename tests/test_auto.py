@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -238,7 +239,7 @@ for own in (False, True):
     done = script(code, plan=None, start=TRAINER, AUTOCKPT_BUDGET="60%act")
     assert done.returncode == 2 and done.stdout.count("trained") == 1, done.stderr
     assert "the plan was found in" in done.stdout + done.stderr
-    assert "has activation_checkpointing=True" in done.stderr
+    assert re.search("has (activation|gradient)_checkpointing=True", done.stderr)  # by the version of transformers
 
 
 @pytest.mark.parametrize(

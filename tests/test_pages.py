@@ -208,7 +208,7 @@ def test_the_first_job_has_a_feasible_and_binding_budget(autockpt: Autockpt) -> 
 def test_a_measured_search_its_history_and_what_becomes_of_the_plan(autockpt: Autockpt, plan: dict[str, Any]) -> None:
     assert plan["plan"]["measured"]["peak_bytes"] <= plan["budget"]["bytes"]
     assert autockpt("history", plan["run_directory"])
-    assert "activation_checkpointing" in autockpt("export", "plan.yaml", "--to", "transformers")
+    assert "_checkpointing: true" in autockpt("export", "plan.yaml", "--to", "transformers")
     assert "equal" in autockpt("verify", "plan.yaml", "--model", "llama-tiny", "--device", "cpu")
 
 

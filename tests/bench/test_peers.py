@@ -190,4 +190,4 @@ def test_compiled_rows_compile_once_each(runner: StepRunner) -> None:
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1], "the second turn finds what the first compiled"
     peaks = [worker.prepare(runner, row)["peak_bytes"] for row in rows.values()]
-    assert peaks[1] < peaks[0], "each budget has code of its own"
+    assert peaks[1] != peaks[0], "each budget has code of its own"

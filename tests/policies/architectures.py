@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.device import DEVICE, here
+from tests.device import DEVICE, here, random_state_kept
 from tests.policies.zoo import Cnn, feature_step, language_step
 
 TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -26,7 +26,7 @@ class Architecture:
     takes_cache: bool = False
 
     def build(self, dropout: float) -> nn.Module:
-        with torch.random.fork_rng():
+        with random_state_kept():
             torch.manual_seed(0)
             return self.make(dropout).train().to(DEVICE)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autockpt.schema.choices import Choice
 from autockpt.workload.units import discover_units
-from tests.device import DEVICE, ON_ACCELERATOR, here, random_state
+from tests.device import DEVICE, ON_ACCELERATOR, here, random_state, random_state_kept
 
 Step = Callable[[nn.Module, Any], Tensor]
 
@@ -92,7 +92,7 @@ class Cnn(nn.Module):
 
 def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        with torch.random.fork_rng():
+        with random_state_kept():
             torch.manual_seed(0)
             return make().train().to(DEVICE)
 

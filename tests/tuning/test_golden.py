@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import transformers
 
 from autockpt.profiling.cuda_memory import workspaces_stay
 from search_spaces.hardware import load_hardware
@@ -19,7 +20,11 @@ pytestmark = [
 ]
 
 KNOWN = json.loads(ANSWERS.read_text())
-QUICK = [*MADE_UP, *(name for name, case in CASES.items() if not case.slow)]
+OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+as_kept = pytest.mark.skipif(
+    OLDER, reason="the answers are kept for transformers 5.23; models of 5.17 run some other ops"
+)
+QUICK = [*MADE_UP, *(pytest.param(name, marks=as_kept) for name, case in CASES.items() if not case.slow)]
 
 
 def test_every_question_has_an_answer() -> None:
@@ -31,6 +36,7 @@ def test_answers_are_the_same(name: str) -> None:
     assert compared(answer(name), KNOWN[name]) == "same"
 
 
+@as_kept
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.slow])
 def test_answers_that_take_a_while_are_the_same(name: str) -> None:
