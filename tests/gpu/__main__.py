@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.gpu.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARE_SECONDS = 10
+KEEP_SECONDS = 30.0  # what an item has so far is in the archive no later than this
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,20 +43,33 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     shapes = SHAPES[given.shapes]
     chosen = [i for i in items_of(shapes) if i.part in parts and (given.only is None or given.only in i.slug)]
+    if not chosen:
+        print(f"--only {given.only}: no item has this in its name; all: {_names(shapes)}", file=sys.stderr)
+        return 2
 
     def keep() -> None:
-        pages.write(out, shapes, given.shapes)
-        archive.pack(out)
+        try:
+            pages.write(out, shapes, given.shapes)
+        except Exception:  # a page that cannot be drawn loses no measurement
+            (out / "pages.log").write_text(traceback.format_exc())
+        packed = archive.pack(out)
+        if given.copy is not None:
+            archive.copy(packed, given.copy)
 
-    if not given.pages:
+    if given.pages:
+        keep()
+    else:
         more = [name for item in chosen for name in item.needs]
-        environment, trouble = _prepared(out, given.wheels, given.shapes, list(dict.fromkeys(more)))
+        environment, broken, trouble = _prepared(out, given.wheels, given.shapes, list(dict.fromkeys(more)))
         if trouble:
             print(trouble, file=sys.stderr)
             return 2
-        _run_all(chosen, given.shapes, out, environment, began + 60 * given.minutes, given.fresh, keep)
-    keep()
-    print((out / "summary.md").read_text())
+        able = _able(chosen, broken)
+        try:
+            _run_all(able, given.shapes, out, environment, began + 60 * given.minutes, given.fresh, keep)
+        finally:
+            keep()
+    print((out / "summary.md").read_text() if (out / "summary.md").exists() else "")
     print(f"All of it in one file: {out / archive.NAME}")
     return 0 if all(read(out, item).get("state") == "done" for item in chosen) else 1
 
@@ -66,11 +81,16 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", choices=tuple(SHAPES), default="card", help="tiny: on the CPU, for the script only")
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu/measured", help="folder for JSON and pages")
     parser.add_argument("--earlier", type=Path, help="folder or archive of an earlier call, to be continued in --out")
+    parser.add_argument("--copy", type=Path, help="where the archive of all results is to lie as well, always whole")
     parser.add_argument("--minutes", type=float, default=9.0, help="in all, installing and imports included")
     parser.add_argument("--fresh", action="store_true", help="run again what is done")
     parser.add_argument("--pages", action="store_true", help="run nothing, write the pages from what there is")
     parser.add_argument("--wheels", type=Path, help="folder of wheels: what is missing here is taken from there")
     return parser
+
+
+def _names(shapes: Any) -> str:
+    return ", ".join(item.slug for item in items_of(shapes))
 
 
 def _parts(text: str) -> set[int] | None:
@@ -80,35 +100,46 @@ def _parts(text: str) -> set[int] | None:
     return {int(piece) for piece in pieces}
 
 
-def _prepared(out: Path, wheels: Path | None, shapes: str, more: list[str]) -> tuple[dict[str, str], str]:
-    """Variables for all processes, and why nothing can run here (empty where it can): all that is missing, by name.
+def _able(chosen: list[Item], broken: dict[str, str]) -> list[Item]:
+    """The items that need no package that cannot be imported; of the others it is said."""
+    able = [item for item in chosen if broken.keys().isdisjoint(item.needs)]
+    for item in chosen:
+        if item not in able:
+            print(f"{item.slug}: not begun, {'; '.join(broken[n] for n in item.needs if n in broken)}", flush=True)
+    return able
+
+
+def _prepared(
+    out: Path, wheels: Path | None, shapes: str, more: list[str]
+) -> tuple[dict[str, str], dict[str, str], str]:
+    """Variables for all processes, which of ``more`` cannot be imported, and why nothing can run here (empty where it
+    can): all that is missing, by name.
 
     ``more``: packages that the items to come need beside what the project itself does.
     """
     out.mkdir(parents=True, exist_ok=True)
     if wheels is not None and not wheels.is_dir():
-        return {}, f"--wheels {wheels}: there is no such folder"
+        return {}, {}, f"--wheels {wheels}: there is no such folder"
     began = time.monotonic()
     try:
         found = packages.wanted(packages.requirements(more), wheels)
     except ImportError as error:
-        return {}, f"{error}: transformers brings it, which has to be installed, and so has torch"
+        return {}, {}, f"{error}: transformers brings it, which has to be installed, and so has torch"
     if found.words:
-        return {}, found.words
+        return {}, {}, found.words
     environment = _environment(out, packages.unpack(found.wheels, out))
     unpacked = time.monotonic() - began
     warm = packages.warmed(environment, more)
     taken = ", ".join("-".join(path.name.split("-")[:2]) for path in found.wheels.values()) or "nothing"
     print(f"from wheels: {taken}, in {unpacked:.1f} s. Importing everything once: {warm['seconds']:.1f} s", flush=True)
     write_start(out, {"from wheels": taken, "unpacking": round(unpacked, 1), "first imports": warm["seconds"]})
-    if warm["missing"]:
-        return {}, f"cannot be imported: {'; '.join(warm['missing'])}"
+    broken = {name: words for name, words in warm["missing"].items() if name in more}
+    if fatal := [words for name, words in warm["missing"].items() if name not in more]:
+        return {}, {}, f"cannot be imported: {'; '.join(fatal)}"
     if shapes == "card" and not warm["devices"]:
-        return (
-            {},
-            "there is no GPU here. --shapes tiny exercises the script on the CPU, which proves nothing about GPUs",
-        )
-    return environment, ""
+        words = "there is no GPU here. --shapes tiny exercises the script on the CPU, which proves nothing about GPUs"
+        return {}, {}, words
+    return environment, broken, ""
 
 
 def _environment(out: Path, unpacked: Path) -> dict[str, str]:
@@ -141,12 +172,14 @@ def _run_all(
         elif left < min(item.least, item.limit):
             print(f"{item.slug}: not begun, {left:.0f} s are left", flush=True)
         else:
-            _run(item, shapes, out, environment, min(item.limit, left))
+            _run(item, shapes, out, environment, min(item.limit, left), keep)
             keep()
 
 
-def _run(item: Item, shapes: str, out: Path, environment: dict[str, str], limit: float) -> None:
-    """One item in a process group of its own, ended as a whole when its time is over."""
+def _run(
+    item: Item, shapes: str, out: Path, environment: dict[str, str], limit: float, keep: Callable[[], Any]
+) -> None:
+    """One item in a process group of its own, ended as a whole when its time is over. ``keep`` is called meanwhile."""
     print(f"{item.slug}: at most {limit:.0f} s …", end=" ", flush=True)
     began = time.monotonic()
     before = read(out, item)
@@ -158,10 +191,13 @@ def _run(item: Item, shapes: str, out: Path, environment: dict[str, str], limit:
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            write(out, item, read(out, item) | {"state": "out of time", "limit": limit})
+            while process.poll() is None:
+                left = began + limit - time.monotonic()
+                if left <= 0:
+                    _end(process)
+                    write(out, item, read(out, item) | {"state": "out of time", "limit": limit})
+                    break
+                _wait(process, min(left, KEEP_SECONDS), keep)
         except BaseException:
             _end(process)
             raise
@@ -173,6 +209,13 @@ def _run(item: Item, shapes: str, out: Path, environment: dict[str, str], limit:
     if found["state"] != "done" and not found.get("data") and before.get("data"):
         write(out, item, found | {"data": before["data"], "data_from": "an earlier call"})
     print(f"{found['state']} in {time.monotonic() - began:.0f} s. {found.get('message', '')}", flush=True)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float, keep: Callable[[], Any]) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        keep()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from tests.gpu.packages import FOLDER
@@ -21,12 +23,23 @@ def pack(out: Path) -> Path:
             inside = path.relative_to(out)
             if not path.is_file() or inside.parts[0] in _LEFT_OUT or path.name == NAME or path.suffix == ".part":
                 continue
-            if path.suffix == ".log":
-                archive.writestr(str(inside), path.read_bytes()[-_LOG_BYTES:])
-            elif path.stat().st_size <= _MOST_BYTES:
-                archive.write(path, inside)
+            with suppress(FileNotFoundError):  # an item that runs may take away what it no longer needs
+                if path.suffix == ".log":
+                    archive.writestr(str(inside), path.read_bytes()[-_LOG_BYTES:])
+                elif path.stat().st_size <= _MOST_BYTES:
+                    archive.write(path, inside)
     os.replace(new, out / NAME)
     return out / NAME
+
+
+def copy(packed: Path, target: Path) -> None:
+    """The archive in another place, whole or not at all; into a folder under its own name."""
+    if target.is_dir():
+        target = target / NAME
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.with_suffix(".part")
+    shutil.copyfile(packed, new)
+    os.replace(new, target)
 
 
 def take_over(earlier: Path, out: Path) -> bool:

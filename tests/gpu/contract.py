@@ -24,6 +24,7 @@ def contract(context: Context) -> dict[str, Any]:
     """Every policy, architecture, precision and dropout: gradients bit-equal with plain training."""
     shapes = context.shapes
     environment = dict(os.environ) | {"AUTOCKPT_TEST_DEVICE": shapes.device, "OMP_NUM_THREADS": "1"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of what else is installed none is needed
     names = _collected(shapes.tests, environment)
     folder = context.out / "contract"
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,13 +28,13 @@ MODULES = (
 )
 _IMPORTS = """
 import importlib, json, sys
-found = {"missing": [], "devices": 0, "name": ""}
+found = {"missing": {}, "devices": 0, "name": ""}
 for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
-    except ImportError as error:
-        found["missing"].append(f"{name} ({type(error).__name__}: {error})")
-if not found["missing"]:
+    except Exception as error:
+        found["missing"][name] = f"{name} ({type(error).__name__}: {error})"
+if "torch" not in found["missing"]:
     import torch
     found |= {"torch": torch.__version__, "devices": torch.cuda.device_count()}
     if found["devices"]:
@@ -130,7 +130,7 @@ def unpack(wheels: Mapping[str, Path], out: Path) -> Path:
 
 
 def warmed(environment: Mapping[str, str], more: Iterable[str]) -> dict[str, Any]:
-    """Import everything once in a process of its own: what is ``missing``, the GPUs, and the ``seconds`` it took.
+    """Import everything once in a process of its own: what is ``missing`` and why, the GPUs, the ``seconds`` it took.
 
     The first import from a cold disk takes many times what later ones do, and should not be part of an item's time.
     """
@@ -146,7 +146,7 @@ def warmed(environment: Mapping[str, str], more: Iterable[str]) -> dict[str, Any
         found = json.loads(ran.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         said = [line for line in ran.stderr.splitlines() if line.strip()]
-        found = {"missing": [f"a process that imports everything: {''.join(said[-1:]) or ran.returncode}"]}
+        found = {"missing": {"": f"a process that imports everything: {''.join(said[-1:]) or ran.returncode}"}}
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
 

@@ -245,7 +245,12 @@ def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path, monkey
     slow.write_text(f"#!/bin/sh\necho '{kept}' > {tmp_path}/{item.slug}.json\nsleep 60 & wait\n")
     slow.chmod(0o755)
     monkeypatch.setattr(script.sys, "executable", str(slow))
-    script._run(item, "tiny", tmp_path, {"PATH": "/usr/bin:/bin"}, 1.0)
+    monkeypatch.setattr(script, "KEEP_SECONDS", 0.1)
+    looked: list[bool] = []
+    script._run(
+        item, "tiny", tmp_path, {"PATH": "/usr/bin:/bin"}, 1.0, lambda: looked.append(bool(read(tmp_path, item)))
+    )
+    assert looked[-1]  # what it has so far is kept while it runs
     found = read(tmp_path, item)
     assert (found["state"], found["data"]) == ("out of time", {"rows": {"a": {}}})
 
@@ -334,13 +339,40 @@ def test_what_pyproject_asks_for_is_what_is_looked_for():
 def test_a_module_that_cannot_be_imported_is_said_before_anything_runs(monkeypatch):
     monkeypatch.setattr(packages, "MODULES", ("json", "no_such_module", "nor_such_a_one"))
     found = packages.warmed(dict(os.environ), ())
-    assert [words.split()[0] for words in found["missing"]] == ["no_such_module", "nor_such_a_one"]
+    assert list(found["missing"]) == ["no_such_module", "nor_such_a_one"]
+    assert found["missing"]["no_such_module"].startswith("no_such_module (ModuleNotFoundError: ")
     assert found["seconds"] >= 0
+
+
+def test_a_package_that_is_broken_keeps_only_those_from_running_that_need_it(tmp_path, monkeypatch, capsys):
+    broken = {"missing": {"peft": "peft (ImportError: of another version)"}, "devices": 0, "seconds": 0.0}
+    monkeypatch.setattr(packages, "warmed", lambda environment, more: broken)
+    ran: list[str] = []
+    monkeypatch.setattr(script, "_run", lambda item, *_: ran.append(item.slug))
+    assert script.main(["--shapes", "tiny", "--out", str(tmp_path)]) == 1
+    slugs = [item.slug for item in items_of(TINY) if "peft" not in item.needs]
+    assert ran == slugs and len(slugs) < len(items_of(TINY))
+    assert "1-contract: not begun, peft (ImportError: of another version)" in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_drawn_loses_nothing_and_the_archive_lies_where_it_is_wanted(tmp_path, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise KeyError("rows")
+
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    write(out, items_of(TINY)[0], {"state": "done"})
+    monkeypatch.setattr(pages, "write", fail)
+    script.main(["--shapes", "tiny", "--pages", "--out", str(out), "--copy", str(elsewhere)])
+    with zipfile.ZipFile(elsewhere / archive.NAME) as copied:
+        assert {f"{items_of(TINY)[0].slug}.json", "pages.log"} <= set(copied.namelist())
 
 
 def test_wrong_parts_are_refused(capsys):
     assert script.main(["--parts", "1,9"]) == 2
     assert "numbers from 1 to 6" in capsys.readouterr().err
+    assert script.main(["--only", "no-such-item"]) == 2
+    assert "all: 1-attention, 1-bits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shapes", [CARD, TINY], ids=["card", "tiny"])
