@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy import special
+import scipy  # its submodules are imported where they are first used
 
 Judgement = Literal["faster", "slower", "undecided"]
 
@@ -104,7 +104,7 @@ def judge(ratio: Interval, limit: float = 1.0) -> Judgement:
 def _t_reach(values: Sequence[float]) -> tuple[float, float]:
     """Mean and the reach of its interval to either side."""
     n = len(values)
-    quantile = float(special.stdtrit(n - 1, (1 + CONFIDENCE) / 2))
+    quantile = float(scipy.special.stdtrit(n - 1, (1 + CONFIDENCE) / 2))
     return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(n)
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, sparse
+import scipy
 
 from autockpt.schema.problem import Assignment, Option, Problem, UnitOptions
 from autockpt.solvers.answer import as_choices, host_excess, judge, relative_gap
@@ -91,9 +91,9 @@ class _Rows:
         self.low.append(low)
         self.high.append(high)
 
-    def constraint(self, columns: int) -> optimize.LinearConstraint:
-        matrix = sparse.csr_array((self.value, (self.row, self.column)), shape=(len(self.low), columns))
-        return optimize.LinearConstraint(matrix, np.array(self.low), np.array(self.high))  # type: ignore[arg-type]
+    def constraint(self, columns: int) -> scipy.optimize.LinearConstraint:
+        matrix = scipy.sparse.csr_array((self.value, (self.row, self.column)), shape=(len(self.low), columns))
+        return scipy.optimize.LinearConstraint(matrix, np.array(self.low), np.array(self.high))  # type: ignore[arg-type]
 
 
 class _Model:
@@ -200,7 +200,7 @@ class _Model:
         result = self._solve(cost, math.inf, time_limit, 0.0)
         return self._picks(result)
 
-    def _solve(self, cost: np.ndarray, ceiling: float, time_limit: float, gap: float) -> optimize.OptimizeResult:
+    def _solve(self, cost: np.ndarray, ceiling: float, time_limit: float, gap: float) -> scipy.optimize.OptimizeResult:
         low, high = np.full(self.columns, -math.inf), np.full(self.columns, math.inf)
         low[: self.kept], high[: self.kept] = 0.0, 1.0
         low[self.kept] = high[self.kept] = 0.0
@@ -216,10 +216,10 @@ class _Model:
             True,
             False,
         ):  # HiGHS' presolve rarely ends in an internal error (status 4), branching does not
-            result = optimize.milp(
+            result = scipy.optimize.milp(
                 cost,
                 integrality=integral,
-                bounds=optimize.Bounds(low, high),  # type: ignore[arg-type]
+                bounds=scipy.optimize.Bounds(low, high),  # type: ignore[arg-type]
                 constraints=self.structure.constraint(self.columns),
                 options={"time_limit": time_limit, "mip_rel_gap": gap, "presolve": presolve},
             )
@@ -227,7 +227,7 @@ class _Model:
                 break
         return result
 
-    def _picks(self, result: optimize.OptimizeResult) -> list[int] | None:
+    def _picks(self, result: scipy.optimize.OptimizeResult) -> list[int] | None:
         if result.x is None:
             return None
         x = np.asarray(result.x)

@@ -130,7 +130,8 @@ def _be_a_child() -> None:
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
-    gc.freeze()  # what the parent left behind is not looked through at every collection
+    gc.freeze()  # what the parent left behind is never looked through
+    gc.disable()  # nor what is imported and built: there is one collection before each trace
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
 
 
@@ -144,7 +145,6 @@ def _prepared(run: TracedRun, prepare: Callable[[TracedRun], None], known: set[s
     prepare(run)
     gc.collect()
     gc.freeze()  # what is there now stays: collections before each trace only look at what is new
-    gc.disable()  # and there is one before each trace
     workload = run.workload
     imported = [name for name in sys.modules if name not in known]
     return READY, run.units, run.head, workload.settings, workload.notes, imported
