@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -271,7 +271,7 @@ class ChunkedLoss(torch.autograd.Function):
                     entry.handed(same)
                 inputs = [part, *trained] if wants_hidden else trained
                 with casts.restored():
-                    found = list(torch.autograd.grad(losses, inputs, gradient[rows], allow_unused=True))
+                    found = list(gradients_of(losses, inputs, gradient[rows]))
                 if wants_hidden and found[0] is not None:
                     of_hidden[rows] = found[0]
                 pairs = zip(sums, found[1:] if wants_hidden else found, strict=True)
@@ -279,6 +279,19 @@ class ChunkedLoss(torch.autograd.Function):
                 del losses, found, pairs  # before the next chunk's are made
         results = iter(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
         return None, of_hidden if wants_hidden else None, None, *(next(results) if w else None for w in wants)
+
+
+def gradients_of(output: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of inputs that autograd, whose backward this is part of, is handed next: it runs their hooks then."""
+    hooks = [hooks for tensor in inputs if (hooks := tensor._backward_hooks)]
+    kept = [hooks.copy() for hooks in hooks]
+    for own in hooks:
+        own.clear()
+    try:
+        return torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+    finally:
+        for own, those in zip(hooks, kept, strict=True):
+            own.update(those)
 
 
 def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
-from autockpt.policies.headcall import Elementwise, MemoryWatch, Rows, refuse_twice
+from autockpt.policies.headcall import Elementwise, MemoryWatch, Rows, gradients_of, refuse_twice
 from autockpt.policies.lazysteps import UNDERSTOOD
 
 _plain_call = torch._C.DisableTorchFunctionSubclass
@@ -236,8 +236,7 @@ class _StandIn(torch.autograd.Function):
         with torch.enable_grad():
             hidden = source.hidden.detach().requires_grad_()
             logits = source.compute(hidden)
-        found = torch.autograd.grad(logits, [hidden, *source.call.trained], gradients[0], allow_unused=True)
-        return None, *found
+        return None, *gradients_of(logits, [hidden, *source.call.trained], gradients[0])
 
 
 # answered without any logits

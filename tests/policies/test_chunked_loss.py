@@ -296,6 +296,24 @@ def test_a_backward_hook_on_the_model_runs_once():
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("loss", [LOSSES["shifted"], UNKNOWN["an autograd function"]], ids=["chunks", "whole logits"])
+def test_hooks_on_the_weights_get_their_gradient_once(loss):
+    seen: list[Tensor] = []
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        labels = inputs.pop("labels")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.lm_head.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient / 2)
+            loss(model(**inputs).logits, labels).backward()
+        return gradients(model)
+
+    assert_close(*both(small_llama(), run))
+    ours, plain = seen
+    assert away(ours, plain) <= 1e-5
+
+
 # --- attaching
 
 
