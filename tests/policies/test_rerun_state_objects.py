@@ -315,6 +315,12 @@ def test_each_forward_changes_it_once(name, given, choice):
     assert_equal(trained(make, choice), trained(make))
 
 
+def second_time_round(cycle: itertools.cycle) -> itertools.cycle:
+    for _ in range(5):
+        next(cycle)
+    return cycle
+
+
 @each_choice
 @pytest.mark.parametrize("given", [False, True], ids=["kept", "given"])
 @pytest.mark.parametrize(
@@ -322,10 +328,11 @@ def test_each_forward_changes_it_once(name, given, choice):
     [
         lambda: (i for i in range(99)),
         lambda: itertools.cycle([1, 2, 3]),
+        lambda: second_time_round(itertools.cycle([1, 2, 3])),
         lambda: map(int, iter([1, 2, 3])),
         lambda: enumerate([1, 2]),
     ],
-    ids=["generator", "cycle", "map", "enumerate"],
+    ids=["generator", "cycle", "cycle later", "map", "enumerate"],
 )
 def test_what_only_goes_forwards_is_refused_if_it_advanced(make, given, choice, monkeypatch):
     for use, refused in ((next, True), (lambda _: 1, False)):

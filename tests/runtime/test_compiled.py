@@ -75,7 +75,7 @@ def test_a_plan_acts_whether_applied_before_or_after_compiling(mode: str, first:
     torch._dynamo.reset()
     model = make()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         if first == "compile":
             compile_in_place(model, mode)
         with apply(model, plan_for(model, mode)):
@@ -94,7 +94,7 @@ def test_a_compiled_plan_on_an_eager_model_warns_once_with_the_measured_differen
         with pytest.warns(UserWarning, match=r"this model runs eagerly.*3.00 MiB.*0.75 s.*1.00 MiB.*0.5 s"):
             gradients(model)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             gradients(model)
 
 
@@ -111,7 +111,7 @@ def test_an_eager_plan_on_a_compiled_model_warns_once(mode: str):
         ):
             gradients(model)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             gradients(model)
 
 

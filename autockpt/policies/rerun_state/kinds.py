@@ -242,13 +242,14 @@ def position(iterator: Any) -> Any:
     held = held_by(iterator)
     if kind is itertools.count:
         return Counts().take(iterator, close=False)
-    if kind in _SEQUENCES or (kind is itertools.cycle and held):
-        rest = iterator.__reduce__()
-        return rest[2:] if kind in _SEQUENCES else position(rest[1][0])
-    hint = iterator.__length_hint__() if kind in _COUNTED else None
+    if kind in _SEQUENCES:
+        return iterator.__reduce__()[2:]
+    far = iterator.__length_hint__() if kind in _COUNTED else None
+    if kind is itertools.cycle:  # it keeps what it goes over, what it saved of that, and how far in this it is
+        far = (ctypes.c_ssize_t * 3).from_address(id(iterator) + object.__basicsize__)[2]
     deeper = [part for value in held for part in (value if type(value) is tuple else (value,))]
     inner = [position(value) for value in deeper if type(value) in ADVANCING]
-    return [id(value) for value in held], frame and frame.f_lasti, hint, inner
+    return [id(value) for value in held], frame and frame.f_lasti, far, inner
 
 
 def _tell(file: Any) -> Any:
