@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from autockpt.schema import Measurement, Prediction
-from autockpt.tuning.proposers.solver import COPY_PRICES, SolverProposer, hidden_copies, neutral
+from autockpt.schema import Measurement, Prediction, Trial
+from autockpt.tuning.proposers.solver import COPY_PRICES, SolverProposer, hidden_copies, neutral, stands_still
 from autockpt.tuning.trials import Parameters
 from search_spaces.spaces import load_space
 from tests.reporting.samples import trial
@@ -50,3 +50,15 @@ def test_the_simulated_allocator_is_kept_to_the_budget_less_what_ghost_runs_miss
     )
     SolverProposer.learn_budget(proposer)
     assert kept == [114]
+
+
+def test_a_search_stands_still_where_the_last_candidates_brought_nothing() -> None:
+    def tried(*seconds: float, fits: bool = True) -> list[Trial]:
+        guesses = (Prediction(peak_bytes=1, step_seconds=s) for s in seconds)
+        return [trial(n, state="simulated", feasible=fits, predicted=p) for n, p in enumerate(guesses)]
+
+    assert stands_still(tried(2.0, 1.0, 1.0, 1.2, 0.9995), 3, 1e-3)
+    assert not stands_still(tried(2.0, 1.0, 1.0, 1.2, 0.99), 3, 1e-3)  # a gain among the last
+    assert not stands_still(tried(1.0, 1.2, 1.2), 3, 1e-3)  # too few to say
+    assert not stands_still(tried(1.0, 1.0, 1.0, 1.0, 1.0, fits=False), 3, 1e-3)  # something may fit yet
+    assert not stands_still([*tried(1.0, 1.0, fits=False), *tried(1.0, 1.1, 1.2)], 3, 1e-3)

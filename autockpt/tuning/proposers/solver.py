@@ -200,6 +200,11 @@ class SolverProposer(Proposer):
         fitting = sum(t.feasible for t in tried)  # those that did not fit count for less
         if wanted is not None and (fitting >= wanted or len(tried) >= MOST_MISSES * wanted):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
+        patience, gain = self.target.patience, self.target.worthwhile
+        # among knobs each candidate is the solver's plan at some prices; a sampler of layers may learn for longer
+        solved = self.space.encoding == "knobs"
+        if patience is not None and solved and self.fresh > patience and stands_still(tried, patience, gain):
+            return f"the last {patience} candidates were not faster than the best before them by {gain:.1%}"
         if self._beaten():
             return "no plan can be faster than the best by more than the noise, by the refitted bound"
         return ""
@@ -278,6 +283,16 @@ class SolverProposer(Proposer):
         candidate = self._solved(parameters, calls=LADDER_CALLS)
         seconds = self._predict(candidate.choices).step_seconds
         return seconds if candidate.fits and seconds is not None else math.inf
+
+
+def stands_still(tried: Sequence[Trial], patience: int, gain: float) -> bool:
+    """Whether none of the last candidates that fit is faster than all before them by that share of the step."""
+    if len(tried) <= patience:
+        return False
+    before, best = (
+        min((t.score_seconds for t in some if t.feasible), default=math.inf) for some in (tried[:-patience], tried)
+    )
+    return math.isfinite(before) and before <= best * (1 + gain)
 
 
 def smallest_peaks(profiled: CostModel, budget: Budget, known: Plans, calls: int = LEAN_CALLS) -> tuple[int, int]:

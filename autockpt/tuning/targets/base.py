@@ -22,14 +22,16 @@ class Target:
     """Judges candidates. ``source`` says what its numbers are; ``notes`` what people should know.
 
     The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
-    below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given. Finals have
-    at most ``final_rounds`` rounds, None: they take no time.
+    below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given, and so do
+    ``patience`` candidates in a row that bring no such gain. Finals have at most ``final_rounds`` rounds, None: they
+    take no time.
     """
 
     source: PlanStatus = "measured"
     most_repeats: int = MOST_REPEATS
     worthwhile: float = 0.0
     most_candidates: int | None = None
+    patience: int | None = None
     final_rounds: int | None = MOST_ROUNDS
     notes: list[str] = field(default_factory=list)
 

@@ -45,6 +45,11 @@ CANDIDATES = 1
 the solver takes them for, so its plan is what any other candidate would come to."""
 
 
+PATIENCE = 10
+"""Candidates without a gain that end a search. Where copies hide behind compute the refitted bound never proves a plan
+the fastest; but by then the solver's plans at the prices of every refit were tried, and most of these are variants."""
+
+
 @dataclass(kw_only=True)
 class Simulated(Target):
     """Candidates are what their ghost runs and modelled op times say; nothing is measured, so nothing is repeated."""
@@ -52,6 +57,7 @@ class Simulated(Target):
     source: PlanStatus = "simulated"
     most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
     worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
+    patience: int | None = PATIENCE
     final_rounds: int | None = None
 
     def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score:
