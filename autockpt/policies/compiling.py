@@ -9,6 +9,12 @@ from typing import Any, TypeVar
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame  # type: ignore[attr-defined]
+"""Says what compiles the Python functions that this thread begins to run (None: nothing does), and returns what did.
+
+Where a choice runs between two graphs (``outside_graphs``) the compiler would take on each small function that it calls
+beside the unit, once for every unit, until it gives up on them (``torch._dynamo``'s ``recompile_limit``).
+"""
 
 
 def eagerly(run: F, *, recursive: bool = True, reason: str | None = None) -> F:

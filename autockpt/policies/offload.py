@@ -18,7 +18,7 @@ from autockpt.devices.transport import Transports, Ways
 from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of
-from autockpt.policies.compiling import outside_graphs
+from autockpt.policies.compiling import outside_graphs, set_compiler
 from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer, unpack
@@ -113,12 +113,19 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
     is captured, MeasurementError where the other side is full, and in backward InPlaceError where a saved tensor was
     changed in place.
     """
-    return offloaded(module, state, args, kwargs)
+    compiler = set_compiler(None)
+    try:
+        return offloaded(module, state, args, kwargs, compiler)
+    finally:
+        set_compiler(compiler)
 
 
-def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``run_offloaded``, for choices that do more."""
+def offloaded(
+    module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
+) -> Any:
+    """``run_offloaded``, for choices that do more. ``compiler`` is at work in the unit's own forward, and not here."""
     if not acts(state):
+        set_compiler(compiler)
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs))
@@ -132,7 +139,11 @@ def offloaded(module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwa
     watch = state.sentinel.watch(module) if state.sentinel is not None else None
     packer = Packer(group, device, outside, module, watch)
     with saving(state.unit, packer.pack, unpack, watch, assigns=watch is not None and watch.assigns):
-        output = call_inner(module, state, args, kwargs)
+        set_compiler(compiler)
+        try:
+            output = call_inner(module, state, args, kwargs)
+        finally:
+            set_compiler(None)
     state.pipeline.close(group)
     return output
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from autockpt.policies.base import PlannedUnit, PolicySession
-from autockpt.policies.compiling import outside_graphs
+from autockpt.policies.compiling import outside_graphs, set_compiler
 from autockpt.policies.offload import OffloadPolicy, OffloadState, offloaded
 from autockpt.policies.recompute import RecomputePolicy, run_recomputed
 from autockpt.policies.replay import ReplayState
@@ -18,7 +18,11 @@ from autockpt.schema.choices import Choice
 @outside_graphs("recompute_offload", "moves what autograd saves by way of hooks")
 def run_recomputed_and_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
     """Around a recompute, which saves nothing but the unit's inputs: those leave the device."""
-    return offloaded(module, state, args, kwargs)
+    compiler = set_compiler(None)
+    try:
+        return offloaded(module, state, args, kwargs, compiler)
+    finally:
+        set_compiler(compiler)
 
 
 class RecomputeOffloadPolicy(OffloadPolicy):

@@ -87,3 +87,36 @@ def test_a_compiled_recompute_keeps_less():
             return bytes_alive_after(lambda: model(**LLAMA.batch(), **NO_CACHE))
 
     assert kept(True) < 0.75 * kept(False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("kind", ["offload", "recompute_offload"])
+def test_what_moves_is_not_compiled_for_every_layer_anew(kind):
+    """Else torch gives up on layers beyond its limit, and these run eagerly."""
+
+    def gradients(choose: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(6)))
+        batch, found = torch.randn(256, 64), list[Tensor]()
+        for layer in model:
+            layer.compile(**AOT)
+        with attach(model, {str(i): parse_choice(kind) for i in range(6)} if choose else {}):
+            for _ in range(3):
+                model.zero_grad()
+                model(batch).square().mean().backward()
+                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return found
+
+    wanted = gradients(False)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
+        got = gradients(True)
+    assert len(got) == len(wanted) and all(map(torch.equal, got, wanted))
