@@ -25,6 +25,7 @@ from autockpt.errors import AutockptError, InfeasibleError
 
 INTERRUPTED, TERMINATED = 130, 143
 FAILED = 4
+CONTINUED = ("search", "bench")  # verbs that write down what they measure as it comes
 
 
 def guarded(verb: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +36,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def run(**options: Any) -> None:
-        as_json = bool(options.get("as_json"))
+        as_json, kept = bool(options.get("as_json")), verb.__name__ in CONTINUED
         interrupts: list[int] = []
         try:
             with _noting(interrupts):
@@ -47,14 +48,14 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
         except AutockptError as error:
             raise typer.Exit(_explain(error, as_json)) from None
         except KeyboardInterrupt:
-            raise typer.Exit(_interrupted(as_json, _code(interrupts))) from None
+            raise typer.Exit(_interrupted(as_json, _code(interrupts), kept)) from None
         except BrokenPipeError:
             # whoever read our output has gone; point it elsewhere so that the interpreter's last flush is silent
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except Exception as error:
             # what an interrupt leaves half done (an import, above all) may fail in ways of its own
-            code = _interrupted(as_json, _code(interrupts)) if interrupts else _bug(error, as_json)
+            code = _interrupted(as_json, _code(interrupts), kept) if interrupts else _bug(error, as_json)
             raise typer.Exit(code) from None
 
     return run
@@ -88,11 +89,15 @@ def _code(interrupts: list[int]) -> int:
     return TERMINATED if signal.SIGTERM in interrupts else INTERRUPTED
 
 
-def _interrupted(as_json: bool, code: int) -> int:
+_ANEW = "The same command begins anew."
+
+
+def _interrupted(as_json: bool, code: int, kept: bool) -> int:
     _debug()
     with _undisturbed():
         said = "ended by SIGTERM" if code == TERMINATED else "interrupted"
-        _say(said, "What was measured so far is kept; the same command continues.", as_json, code)
+        remedy = "What was measured so far is kept; the same command continues." if kept else _ANEW
+        _say(said, remedy, as_json, code)
     return code
 
 

@@ -154,3 +154,14 @@ def test_a_second_interrupt_does_not_break_the_message(
     monkeypatch.setattr(screen, "progress", interrupted_again)
     assert leave(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err.startswith("autockpt: interrupted\n") and signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("name", "said"), [("search", "continues"), ("bench", "continues"), ("calibrate", "anew")])
+def test_an_interrupt_promises_to_continue_only_where_something_is_kept(name, said, capsys) -> None:
+    def verb(**options: object) -> None:
+        raise KeyboardInterrupt
+
+    verb.__name__ = name
+    with pytest.raises(typer.Exit):
+        guarded(verb)()
+    assert said in capsys.readouterr().err
