@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import os
+import signal
 import sys
 import time
 import traceback
@@ -12,9 +15,12 @@ from typing import Any
 from tests.gpu.items import Context, items_of
 from tests.gpu.shapes import SHAPES
 
+_SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG
+
 
 def main() -> int:
     """Run the item and write what came of it; a traceback goes to the log."""
+    go_with_parent()
     slug, name, out = sys.argv[1:4]
     shapes = SHAPES[name]
     item = next(item for item in items_of(shapes) if item.slug == slug)
@@ -31,6 +37,16 @@ def main() -> int:
     more |= {"seconds": round(time.monotonic() - began, 1), "environment": _environment(shapes.device)}
     context.keep(data, "done", notes=context.notes, **more)
     return 0
+
+
+def go_with_parent() -> None:
+    """Where the script is killed, which it cannot tell its items, this one ends with all that it has started.
+
+    It would keep the GPU from whoever comes next otherwise.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
 
 
 def _known(context: Context) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -253,6 +255,17 @@ def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path, monkey
     assert looked[-1]  # what it has so far is kept while it runs
     found = read(tmp_path, item)
     assert (found["state"], found["data"]) == ("out of time", {"rows": {"a": {}}})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_an_item_and_what_it_started_go_with_a_script_that_is_killed():
+    item = "import subprocess, time; from tests.gpu.child import go_with_parent; go_with_parent(); "
+    item += "subprocess.Popen(['sleep', '60']); print('begun', flush=True); time.sleep(60)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {item!r}], start_new_session=True)"
+    killed = subprocess.Popen([sys.executable, "-c", starts], cwd=script.ROOT, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None and killed.stdout.readline() == "begun\n"
+    killed.kill()
+    assert killed.communicate(timeout=30) == ("", None)  # as soon as nobody has the pipe any more
 
 
 @pytest.mark.parametrize("how", ["folder", "archive", "archive in a folder"])
