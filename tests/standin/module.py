@@ -53,6 +53,11 @@ def init() -> None:
     extension.init()
 
 
+def _lazy_init() -> None:
+    """PyTorch calls it before the first tensor. Up to 2.11 it waits for no device of which it has not."""
+    init()
+
+
 def _is_in_bad_fork() -> bool:
     return extension.is_in_bad_fork()
 
