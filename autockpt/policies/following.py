@@ -24,12 +24,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import geometry_of
 from autockpt.policies.score import (
     METADATA,
-    PLAIN,
     FunctionCall,
     Met,
     RecordedCall,
@@ -49,8 +49,6 @@ _NO_PACK = (-1, None, None, None)
 class _Call(Maker):
     """What one call holds until backward. Its sources are put together at the first use of one: graphs without backward
     need none. From there on the slots alone have them."""
-
-    __slots__ = ("_score", "held", "settled", "slots", "versions")
 
     def __init__(self, unit: str, score: RecordedCall) -> None:
         super().__init__(unit)
@@ -103,17 +101,15 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         step = self._next
-        if func is not step.func and func != step.func:
-            if func not in METADATA:
-                self.leave()
-            return func(*args, **kwargs) if kwargs else func(*args)
         if (
-            self.packed != step.packs
+            (func is not step.func and func != step.func)
+            or self.packed != step.packs
             or autocast_is_on()
             or dispatch_modes()
             or not step.agrees(args, kwargs, self._met)
         ):
-            self.leave()
+            if func not in METADATA:  # no step of a score is
+                self.leave()
             return func(*args, **kwargs) if kwargs else func(*args)
         self._at += 1
         self._next = next(self._steps, _END)
@@ -193,9 +189,8 @@ class RecordedCalls:
     def outside(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """What a call is given: arguments, parameters and buffers. None where it is neither to be followed nor to be
         learned from."""
-        if self._misses >= _MISSES or autocast_is_on() or torch._C._len_torch_function_stack():
-            return None
-        if dispatch_modes():
+        modes = torch._C._len_torch_function_stack() or dispatch_modes()
+        if self._misses >= _MISSES or autocast_is_on() or modes:
             return None
         if self._own is None:
             inner = list(module.modules())
@@ -218,10 +213,6 @@ class RecordedCalls:
             return None
         shared = tuple(map(storages.index, storages)) if len(set(storages)) < len(storages) else ()
         return (torch.get_default_dtype(), shared, *forms) if len(forms) == len(outside) else None
-
-    def is_new(self, key: Any) -> bool:
-        """Whether no call that might go this way was noted yet."""
-        return key is not None and key not in self.scores
 
     def learn(self, key: Any, score: RecordedCall | None) -> None:
         """A call was noted; what can be followed of it."""

@@ -20,7 +20,7 @@ from autockpt.policies.compute_ops import STATISTICS, Kind, draws_random_numbers
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.sentinels import CheckedCall
-from autockpt.policies.tape import Maker, Origin, Read, RemadeSlot, RerunOp
+from autockpt.policies.tape import Maker, Origin, RemadeSlot, RerunOp, TensorArgument
 from autockpt.policies.watching import Watching, count_writes, passes_by, refuse_untupled, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
@@ -28,7 +28,7 @@ SMALL = 16
 """A saved tensor this many times smaller than the unit's input (statistics of a norm) is not worth making again."""
 _DEPTH = 64  # of ops between a saved tensor and what it could be made from; no search goes further back
 _NOWHERE = float("inf")
-_PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN = (torch.Tensor, nn.Parameter)
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _NAMES = """
     numpy data_ptr untyped_storage storage _typed_storage set_ share_memory_ resize_ __array__ __dlpack__
@@ -51,7 +51,7 @@ class Tape:
         self.unit = unit
         self._watch = watch
         self._everything, self._attention = EVERYTHING in keep, ATTENTION in keep
-        self.named = 0  # modules running whose products are kept
+        self.keeping = False  # a module runs whose products are kept
         self.running = False
         self._maker = Maker(unit)
         self._sources: dict[int, Origin] = {}
@@ -74,10 +74,6 @@ class Tape:
         """What tells one way through the unit's forward from another: ops noted, tensors saved."""
         return len(self._ops), self.packed
 
-    def learn(self) -> None:
-        """From here on note what a later call can follow."""
-        self.within = self.astray = False
-
     # Noting ops.
 
     def note(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,35 +83,36 @@ class Tape:
         )
         op = self._op(func, args, kwargs) if again else None
         out = func(*args, **kwargs)
-        free = op is not None and all(source.free for source in op.reads())
+        free = op is not None and all(source.free for source in op.reads)
         for index, tensor in enumerate(out if type(out) in (tuple, list) else (out,)):
             if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
                 self._add(tensor, index, None if tensor.is_complex() else op, free)
         return out
 
     def _keeps(self, func: Any) -> bool:
-        return self._everything or self.named > 0 or (self._attention and is_attention(func))
+        return self._everything or self.keeping or (self._attention and is_attention(func))
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RerunOp | None:
         """The op as it would run again; None where it reads what a tape cannot follow."""
-        read = [self._noted(arg) for arg in args]
-        named = {name: self._noted(arg) for name, arg in kwargs.items()}
-        if _LOST in read or _LOST in named.values():
+        reads: list[Origin] = []
+        noted = [self._noted(arg, reads) for arg in args]
+        named = {name: self._noted(arg, reads) for name, arg in kwargs.items()}
+        if _LOST in noted or _LOST in named.values():
             return None
-        op = RerunOp(len(self._ops), func, read, named)
+        op = RerunOp(len(self._ops), func, noted, named, reads)
         self._ops.append(op)
         return op
 
-    def _noted(self, value: Any) -> Any:
+    def _noted(self, value: Any, reads: list[Origin]) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._read(value)
+            return self._read(value, reads)
         if type(value) in (list, tuple) and any(isinstance(part, torch.Tensor) for part in value):
-            parts = [self._noted(part) for part in value]
+            parts = [self._noted(part, reads) for part in value]
             return _LOST if _LOST in parts else parts
         return value
 
-    def _read(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+    def _read(self, tensor: torch.Tensor, reads: list[Origin]) -> Any:
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
             return _LOST
         storage = tensor.untyped_storage()
         source = self._find(tensor, storage)
@@ -128,7 +125,8 @@ class Tape:
         if tensor.dtype is not source.dtype:
             return _LOST
         source.read = True
-        return Read(source, geometry_of(tensor))
+        reads.append(source)
+        return TensorArgument(geometry_of(tensor))
 
     def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Origin | None:
         """The source that a tensor looks into, unless it was changed in place since."""
@@ -195,7 +193,7 @@ class Tape:
         self.astray = True
         tainted = {changing: None}  # in order, so that each is made from those before it
         for op in self._ops:
-            if any(source in tainted for source in op.reads()):
+            if any(source in tainted for source in op.reads):
                 outputs = [source for ref in op.outputs if (source := ref()) is not None and source.held is None]
                 tainted |= dict.fromkeys(outputs)
         held = changing.held is not None and changing.held.untyped_storage() is written.untyped_storage()
@@ -213,7 +211,7 @@ class Tape:
                 source.hold(self._maker.make(source) if present is None else present)
         for source in tainted:
             if source is not changing and source.held is None:
-                source.forget()
+                source.op, source.free = None, False  # it can be held only
 
     # Deciding what is held.
 
@@ -227,7 +225,7 @@ class Tape:
         return packed
 
     def _packed(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
             return Kept(tensor, self.unit)
         source = self._find(tensor, tensor.untyped_storage())
         if source is None or source.held is not None or source.dtype is not tensor.dtype:
@@ -249,7 +247,7 @@ class Tape:
             return 0
         if source.op is None or depth == 0:
             return _NOWHERE
-        return sum(self._by_any_way(read, memo, depth - 1) for read in set(source.op.reads()))
+        return sum(self._by_any_way(read, memo, depth - 1) for read in set(source.op.reads))
 
     def _by_any_way(self, source: Origin, memo: dict[Origin, float], depth: int) -> float:
         """The same, or the bytes of the source itself where that is less."""
@@ -264,7 +262,7 @@ class Tape:
         if source.free:
             return
         assert source.op is not None
-        for read in source.op.reads():
+        for read in source.op.reads:
             present = None if read.free else read.present()
             if present is not None and read.nbytes <= self._by_making(read, memo, _DEPTH):
                 read.hold(present)
@@ -354,9 +352,8 @@ def running(tape: Tape) -> Iterator[None]:
     if tape.running:
         yield
         return
-    tape.running = True
-    try:
-        taping = _Taping(tape)
+    taping = _Taping(tape)
+    with setting(tape, "running", True):
         try:
             with taping:
                 yield
@@ -365,5 +362,3 @@ def running(tape: Tape) -> Iterator[None]:
                 refuse_untupled(tape.unit, "make torch's map return a tuple in place of a tensor")
         if any(tensor.requires_grad for tensor in taping.conditional):
             refuse_untupled(tape.unit, "leave torch.cond without a backward, as its functions return a tensor")
-    finally:
-        tape.running = False

@@ -19,16 +19,16 @@ from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named, setting
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.following import Following, RecordedCalls
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
 from autockpt.policies.rerun_state.conditions import user_dispatch_modes
 from autockpt.policies.rerun_state.reach import code_of
+from autockpt.policies.saved import unpack
 from autockpt.policies.score import Learning
 from autockpt.policies.sentinels import HELD_BYTES
-from autockpt.policies.tape import unpack
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 
@@ -94,7 +94,7 @@ def _watched(
     watch, code = None, calls.code
     if state.sentinel is not None:
         # what later calls go by is proven first; and what a mode does with ops when they run again, each time
-        new = calls.is_new(key) or bool(user_dispatch_modes())
+        new = (key is not None and key not in calls.scores) or bool(user_dispatch_modes())
         watch = state.sentinel.watch(module, code=code, hold=HELD_BYTES, anew=new)
     if outside is not None and score is not None:
         following = Following(state.unit, score, outside, watch)
@@ -120,14 +120,8 @@ def run_part(module: nn.Module, state: PartState, /, *args: Any, **kwargs: Any) 
     tape = tape_of(state.unit) if state.active else None
     if tape is None:
         return call_inner(module, state, args, kwargs)
-    if not state.keeps:
-        with running(tape):
-            return call_inner(module, state, args, kwargs)
-    tape.named += 1
-    try:
+    with setting(tape, "keeping", True) if state.keeps else running(tape):
         return call_inner(module, state, args, kwargs)
-    finally:
-        tape.named -= 1
 
 
 def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:

@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.assigned import is_wrapped
-from autockpt.policies.op_recorder import HANDS_OUT, Tape
+from autockpt.policies.op_recorder import HANDS_OUT, PLAIN, Tape
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.tape import Origin, RerunOp
 
-PLAIN = (torch.Tensor, nn.Parameter)
 _EXACT = frozenset(
     (
         *(type(None), bool, int, float, str, type(Ellipsis)),
@@ -47,7 +45,7 @@ Met = list[weakref.ref[torch.Tensor]]
 
 
 class _Unfit(Exception):
-    """Arguments that cannot be compared."""
+    """What cannot be followed: arguments that cannot be compared, functions that may do as they like."""
 
 
 class Ordinal(int):
@@ -137,7 +135,7 @@ class Learning(TorchFunctionMode):
         super().__init__()
         self._tape, self._outside = tape, outside
         if all(map(is_plain, outside)):
-            tape.learn()
+            tape.within = tape.astray = False
         self._steps: list[FunctionCall] = []
         self._givers: list[FunctionCall | None] = []  # of each tensor that the call has met: the function that gave it
         self._met: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by id, with its number
@@ -150,10 +148,10 @@ class Learning(TorchFunctionMode):
         tape, kwargs = self._tape, kwargs or {}
         if tape.astray or func in METADATA:
             return func(*args, **kwargs)
-        if autocast_is_on() or dispatch_modes() > 1 or getattr(func, "__name__", "") in HANDS_OUT or _hides_code(func):
-            tape.astray = True
-            return func(*args, **kwargs)
+        hands_out = getattr(func, "__name__", "") in HANDS_OUT
         try:
+            if autocast_is_on() or dispatch_modes() > 1 or hands_out or _hides_code(func):
+                raise _Unfit
             patterns = tuple(map(self._pattern, args)), {name: self._pattern(arg) for name, arg in kwargs.items()}
         except _Unfit:
             tape.astray = True
@@ -216,7 +214,7 @@ class Learning(TorchFunctionMode):
         latest = {source: self._held(source, score) for source in known}
         score.sources = {known[source]: number for source, number in latest.items()}
         for op in ops:  # of what each is made from, which the call meets last
-            latest |= dict.fromkeys(op.makes(known), max((latest[read] for read in op.reads()), default=-1))
+            latest |= dict.fromkeys(op.makes(known), max((latest[read] for read in op.reads), default=-1))
             score.ops.append(op.on(known))
         for at, source, geometry, dtype in self._tape.log:
             if source is None or geometry is None or source.held is not None:
@@ -237,7 +235,7 @@ class Learning(TorchFunctionMode):
             if op is None:
                 raise _Unfit
             ops[op.number] = op
-            new = dict.fromkeys(read for read in op.reads() if read not in known)
+            new = dict.fromkeys(read for read in op.reads if read not in known)
             known.update({read: read.without_memory() for read in new})
             open_ends += [read for read in new if read.held is None]
         return [ops[number] for number in sorted(ops)]

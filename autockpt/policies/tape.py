@@ -19,14 +19,13 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state.conditions import under, user_dispatch_modes
-from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
 from autockpt.policies.sentinels import WatchedTensor
 from autockpt.policies.slots import Empty, differs
@@ -113,32 +112,20 @@ class Origin:
         """The slots for it in graphs that are alive."""
         return [slot for ref in self.slots if (slot := ref()) is not None]
 
-    def forget(self) -> None:
-        """What it would be made from has changed: it can be held only."""
-        self.op, self.free = None, False
-
 
 class RerunOp:
-    """An op that can run again. ``args`` and ``kwargs`` have sources in the place of tensors."""
+    """An op that can run again. ``reads`` are its sources, each as often as it is read, in the order in which ``args``
+    and ``kwargs`` have a ``TensorArgument``."""
 
-    __slots__ = ("args", "func", "kwargs", "number", "outputs")
-
-    def __init__(self, number: int, func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        self.number, self.func, self.args, self.kwargs = number, func, args, kwargs
+    def __init__(self, number: int, func: Any, args: list[Any], kwargs: dict[str, Any], reads: list[Origin]) -> None:
+        self.number, self.func, self.args, self.kwargs, self.reads = number, func, args, kwargs, reads
         self.outputs: list[weakref.ref[Origin]] = []
-
-    def reads(self) -> Iterator[Origin]:
-        """Its sources, each as often as it is read."""
-        for arg in (*self.args, *self.kwargs.values()):
-            if type(arg) is Read:
-                yield arg.source
-            elif type(arg) is list:
-                yield from (part.source for part in arg if type(part) is Read)
 
     def run(self, value: Callable[[Origin], torch.Tensor]) -> Any:
         """Its result; ``value`` gives tensors on the sources."""
-        args = [_filled(arg, value) for arg in self.args]
-        kwargs = {name: _filled(arg, value) for name, arg in self.kwargs.items()}
+        given = map(value, self.reads)
+        args = [_filled(arg, given) for arg in self.args]
+        kwargs = {name: _filled(arg, given) for name, arg in self.kwargs.items()}
         return self.func(*args, **kwargs)
 
     def makes(self, known: Container[Origin | None]) -> list[Origin]:
@@ -147,34 +134,24 @@ class RerunOp:
 
     def on(self, others: Mapping[Origin, Origin]) -> RerunOp:
         """The same op of another call, whose sources stand for those of this one."""
-        args = [_exchanged(arg, others) for arg in self.args]
-        kwargs = {name: _exchanged(arg, others) for name, arg in self.kwargs.items()}
-        op = RerunOp(self.number, self.func, args, kwargs)
+        reads = [others[source] for source in self.reads]
+        op = RerunOp(self.number, self.func, self.args, self.kwargs, reads)
         for made in self.makes(others):
             others[made].op = op
             op.outputs.append(weakref.ref(others[made]))
         return op
 
 
-class Read:
-    """A tensor among the arguments of an op."""
+class TensorArgument(NamedTuple):
+    """Stands for a tensor among the arguments of an op: how it lay in its source."""
 
-    __slots__ = ("geometry", "source")
-
-    def __init__(self, source: Origin, geometry: Geometry) -> None:
-        self.source, self.geometry = source, geometry
+    geometry: Geometry
 
 
-def _filled(arg: Any, value: Callable[[Origin], torch.Tensor]) -> Any:
-    if type(arg) is Read:
-        return _laid_out(value(arg.source), arg.geometry)
-    return [_filled(part, value) for part in arg] if type(arg) is list else arg
-
-
-def _exchanged(arg: Any, others: Mapping[Origin, Origin]) -> Any:
-    if type(arg) is Read:
-        return Read(others[arg.source], arg.geometry)
-    return [_exchanged(part, others) for part in arg] if type(arg) is list else arg
+def _filled(arg: Any, given: Iterator[torch.Tensor]) -> Any:
+    if type(arg) is TensorArgument:
+        return _laid_out(next(given), arg.geometry)
+    return [_filled(part, given) for part in arg] if type(arg) is list else arg
 
 
 def _laid_out(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
@@ -207,15 +184,8 @@ class RemadeSlot(Empty):
         return tensor
 
 
-def unpack(packed: RemadeSlot | Kept) -> torch.Tensor:
-    """The hook for autograd's unpacking."""
-    return packed.unpack()
-
-
 class Maker:
     """Runs ops again for one call of a unit, under the dispatch modes that are in force now."""
-
-    __slots__ = ("lock", "modes", "unit")
 
     def __init__(self, unit: str) -> None:
         self.unit, self.modes = unit, user_dispatch_modes()
@@ -234,7 +204,7 @@ class Maker:
         ops = self._needed(wanted, values)
         readers: dict[Origin, int] = {wanted: 1}
         for op in ops:
-            for source in op.reads():
+            for source in op.reads:
                 readers[source] = readers.get(source, 0) + 1
         with _as_below_autograd(self.unit), under(self.modes):
             for op in ops:
@@ -255,7 +225,7 @@ class Maker:
                 raise differs(self.unit, "has lost a tensor that others are made from")
             else:
                 found[source.op.number] = source.op
-                open_ends.extend(source.op.reads())
+                open_ends.extend(source.op.reads)
         return [found[number] for number in sorted(found)]
 
     def _run(self, op: RerunOp, values: dict[Origin, torch.Tensor], readers: dict[Origin, int]) -> None:
@@ -268,7 +238,7 @@ class Maker:
                 source.fill(tensor, self.unit)
                 if source in readers:
                     values[source] = tensor
-        for source in op.reads():
+        for source in op.reads:
             readers[source] -= 1
             if not readers[source]:
                 values.pop(source, None)
