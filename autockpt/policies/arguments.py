@@ -27,8 +27,6 @@ class _Tree(NamedTuple):
 class _Instance:
     """An object of somebody's own class. Every run gets one of its own, with the same attributes."""
 
-    __slots__ = ("cls", "fields")
-
     def __init__(self, cls: type) -> None:
         self.cls = cls
         self.fields: dict[str, Any] = {}

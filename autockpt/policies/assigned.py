@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
+from autockpt.policies.base import setting
 from autockpt.policies.conflicts import refuse_by_message
 from autockpt.policies.fingerprints import layout_of
 from autockpt.policies.rerun_state.tensors import place_of
@@ -51,11 +52,8 @@ class Assignments(TorchFunctionMode):
                 remedy=f"Make a new tensor of the new values instead, or use `save` on {self._unit}.",
             )
         given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and not is_wrapped(v)]
-        before, self._given = self._given, given
-        try:
+        with setting(self, "_given", given):
             return func(*args, **kwargs)
-        finally:
-            self._given = before
 
 
 @contextmanager

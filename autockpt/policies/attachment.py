@@ -138,7 +138,8 @@ class AttachedForward(functools.partial):
     @property
     def __signature__(self) -> inspect.Signature:
         # the Trainer and generate() read which arguments a model takes from here
-        return inspect.signature(inner_forward(self.module, self.state))
+        plain = functools.partial(type(self.module).forward, self.module)
+        return inspect.signature(plain if self.state.inner is None else self.state.inner)
 
 
 class Unbound:
@@ -151,13 +152,8 @@ class Unbound:
         return self.run(module, self.state, *args, **kwargs)
 
 
-def inner_forward(module: nn.Module, state: Attachment) -> Callable[..., Any]:
-    """The forward that the attachment stands before. The class is asked anew each time: FSDP2 exchanges it."""
-    return functools.partial(type(module).forward, module) if state.inner is None else state.inner
-
-
 def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the forward that the attachment stands before."""
+    """Run the forward that the attachment stands before. The class is asked anew each time: FSDP2 exchanges it."""
     if state.unbound is not None:
         return state.unbound(module, *args, **kwargs)
     if state.inner is None:

@@ -62,15 +62,12 @@ class PolicySession(Protocol):
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
-        ...
 
     def note(self, name: str, words: str) -> None:
         """Say what was really attached to a unit."""
-        ...
 
     def listen(self, listener: ForwardListener) -> None:
         """Have a listener told about forward passes of the whole model."""
-        ...
 
     def shared(self, kind: type[L], make: Callable[[], L]) -> L:
         """The one listener of its kind in this session, made and told about forward passes at its first use."""
@@ -87,7 +84,6 @@ class Policy(Protocol):
 
         Raises ConflictError where that cannot be made safe.
         """
-        ...
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         """Least and most matrix products, attentions and convolutions that backward must execute again, of ``forward``.

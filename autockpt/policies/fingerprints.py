@@ -50,6 +50,11 @@ class Form(NamedTuple):
         """The form of another tensor, its elements in this one's order: fingerprints do not depend on strides."""
         return form_of(tensor)._replace(order=self.order)
 
+    def flip(self, memory: torch.Tensor) -> torch.Tensor:
+        """Of plain memory the view that this form is of, and the other way round."""
+        memory = memory.conj() if self.flipped[0] else memory
+        return memory._neg_view() if self.flipped[1] else memory
+
 
 def form_of(tensor: torch.Tensor) -> Form:
     """The form of a tensor that ``why_not`` has nothing against."""
@@ -84,11 +89,7 @@ def fingerprint(tensor: torch.Tensor, form: Form) -> torch.Tensor:
     differ.
     """
     with quietly(), torch._C.DisableTorchFunction():
-        memory = tensor.detach()
-        if form.flipped[0]:
-            memory = memory.conj()
-        if form.flipped[1]:
-            memory = memory._neg_view()
+        memory = form.flip(tensor.detach())
         for dim in form.repeated:
             memory = memory.narrow(dim, 0, 1)
         return _sum_of(memory if form.order is None else memory.permute(form.order))
@@ -118,14 +119,12 @@ def _sum_of_piece(piece: torch.Tensor) -> torch.Tensor:
         flat = flat.clone(memory_format=torch.contiguous_format)
     width = flat.element_size()
     nbytes = flat.numel() * width
-    for size, dtype in _WORDS:
-        if nbytes % size == 0:
-            if width < size and (int(flat.storage_offset()) * width) % size:
-                flat = flat.clone()  # the memory begins within a word
-            words = flat.view(dtype).split(_words_at_a_time(flat.device))
-            sums = [torch.mul(part, _numbers(part)).sum() for part in words]
-            return sums[0] if len(sums) == 1 else _sum_of(torch.stack(sums))
-    raise AssertionError("every number of bytes is a number of words of one byte")
+    size, dtype = next((size, dtype) for size, dtype in _WORDS if nbytes % size == 0)
+    if width < size and (int(flat.storage_offset()) * width) % size:
+        flat = flat.clone()  # the memory begins within a word
+    words = flat.view(dtype).split(_words_at_a_time(flat.device))
+    sums = [torch.mul(part, _numbers(part)).sum() for part in words]
+    return sums[0] if len(sums) == 1 else _sum_of(torch.stack(sums))
 
 
 def _words_at_a_time(device: torch.device) -> int:

@@ -320,14 +320,12 @@ def _holders(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _SHORT else tensor
-
-
 def _added(total: Tensor | None, part: Tensor | None, *, alone: bool) -> Tensor | None:
     if part is None or alone:
         return part
-    return _wide(part) if total is None else total.add_(part)
+    if total is None:
+        return part.float() if part.dtype in _SHORT else part
+    return total.add_(part)
 
 
 def _settings(module: nn.Module) -> list[object]:

@@ -29,8 +29,6 @@ _COPYABLE = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 class StandIn:
     """Stands among the arguments for a cache that is empty where the layer will look. Every run gets one of its own."""
 
-    __slots__ = ("_empty",)
-
     def __init__(self, cache: Any) -> None:
         self._empty = _twin(cache)
 
@@ -40,11 +38,11 @@ class StandIn:
 
 def with_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments for one run: what ``without_cache`` returned, each stand-in exchanged for a new empty cache."""
-    if any(type(a) is StandIn for a in args):
-        args = tuple(a.cache() if type(a) is StandIn else a for a in args)
-    if any(type(v) is StandIn for v in kwargs.values()):
-        kwargs = {n: v.cache() if type(v) is StandIn else v for n, v in kwargs.items()}
-    return args, kwargs
+
+    def filled(value: Any) -> Any:
+        return value.cache() if type(value) is StandIn else value
+
+    return tuple(map(filled, args)), {name: filled(value) for name, value in kwargs.items()}
 
 
 def without_cache(

@@ -22,7 +22,6 @@ from autockpt.policies.compiling import outside_graphs, set_compiler
 from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer, unpack
-from autockpt.schema.choices import Offload, RecomputeOffload
 from autockpt.schema.graph import Tier
 
 MOVING = ("offload", "recompute_offload")
@@ -38,7 +37,8 @@ class Pipeline:
 
     def __init__(self, transports: Transports) -> None:
         self._make = transports
-        self._transports: dict[tuple[torch.device, Tier], Transport] = {}
+        # the way off a device; raises MeasurementError for kinds of device that have none
+        self.transport: Callable[[torch.device, Tier], Transport] = functools.cache(transports)
         self._pending: list[Group] = []
         self._last: Group | None = None
 
@@ -48,13 +48,6 @@ class Pipeline:
     def __reduce__(self) -> tuple[type[Pipeline], tuple[Ways]]:
         # streams and mapped files stay behind; the usual ways do wherever this is loaded
         return Pipeline, (self._make if isinstance(self._make, Ways) else Ways(),)
-
-    def transport(self, device: torch.device, tier: Tier) -> Transport:
-        """The way off this device. Raises MeasurementError for kinds of device that have none."""
-        key = (device, tier)
-        if key not in self._transports:
-            self._transports[key] = self._make(device, tier)
-        return self._transports[key]
 
     def begin(self) -> None:
         """A forward of the whole model begins: its units are not neighbours of an earlier forward's."""
@@ -157,13 +150,10 @@ class OffloadPolicy(Policy):
         if not units:
             return
         pipeline = session.shared(Pipeline, lambda: Pipeline(session.transports))
-        tiers: dict[str, Tier] = {
-            u.name: u.choice.tier for u in units if isinstance(u.choice, Offload | RecomputeOffload)
-        }
+        tiers: list[Tier] = [unit.choice.tier for unit in units]  # type: ignore[union-attr]
         # a device that nothing can be moved off is refused now, not in the middle of training
-        queues = any([pipeline.transport(_device(unit), tiers[unit.name]).copy_queues for unit in units])
-        for unit in units:
-            tier = tiers[unit.name]
+        queues = any([pipeline.transport(_device(u), tier).copy_queues for u, tier in zip(units, tiers, strict=True)])
+        for unit, tier in zip(units, tiers, strict=True):
             refuse_late_writes(unit.module, unit.name)
             session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, tier))
             where = ", to a file on disk" if tier == "disk" else ""

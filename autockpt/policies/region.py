@@ -23,15 +23,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
-from autockpt.policies.fingerprints import layout_of
+from autockpt.policies.fingerprints import Place, layout_of
 from autockpt.policies.replay import Replay
 from autockpt.policies.rerun_state.conditions import Conditions, user_dispatch_modes
 from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
 from autockpt.policies.user_checkpoint import hooks_in_force
-
-_Layout = tuple[Any, ...]
 
 
 @contextmanager
@@ -253,7 +251,7 @@ class Recording:
     def __init__(self, levels: int) -> None:
         self.levels, self.calls = levels, 0
         self.lock = threading.RLock()
-        self._known: dict[_Layout, tuple[weakref.ref[torch.UntypedStorage], int, UnitCall, int]] = {}
+        self._known: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int, UnitCall, int]] = {}
 
     def run(self, replay: Replay) -> Any:
         """A call of a unit: its first, ordinary forward. Raises as ``UnitCall.run``."""
@@ -277,7 +275,7 @@ class Recording:
         return (call, leaf) if storage() is not None and tensor._version == version else None
 
 
-def _layout(tensor: torch.Tensor) -> _Layout | None:
+def _layout(tensor: torch.Tensor) -> Place | None:
     """What tells a plain tensor from every other that is alive; None for other kinds, which are simply kept."""
     if type(tensor) is not torch.Tensor or not place_of(tensor) or tensor.is_conj() or tensor.is_neg():
         return None

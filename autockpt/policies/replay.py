@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -146,7 +145,7 @@ class Replay:
         ConflictError where the parameters are in pieces on several devices and cannot be gathered, or the forward is
         not over and has done by now what cannot be done twice.
         """
-        unit, before = self.state.unit, self.parameters.tensors
+        unit = self.state.unit
         if not self._over:
             self._refuse_changes()
         elif not self._structure.still_is():
@@ -159,8 +158,7 @@ class Replay:
         self.hidden.check(unit, "a tensor among the arguments")
         if self._structure.without_memory():
             raise _in_pieces_error(unit)
-        now = self._structure.parameters()
-        if not all(map(operator.is_, before, now)) and any(map(_in_pieces, before, now)):
+        if self._is_in_pieces():
             self._gather()
 
     def _gather(self) -> None:
@@ -169,9 +167,11 @@ class Replay:
         unshard: Any = getattr(self.module, "unshard", None)
         if unshard is not None:
             unshard()
-        now = self._structure.parameters()
-        if any(map(_in_pieces, self.parameters.tensors, now)):
+        if self._is_in_pieces():
             raise _in_pieces_error(self.state.unit)
+
+    def _is_in_pieces(self) -> bool:
+        return any(map(_in_pieces, self.parameters.tensors, self._structure.parameters()))
 
     def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         unit = self.state.unit
@@ -212,14 +212,10 @@ class Replay:
     @contextmanager
     def _earlier_gradients(self) -> Iterator[None]:
         """``.grad`` is what it was when the forward took its first gradient, and afterwards what it is now."""
-        now = [tensor.grad for tensor, _ in self._gradients]
-        try:
+        with ExitStack() as stack:
             for tensor, gradient in self._gradients:
-                tensor.grad = None if gradient is None else gradient.clone()
+                stack.enter_context(setting(tensor, "grad", None if gradient is None else gradient.clone()))
             yield
-        finally:
-            for (tensor, _), gradient in zip(self._gradients, now, strict=True):
-                tensor.grad = gradient
 
 
 class _Versions:

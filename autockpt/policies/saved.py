@@ -12,7 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -123,10 +123,6 @@ class SavedStorage:
             increment_version(tensor)
             return self._probe._version == tensor._version
 
-    def add_user(self) -> None:
-        self.users += 1
-        self.waiting += 1
-
     def bytes_for_one_user(self) -> torch.UntypedStorage:
         """The storage on the device. When every user got it, the parcel lets its own copy go."""
         if not self.waiting:
@@ -162,7 +158,8 @@ class Moved(Watched):
         super().__init__(tensor, storage.group.unit)
         self._storage, self._entry = storage, entry
         self._layout = layout_of(tensor)
-        storage.add_user()
+        storage.users += 1
+        storage.waiting += 1
 
     def unpack(self) -> torch.Tensor:
         refuse_late_written(self._unit)
@@ -214,8 +211,8 @@ def _check(probe: torch.Tensor, version: int, unit: str, size: torch.Size) -> No
         raise InPlaceError.of(f"{tuple(size)} that {unit} saved", probe._version, version, remedy)
 
 
-def unpack(packed: Moved | Kept) -> torch.Tensor:
-    """The hook for autograd's unpacking."""
+def unpack(packed: Any) -> torch.Tensor:
+    """The hook for autograd's unpacking of what knows how."""
     return packed.unpack()
 
 

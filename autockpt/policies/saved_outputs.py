@@ -51,10 +51,9 @@ class _Output:
         leaves = [alias(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self._watched += [(leaf, leaf._version) for leaf in leaves]
 
-    def addresses(self) -> Iterator[int]:
+    def addresses(self) -> Iterator[int | None]:
         """What identifies its tensors' memory, for as long as this lives."""
-        leaves = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        return (address for leaf in leaves if (address := address_of(leaf)) is not None)
+        return (address_of(tensor) for tensor, _ in self._watched)
 
     @property
     def changed(self) -> bool:
@@ -80,10 +79,6 @@ class _Whole(_Output):
         self._leaves = [out.detach(), *made]
         self._watched = [(leaf, leaf._version) for leaf in self._leaves]
         self._saved = saved
-
-    def again(self) -> Any:
-        """Raises: no op of it can be handed out alone."""
-        raise NotImplementedError
 
     def instead(self, key: Any, given: Sequence[Any]) -> torch.Tensor | None:
         """What the function returned, for a call that is given the same; None where it must be called."""
@@ -138,23 +133,20 @@ class CallOutputs:
         self.unit = unit
         self.recording = self.whole = True
         self._outputs: dict[Place, _Output] = {}
-        self._by_address: dict[int, _Output] = {}
+        self._by_address: dict[int | None, _Output] = {}
         self._scopes = 0
         self.inside = False  # a function that is watched runs: what is around it does not look at it, too
 
     @contextmanager
     def running(self, *, recording: bool) -> Iterator[None]:
         """The unit's forward runs, for the first time or again; the latter also in the middle of the first."""
-        outer = getattr(_current, "frame", None)
         before = self.recording, self._scopes, self.inside
         self.recording, self._scopes, self.inside = recording, 0, False
-        _current.frame = self
         try:
-            with launches(_launched) if recording else nullcontext():
+            with setting(_current, "frame", self), launches(_launched) if recording else nullcontext():
                 yield
         finally:
             self.recording, self._scopes, self.inside = before
-            _current.frame = outer
 
     def scope(self, wanted: Callable[[Any], bool]) -> _Scope:
         """A mode that keeps the outputs of wanted ops, or hands them out."""
@@ -294,7 +286,7 @@ class _Calls(TorchFunctionMode):
             or frame.inside
             or (self._attention and not _names_attention(func))
         ):
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
         frame.inside = True
         try:
             return self._watched(func, args, kwargs)
@@ -370,14 +362,13 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forms: list[Any] = [func, torch.is_grad_enabled(), *kwargs]
     for value in (*args, *kwargs.values()):
         kind = type(value)
-        if kind in _SCALARS:
+        if kind is torch.Tensor or kind is nn.Parameter:
+            dtype = value.dtype
+            if value.layout is not torch.strided or dtype.is_complex or value.is_neg():
+                return None
+            forms += (*geometry_of(value), dtype, value.device, value.requires_grad)
+        elif kind in _SCALARS:
             forms += (kind, value)
-        elif (
-            kind in (torch.Tensor, nn.Parameter)
-            and value.layout is torch.strided
-            and not (value.is_complex() or value.is_neg())
-        ):
-            forms += (*geometry_of(value), value.dtype, value.device, value.requires_grad)
         else:
             return None
     return tuple(forms)

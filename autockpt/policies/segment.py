@@ -53,11 +53,6 @@ class Region:
         self._last = position
         return self._recording
 
-    def leave(self, position: int) -> None:
-        """A unit's call has ended well."""
-        if position == self.size - 1:
-            self.begin()
-
 
 class SegmentState(ReplayState):
     """A unit's attachment: its region, and its place in it."""
@@ -122,5 +117,6 @@ def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwar
     except BaseException:
         region.begin()
         raise
-    region.leave(state.position)
+    if state.position == region.size - 1:
+        region.begin()
     return output

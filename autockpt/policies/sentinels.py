@@ -168,12 +168,11 @@ class Sentinels:
         for watch in watches:
             if watch not in wrong:
                 watch.sentinel.proven(watch, sum(1 for owner, _ in seen if owner is watch))
-        for watch in watches:
-            if watch in wrong:
-                error = watch.error(wrong[watch])
-                if not isinstance(threading.current_thread(), (threading._MainThread, threading._DummyThread)):  # type: ignore[attr-defined]
-                    self._in_a_thread = error
-                raise error
+        for watch, different in wrong.items():
+            error = watch.error(different)
+            if not isinstance(threading.current_thread(), (threading._MainThread, threading._DummyThread)):  # type: ignore[attr-defined]
+                self._in_a_thread = error
+            raise error
 
     def _does_not_repeat(self, unit: UnitSentinel, away: float) -> None:
         """A device's kernels give other last bits each time: said once."""
@@ -247,7 +246,7 @@ class CheckedCall:
     """
 
     def __init__(self, sentinel: UnitSentinel, hold: int | None, assigns: bool) -> None:
-        self.sentinel, self.assigns = sentinel, assigns
+        self.sentinel, self.sentinels, self.assigns = sentinel, sentinel.sentinels, assigns
         self.step = sentinel.sentinels.step or sentinel.calls
         self.proven = False
         self._room = hold
@@ -306,10 +305,6 @@ class CheckedCall:
         self._compared.append(compared)
         self.sentinels.judge_at_end(self)
 
-    @property
-    def sentinels(self) -> Sentinels:
-        return self.sentinel.sentinels
-
     def take(self) -> list[Compared]:
         """What was compared since this was asked last."""
         taken, self._compared = self._compared, []
@@ -333,11 +328,6 @@ class WatchedTensor:
 
     ``held`` is the tensor itself until the unit's forward has ended.
     """
-
-    __slots__ = (
-        *("_form", "_layout", "_number", "_original", "_place", "_print", "_probe"),
-        *("_sketch", "_storage", "_stream", "_version", "_watch", "held"),
-    )
 
     def __init__(self, watch: CheckedCall, number: int, tensor: torch.Tensor) -> None:
         self._watch, self._number = watch, number
@@ -394,12 +384,7 @@ class WatchedTensor:
             self._print = known
             return
         with quietly(), torch._C.DisableTorchFunction():
-            tensor = laid_out_on(storage, self._form.device, self._layout)
-            if self._form.flipped[0]:
-                tensor = tensor.conj()
-            if self._form.flipped[1]:
-                tensor = tensor._neg_view()
-            self._look_at(tensor)
+            self._look_at(self._form.flip(laid_out_on(storage, self._form.device, self._layout)))
 
     def handed(self, value: torch.Tensor) -> None:
         """Backward is given ``value`` for it. Compared later, with all others at once."""

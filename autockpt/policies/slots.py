@@ -80,8 +80,6 @@ class Filler:
     ``seen`` counts what was saved. With ``stops`` the run ends, by Enough, as soon as that is all.
     """
 
-    __slots__ = ("_fills", "_slots", "_stops", "_unit", "seen")
-
     def __init__(self, unit: str, slots: list[weakref.ref[Slot]], *, fills: bool, stops: bool) -> None:
         self._unit, self._slots, self._fills, self._stops = unit, slots, fills, stops
         self.seen = 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from autockpt.policies.base import setting
 
 Launch = Callable[..., Any]
 Instead = Callable[[Any, Launch, tuple[Any, ...], dict[str, Any]], Any]
@@ -27,18 +29,12 @@ def launches(instead: Instead, *, tuned: bool = False) -> Iterator[None]:
 
     With ``tuned`` also in place of those that would try settings out first.
     """
-    kinds = []
-    for module, name in (("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner")):
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None and (tuned or name == "JITFunction"):
-            kinds.append((kind, kind.run))
-    for kind, plain in kinds:
-        kind.run = _calling(instead, plain)
-    try:
+    places = [("triton.runtime.jit", "JITFunction"), *([("triton.runtime.autotuner", "Autotuner")] if tuned else ())]
+    kinds = (getattr(sys.modules.get(module), name, None) for module, name in places)
+    with ExitStack() as stack:
+        for kind in filter(None, kinds):
+            stack.enter_context(setting(kind, "run", _calling(instead, kind.run)))
         yield
-    finally:
-        for kind, plain in kinds:
-            kind.run = plain
 
 
 def _calling(instead: Instead, plain: Launch) -> Launch:

@@ -8,7 +8,7 @@ on CUDA. On any other device each unit is compared with itself, once.
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,9 +52,9 @@ def refuse_changed(module: nn.Module, state: Attachment, args: tuple[Any, ...], 
         return
     # not put back where the user's forward fails: it then has drawn what it would have drawn
     random_states = RandomStates()
-    plain = _bits(module, state, args, kwargs, nullcontext())
+    plain = _bits(module, state, args, kwargs, watched=False)
     random_states.put_back()
-    watched = _bits(module, state, args, kwargs, _Nothing())
+    watched = _bits(module, state, args, kwargs, watched=True)
     random_states.put_back()
     if plain != watched:
         raise ConflictError(
@@ -71,11 +71,7 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> s
 
 
 def _bits(
-    module: nn.Module,
-    state: Attachment,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mode: AbstractContextManager[Any],
+    module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any], *, watched: bool
 ) -> list[str]:
     """Digests of what a copy of the unit saves for backward and returns, in order."""
     same = {id(parameter): parameter for parameter in module.parameters()}
@@ -88,8 +84,9 @@ def _bits(
             remedy=f"Use recompute, offload or save on {state.unit}.",
         ) from error
     digests: list[str] = []
+    hooks = saved_tensors_hooks(lambda tensor: digests.append(digest(tensor)), _never)
     try:
-        with saved_tensors_hooks(lambda tensor: digests.append(digest(tensor)), _never), mode:
+        with hooks, _Nothing() if watched else nullcontext():
             output = call_inner(twin, state, args, kwargs)
     except BaseException:  # the user's own, which the unit's forward would have ended with: as far as that would be
         with torch.no_grad():

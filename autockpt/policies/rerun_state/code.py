@@ -39,7 +39,8 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
             else:
                 later.append((name, code))
         left = later
-    assigns = any("data" in part.co_names and any(map(_assigns, dis.get_instructions(part))) for part in found)
+    steps = (step for part in found if "data" in part.co_names for step in dis.get_instructions(part))
+    assigns = any(step.opname == "STORE_ATTR" and step.argval == "data" for step in steps)
     gradients = "backward" in named or ("grad" in named and "autograd" not in named)
     return Code(not named.isdisjoint(_UNSEEN), assigns, gradients)
 
@@ -61,7 +62,3 @@ def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
     for inner in code.co_consts:
         if type(inner) is types.CodeType:
             yield from _parts(inner)
-
-
-def _assigns(instruction: dis.Instruction) -> bool:
-    return instruction.opname == "STORE_ATTR" and instruction.argval == "data"

@@ -28,8 +28,6 @@ class Conditions:
     Raises ConflictError while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_casts", "_default_device", "_places", "_random")
-
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
         places = sorted({(device.type, device.index or 0) for device in elsewhere}) if elsewhere else ()

@@ -161,15 +161,14 @@ class Elements(Kind):
 class State(Kind):
     """What gives and takes its whole state: generators of random numbers, byte arrays, iterators over sequences."""
 
-    def __init__(self, get: Callable[[Any], Any], put: Callable[[Any, Any], Any] | None) -> None:
+    def __init__(self, get: Way, put: Way | None) -> None:
         self._get, self._put, self.goes_back = get, put, put is not None
 
     def take(self, obj: Any, *, close: bool) -> Any:
         return self._get(obj)
 
     def put(self, obj: Any, taken: Any) -> None:
-        if self._put is None:
-            raise NotPutBackError
+        assert self._put is not None, "asked only what goes back"
         try:
             self._put(obj, taken)
         except (ValueError, TypeError, OSError, BufferError) as error:

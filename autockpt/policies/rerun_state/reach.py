@@ -312,7 +312,7 @@ class Global(Names):
     """One name of a module."""
 
     def __init__(self, key: str) -> None:
-        super().__init__((key,), _get, dict.__setitem__, dict.__delitem__)
+        super().__init__((key,), lambda home, key: home.get(key, ABSENT), dict.__setitem__, dict.__delitem__)
         self.key = key
 
 
@@ -355,10 +355,6 @@ def _slot(obj: Any, name: str) -> Any:
         return object.__getattribute__(obj, name)
     except (AttributeError, ValueError):  # of an empty cell
         return ABSENT
-
-
-def _get(home: dict[str, Any], key: str) -> Any:
-    return home.get(key, ABSENT)
 
 
 CELL = Names(("cell_contents",), _slot, object.__setattr__, object.__delattr__)

@@ -63,16 +63,13 @@ class Memory:
     def quiet(self, module: nn.Module) -> Quiet | None:
         """What has not changed so far; None where the unit is to be looked at closely: on its first calls, where its
         code may write unseen, and where somebody has changed something, after which it may do what it did not."""
-        if not self._knows(module) or self._cache_quiet is None:
-            self._cache_quiet = None
-            return None
-        changed = self._cache_quiet.changed()
+        quiet = self._cache_quiet if self._knows(module) else None
+        changed = quiet.changed() if quiet is not None else []
         for node in changed:
             self.restless[node.name] += 1
             if self.restless[node.name] > _RESTLESS:
                 self.lively.add(node.name)
-        if changed:
-            self._cache_quiet = None
+        self._cache_quiet = None if changed else quiet
         return self._cache_quiet
 
     def settle(self, module: nn.Module) -> None:

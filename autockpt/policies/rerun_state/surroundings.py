@@ -11,7 +11,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,17 +61,15 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
-        drawn = [(*ways, state) for ways, state in zip(_GENERATORS, self._draws, strict=True) if state is not None]
-        now, switches = [read() for read, _, _ in drawn], _switches()
-        try:
-            for _, put, state in drawn:
-                put(state)
+        switches = _switches()
+        with ExitStack() as stack:
+            stack.callback(lambda: _switch(_switches(), switches))
+            for (read, put), state in zip(_GENERATORS, self._draws, strict=True):
+                if state is not None:
+                    stack.callback(put, read())
+                    put(state)
             _switch(switches, self._switches)
             yield
-        finally:
-            for (_, put, _), state in zip(drawn, now, strict=True):
-                put(state)
-            _switch(_switches(), switches)
 
 
 def python_state() -> tuple[Any, ...]:
@@ -93,8 +91,6 @@ def put_python(state: tuple[Any, ...]) -> None:
 @functools.cache
 def _python_words() -> memoryview | None:
     """Where CPython keeps the words, the index before the rest; None where they are not found there."""
-    if sys.implementation.name != "cpython":
-        return None
     words = _words_at(id(random._inst) + object.__basicsize__)  # type: ignore[attr-defined]
     *numbers, index = random.getstate()[1]
     return words if words.cast("I").tolist() == [index, *numbers] else None
@@ -129,7 +125,7 @@ def _numpy_places(source: Any) -> tuple[memoryview, memoryview] | None:
     """Where NumPy keeps its words, and the left-over normal number behind a word that says whether there is one; None
     where they are not found."""
     numpy = sys.modules["numpy"]
-    if sys.implementation.name != "cpython" or type(source) is not numpy.random.MT19937:
+    if type(source) is not numpy.random.MT19937:
         return None
     generator, other = numpy.random.mtrand._rand, numpy.random.RandomState(0)
     other.set_state((*other.get_state()[:3], 1, 0.1234567))

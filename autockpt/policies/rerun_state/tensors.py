@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ class NotPutBackError(Exception):
     """What changed has no way back."""
 
 
-class Kind:
+class Kind(Protocol):
     """What is known of a kind.
 
     ``close``: changes by which neither identity nor version tells (``.data``, NumPy) are looked for, too.
@@ -37,7 +37,6 @@ class Kind:
 
     def take(self, obj: Any, *, close: bool) -> Any:
         """What is in it, one level deep."""
-        raise NotImplementedError
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
         """Whether it holds what was ``taken``."""
@@ -49,7 +48,6 @@ class Kind:
 
     def put(self, obj: Any, taken: Any) -> None:
         """Make it hold that again, in place. Raises NotPutBackError."""
-        raise NotPutBackError
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         """What is in it, with how to get there."""
