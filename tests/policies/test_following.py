@@ -95,6 +95,15 @@ def _caught(h: Tensor, step: int) -> Tensor:
     return h.exp()
 
 
+def _raised_by_numbers(h: Tensor, step: int) -> Tensor:
+    """The very function that returned something, given the same, raises where the number is not positive."""
+    try:
+        torch.linalg.cholesky(h.detach()[:1, :1])
+    except RuntimeError:
+        h = h * 2
+    return h.exp()
+
+
 def _without_gradient(h: Tensor, step: int) -> Tensor:
     with torch.set_grad_enabled(step < 3):
         y = torch.exp(h * 0.1) * torch.tanh(h)
@@ -135,6 +144,9 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a write that begins late": _write,
     "a write by NumPy that begins late": _write_by_numpy,
     "an error that is caught": _caught,
+    "an error that numbers decide": _raised_by_numbers,
+    "fewer arguments": lambda h, step: h.sum(0).sin() * h if step < 3 else h.sum().sin() * h,
+    "a list in the place of a tuple": lambda h, step: torch.tile(h, [1, 1] if step < 3 else (1, 1)).exp(),
     "what the code of an op does": _code_of_an_op,
     "gradients switched off late": _without_gradient,
     "a gradient taken inside": _inner_gradient,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,18 @@ def test_a_filled_cache_is_refused_by_the_units_name():
         without_cache(Layer(0), "unit", (HIDDEN, (HIDDEN, HIDDEN)), {})
     with pytest.raises(ConflictError, match="KV cache"):
         without_cache(Layer(0), "unit", (HIDDEN,), {"past_key_values": (HIDDEN, HIDDEN)})
+
+
+def test_caches_of_a_models_own_count_by_what_they_hold():
+    def left(layers: object) -> object:
+        cache = SimpleNamespace() if layers is None else SimpleNamespace(layers=layers)
+        return without_cache(Layer(0), "unit", (HIDDEN,), {"cache_params": cache})[1]["cache_params"]
+
+    assert left([(torch.empty(0), torch.empty(0))]) is None
+    assert left([SimpleNamespace(states=torch.empty(0))]) is None
+    for layers in ([(HIDDEN, HIDDEN)], [SimpleNamespace(states=HIDDEN)], None):  # of the last nobody can tell
+        with pytest.raises(ConflictError, match="KV cache"):
+            left(layers)
 
 
 def test_only_this_layers_part_of_a_cache_counts():

@@ -331,8 +331,9 @@ def second_time_round(cycle: itertools.cycle) -> itertools.cycle:
         lambda: second_time_round(itertools.cycle([1, 2, 3])),
         lambda: map(int, iter([1, 2, 3])),
         lambda: enumerate([1, 2]),
+        lambda: filter(None, itertools.count()),
     ],
-    ids=["generator", "cycle", "cycle later", "map", "enumerate"],
+    ids=["generator", "cycle", "cycle later", "map", "enumerate", "count in a filter"],
 )
 def test_what_only_goes_forwards_is_refused_if_it_advanced(make, given, choice, monkeypatch):
     for use, refused in ((next, True), (lambda _: 1, False)):

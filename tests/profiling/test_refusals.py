@@ -52,7 +52,7 @@ def test_a_backend_that_watching_does_not_change_refuses_nothing(unknown: Any):
 
 def test_what_it_changes_is_left_out_with_the_reason(unknown: Any, monkeypatch):
     others = count()
-    monkeypatch.setattr(watched_backends, "_bits", lambda *whatever: [str(next(others))])
+    monkeypatch.setattr(watched_backends, "_bits", lambda *whatever, **watched: [str(next(others))])
     refused = refused_choices(unknown, PLAIN, KINDS)
     assert list(refused) == ["selective", "remake"]
     assert all("layers.0 gives other bits" in why for why in refused.values())
