@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,13 @@ class _Family:
 
 
 @dataclass(eq=False)
+class _Made:
+    """The real logits of a source, once somebody has them, and of those that have another shape of its memory."""
+
+    real: Tensor | None = None
+
+
+@dataclass(eq=False)
 class LogitsSource:
     """What lazy logits are made of: features of their rows, and what is done to the head's output."""
 
@@ -93,6 +100,7 @@ class LogitsSource:
     dtype: torch.dtype
     vocabulary: int
     family: _Family
+    made: _Made = field(default_factory=_Made)
     version: int = 0
     real: Tensor | None = None
     seen: Tensor | None = None
@@ -140,17 +148,36 @@ class LogitsSource:
             return self.real
         if not torch.is_grad_enabled():
             if self.seen is None:
-                self.seen = self.compute(self.hidden).detach()
+                self.seen = self._made_once().detach()
             self.family.hand_out(self, self.seen)
             return self.seen
-        self.real = self.compute(self.hidden)
+        self.real = self._made_once()
         self.family.hand_out(self, self.real.detach())
-        self.call.whole(why)
-        if self.call.exact and self.steps and self.real.requires_grad:
-            passing = self.family.way(self)
-            self.real.register_hook(lambda _: passing())
+        if self.made.real is None:
+            self.made.real = self.real
+            self.call.whole(why)
+            self._watch_backward(self.real)
         self.tell_watchers(self.real)
         return self.real
+
+    def _made_once(self) -> Tensor:
+        return self.compute(self.hidden) if self.made.real is None else self.made.real.reshape(self.shape)
+
+    def _watch_backward(self, real: Tensor) -> None:
+        """Where these logits are a part of others in plain training, what is written to those would be read here."""
+        if not real.requires_grad:
+            return
+        if self.call.exact and self.steps:
+            passing = self.family.way(self)
+            real.register_hook(lambda _: passing())
+        others, steps, call, own = self.family.handed_out, self.steps, self.call, real.untyped_storage()._cdata
+
+        def check(_: Tensor) -> None:
+            for theirs, logits, watch in others:
+                if theirs == steps and logits.untyped_storage()._cdata != own:
+                    watch.check(logits, call)
+
+        real.register_hook(check)
 
     def tell_watchers(self, result: Tensor) -> None:
         """FSDP wants to know when backward reaches a model's output: this is where it will come by."""
@@ -162,11 +189,20 @@ class LogitsSource:
         self.family.derived += 1
         if "hidden" in changes:
             changes["version"] = changes["hidden"]._version
-        source = replace(self, **changes, real=None, seen=None, watch=None)
+        made = self.made if "steps" not in changes and _same_memory(self.hidden, changes.get("hidden")) else _Made()
+        source = replace(self, **changes, made=made, real=None, seen=None, watch=None)
         if self.watch is not None or (source.steps and self.family.open_to_writes):
             self.check()
             source.watch_hidden()
         return _stand_in(source)
+
+
+def _same_memory(hidden: Tensor, other: Tensor | None) -> bool:
+    """Whether one is the other, at most in another shape."""
+    if other is None:
+        return True
+    alike = hidden.data_ptr() == other.data_ptr() and hidden.numel() == other.numel()
+    return alike and hidden.is_contiguous() and other.is_contiguous()
 
 
 class LazyLogits(Tensor):

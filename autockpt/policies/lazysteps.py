@@ -64,7 +64,12 @@ def _index(source: LogitsSource, index: Any) -> Any:
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    return _without_options(lambda source: _step(source, lambda logits: logits.to(dtype), dtype))
+    def cast(source: LogitsSource) -> LazyLogits:
+        if dtype == source.dtype:  # in plain training the same memory
+            return source.derive()
+        return _step(source, lambda logits: logits.to(dtype), dtype)
+
+    return _without_options(cast)
 
 
 def _to(source: LogitsSource, *args: Any, **kwargs: Any) -> Any:
@@ -74,8 +79,7 @@ def _to(source: LogitsSource, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if memory_format is not None or (device is not None and device != source.hidden.device):
         return NotImplemented
-    if dtype is None or dtype == source.dtype:
-        return source.derive()
+    dtype = dtype or source.dtype
     return _cast(dtype)(source) if dtype.is_floating_point else NotImplemented
 
 

@@ -7,6 +7,7 @@ import functools
 import io
 import pickle
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
+from autockpt.policies.base import InPlaceError
 from autockpt.policies.lazylogits import LazyLogits
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import CHUNKED_LOSS, RECOMPUTE, SAVE, Choice, ChunkedLoss
@@ -252,6 +254,33 @@ def test_what_needs_whole_logits_after_the_loss_is_an_error(use):
                     torch.autograd.grad(out.loss, out.logits)
                 case _:
                     out.logits.zero_()
+
+
+SHARED: dict[str, Callable[[Tensor], Tensor]] = {
+    "the same": lambda x: x.float(),
+    "another shape": lambda x: x.view(-1, 64),
+    "a part": lambda x: x[:, :-1],
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_write_to_the_logits_reaches_a_loss_on_the_same_memory_or_is_an_error(name):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        del inputs["labels"]
+        logits = model(**inputs).logits
+        loss = SHARED[name](logits).pow(2).mean()
+        logits.data.mul_(0.5)
+        loss.backward()
+        return gradients(model)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*chunked_loss computes all logits")
+        if name == "a part":
+            with pytest.raises(InPlaceError, match="logits of lm_head were written to"):
+                both(small_llama(), run)
+        else:
+            assert_close(*both(small_llama(), run))
 
 
 @pytest.mark.parametrize("why", ["dropout", "backward hook", "forward hook"])
