@@ -84,7 +84,15 @@ def _bits(
             remedy=f"Use recompute, offload or save on {state.unit}.",
         ) from error
     digests: list[str] = []
-    hooks = saved_tensors_hooks(lambda tensor: digests.append(digest(tensor)), _never)
+
+    def no_backward(_: Any) -> torch.Tensor:  # it would add to the gradients of the unit's own parameters
+        raise ConflictError(
+            f"{state.unit} runs backward in its forward, which cannot be tried to see whether watching its ops changes "
+            "anything on this device",
+            remedy=f"Use recompute, offload or save on {state.unit}.",
+        )
+
+    hooks = saved_tensors_hooks(lambda tensor: digests.append(digest(tensor)), no_backward)
     try:
         with hooks, _Nothing() if watched else nullcontext():
             output = call_inner(twin, state, args, kwargs)
@@ -94,7 +102,3 @@ def _bits(
                 buffer.copy_(as_left)
         raise
     return [*digests, *map(digest, tensors_of(output))]
-
-
-def _never(packed: Any) -> torch.Tensor:
-    raise AssertionError("nobody runs backward here")

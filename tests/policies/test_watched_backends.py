@@ -112,6 +112,26 @@ def test_one_that_cannot_be_copied_is_refused():
         model(torch.randn(4, 8))
 
 
+class Backward(nn.Module):
+    """Runs backward in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        y.square().sum().backward(retain_graph=True)
+        return y
+
+
+def test_one_that_runs_backward_itself_is_refused():
+    model = Model(Backward())
+    with attach(model, {"unit": parse_choice("remake")}), pytest.raises(ConflictError, match="unit runs backward in"):
+        model(torch.randn(4, 8))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_known_backends_are_not_asked(monkeypatch):
     monkeypatch.undo()
     assert trained("remake")[1] == [1, 1]
