@@ -39,6 +39,25 @@ def test_ordinary_models_train_as_ever_at_length() -> None:
     assert not [v for v in verdicts if v.word not in ("equal", "invalid", "unsteady")]
 
 
+HEADS: tuple[dict[str, Any], ...] = (
+    {"lm_head": "chunked_loss"},
+    {"lm_head": "chunked_softmax"},
+    {"lm_head": {"kind": "chunked_softmax", "chunks": 2}, "layers.0": "remake", "layers.1": "recompute"},
+    {"lm_head": "chunked_loss", "layers.0": "selective", "layers.1": "offload"},
+)
+
+
+@pytest.mark.campaign
+def test_every_loop_and_way_to_pass_the_hidden_state_with_every_loss_of_a_head() -> None:
+    """Of drawn programs one in eight has a head, and few of those anything beside it."""
+    programs = [Program(loop=loop.name, loss=loss) for loop in LOOPS for loss in LOSSES]
+    programs += [Program(carry=carry.name, loss=loss, calls="twice") for carry in CARRIES for loss in LOSSES]
+    plans = [{name: parse_choice(choice) for name, choice in plan.items()} for plan in HEADS]
+    verdicts = [pool.in_child(0, program, choices) for program in programs for choices in plans]
+    assert not [v for v in verdicts if v.word not in ("equal", "refused", "invalid", "unsteady")]
+    assert sum(v.word == "equal" for v in verdicts) > len(verdicts) / 2
+
+
 def test_a_number_is_always_the_same_program() -> None:
     programs = [draw(n) for n in range(300)]
     assert [source(p) for p in programs] == [source(draw(n)) for n in range(300)]

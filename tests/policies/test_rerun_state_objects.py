@@ -240,6 +240,9 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "random.Random": (lambda: random.Random(1), lambda o: o.gauss(0, 1)),
     "torch.Generator": (lambda: torch.Generator().manual_seed(1), lambda o: float(torch.rand((), generator=o))),
     "iterator of a list": (lambda: iter(list(range(99))), next),
+    "iterator of a range": (lambda: iter(range(1, 99, 2)), next),
+    "iterator of a text": (lambda: iter("aé" * 50), lambda it: ord(next(it)) % 7),
+    "iterator of an array": (lambda: iter(array.array("i", range(99))), next),
     "itertools.count": (itertools.count, next),
     "itertools.count of halves": (lambda: itertools.count(0.5, 0.5), next),
     "tensor by .data": (lambda: [torch.zeros(())], lambda o: o[0].data.add_(1).item()),
@@ -329,11 +332,13 @@ def second_time_round(cycle: itertools.cycle) -> itertools.cycle:
         lambda: (i for i in range(99)),
         lambda: itertools.cycle([1, 2, 3]),
         lambda: second_time_round(itertools.cycle([1, 2, 3])),
+        lambda: reversed((1, 2, 3)),
+        lambda: iter(collections.deque([1, 2, 3])),
         lambda: map(int, iter([1, 2, 3])),
         lambda: enumerate([1, 2]),
         lambda: filter(None, itertools.count()),
     ],
-    ids=["generator", "cycle", "cycle later", "map", "enumerate", "count in a filter"],
+    ids=["generator", "cycle", "cycle later", "reversed", "deque", "map", "enumerate", "count in a filter"],
 )
 def test_what_only_goes_forwards_is_refused_if_it_advanced(make, given, choice, monkeypatch):
     for use, refused in ((next, True), (lambda _: 1, False)):

@@ -32,12 +32,14 @@ from autockpt.policies.rerun_state.tensors import COPIED_BYTES, TENSORS, Kind, N
 Way = Callable[..., Any]
 ABSENT = object()
 _PLAIN = (bool, int, str, bytes)
-_SEQUENCES = tuple({type(iter(kind)) for kind in ([], (), "", b"", bytearray(), range(0), range(1 << 70))})
-_SEQUENCES += (type(reversed([])),)
-_COUNTED = tuple({type(iter(view)) for view in ({}.keys(), {}.values(), {}.items(), set())})
+_SEQUENCES = {type(iter(kind)) for kind in ([], (), "", "é", b"", bytearray(), array("i"))} | {type(reversed([]))}
+_SMALL_RANGE = type(iter(range(0)))
+_RANGES = (_SMALL_RANGE, type(iter(range(1 << 70))))
+_COUNTED = {type(way(view)) for view in ({}.keys(), {}.values(), {}.items(), deque()) for way in (iter, reversed)}
+_COUNTED.add(type(iter(set())))
 _FORWARDS = (*(v for v in vars(itertools).values() if isinstance(v, type)), map, filter, zip, enumerate, reversed)
 _FRAMES = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
-ADVANCING = frozenset((*_SEQUENCES, *_COUNTED, *_FORWARDS, *_FRAMES))
+ADVANCING = frozenset((*_SEQUENCES, *_RANGES, *_COUNTED, *_FORWARDS, *_FRAMES))
 _FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
 
 
@@ -241,8 +243,10 @@ def position(iterator: Any) -> Any:
     held = held_by(iterator)
     if kind is itertools.count:
         return Counts().take(iterator, close=False)
-    if kind in _SEQUENCES:
+    if kind in _SEQUENCES or kind is reversed:
         return iterator.__reduce__()[2:]
+    if kind in _RANGES:  # up to Python 3.11 the range and how far, later what is left of it
+        return iterator.__reduce__()[1:]
     far = iterator.__length_hint__() if kind in _COUNTED else None
     if kind is itertools.cycle:  # it keeps what it goes over, what it saved of that, and how far in this it is
         far = (ctypes.c_ssize_t * 3).from_address(id(iterator) + object.__basicsize__)[2]
@@ -290,10 +294,23 @@ def _rewind(iterator: Any, taken: Any) -> None:
     iterator.__setstate__(taken[0])
 
 
+def _rewind_range(iterator: Any, taken: Any) -> None:
+    (left,), far = taken
+    if far is not None:
+        iterator.__setstate__(far)
+        return
+    (now,), _ = position(iterator)
+    words = (ctypes.c_long * 3).from_address(id(iterator) + object.__basicsize__)
+    if type(iterator) is not _SMALL_RANGE or [*words] != [now.start, now.step, len(now)]:
+        raise NotPutBackError  # not where CPython keeps them, as of 3.13
+    words[:] = left.start, left.step, len(left)
+
+
 FIELDS, DICT, PARAMETERS = Fields(), Fields(form="[{!r}]", ordered=True), Parameters(form="[{!r}]")
 BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(ADVANCING, State(position, None)),
     **dict.fromkeys(_SEQUENCES, State(position, _rewind)),
+    **dict.fromkeys(_RANGES, State(position, _rewind_range)),
     **dict.fromkeys(_FILES, State(_tell, None)),
     itertools.count: Counts(),
     io.StringIO: State(lambda s: s.__getstate__(), lambda s, taken: s.__setstate__(taken)),

@@ -334,6 +334,10 @@ def own_fields(value: Any) -> dict[str, Any] | None:
             return None
         if issubclass(cls, (type, nn.Module)) or cls.__new__ is not object.__new__ or hasattr(cls, "__del__"):
             return None
+        try:
+            object.__new__(cls)
+        except TypeError:  # made in C at run time
+            return None
     found = {name: part for name in _slots(cls) if (part := _slot(value, name)) is not ABSENT}
     found |= attributes(value) or {}
     return None if any(type(p) in (list, dict, tuple) and len(p) > _LONG for p in found.values()) else found
