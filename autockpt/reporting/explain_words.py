@@ -110,9 +110,13 @@ def _over(reach: Reach, tilde: str) -> str:
 def _step(what: str, other: Reach, chosen: Reach, price: float | None, tilde: str) -> str:
     bytes_, seconds = other.peak_bytes - chosen.peak_bytes, other.step_seconds - chosen.step_seconds
     moved = f"{format_binary(abs(bytes_))} {'more' if bytes_ > 0 else 'less'}"
-    time = f"{tilde}{words.seconds(abs(seconds))} {'slower' if seconds >= 0 else 'faster'}"
-    cost = f", {tilde}{words.seconds(price * 2**20)} per MiB" if price is not None else ""
-    return f"{what} needs {moved} and is {time}{cost}: {difference(chosen.choices, other.choices)}."
+    side = "slower" if seconds >= 0 else "faster"
+    if abs(seconds) < 5e-4 * chosen.step_seconds:
+        time = f"is hardly {side}"
+    else:
+        time = f"is {tilde}{words.seconds(abs(seconds))} {side}"
+        time += f", {tilde}{words.seconds(price * 2**20)} per MiB" if price is not None else ""
+    return f"{what} needs {moved} and {time}: {difference(chosen.choices, other.choices)}."
 
 
 def difference(before: Mapping[str, Choice], after: Mapping[str, Choice]) -> str:

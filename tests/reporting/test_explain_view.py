@@ -232,3 +232,9 @@ def test_nominal_rates_rank_nothing_above_what_a_plan_says_was_measured() -> Non
     assert "none took 1 s with 900 MiB" in said[1]
     by_ops = reason_words(explanation(basis="measured", why=why, status="measured", measured_seconds=1.05))
     assert "took 1.05 s, as measured" in by_ops[0] and "times of its ops, as all below: 1.12 s" in by_ops[0]
+
+
+def test_a_plan_that_is_as_fast_is_not_given_in_hundredths_of_microseconds() -> None:
+    why = Why(chosen=reach(900, 1.5, 20), leaner=reach(872, 1.5 + 1e-9, 21), faster=None)
+    said = " ".join(reason_words(explanation(why=why)))
+    assert "needs 28.0 MiB less and is hardly slower: 1 layer from save to recompute" in said
