@@ -51,9 +51,11 @@ HEADS: tuple[dict[str, Any], ...] = (
 def test_every_loop_and_way_to_pass_the_hidden_state_with_every_loss_of_a_head() -> None:
     """Of drawn programs one in eight has a head, and few of those anything beside it."""
     programs = [Program(loop=loop.name, loss=loss) for loop in LOOPS for loss in LOSSES]
-    programs += [Program(carry=carry.name, loss=loss, calls="twice") for carry in CARRIES for loss in LOSSES]
+    both = [(carry.name, calls) for carry in CARRIES for calls in ("twice", "in turn")]
+    programs += [Program(carry=carry, loss=loss, calls=calls) for carry, calls in both for loss in LOSSES]
     plans = [{name: parse_choice(choice) for name, choice in plan.items()} for plan in HEADS]
-    verdicts = [pool.in_child(0, program, choices) for program in programs for choices in plans]
+    trials = Trials()
+    verdicts = [trials.run(0, program, choices) for program in programs for choices in plans]
     assert not [v for v in verdicts if v.word not in ("equal", "refused", "invalid", "unsteady")]
     assert sum(v.word == "equal" for v in verdicts) > len(verdicts) / 2
 
