@@ -1,7 +1,8 @@
 """Sentinels: what forward drops is fingerprinted, and what backward is given in its place is compared with it.
 
 A unit's first calls are checked, afterwards one call in ``WINDOW`` of each, in turns: units that begin to do otherwise
-late are found, too. Of units whose code may write to tensors unseen every call is. Fingerprints are taken when the
+late are found, too. Of units whose code may write to tensors unseen every call is, and of all units where code around
+them may, as that may write to what a unit returned. Fingerprints are taken when the
 unit's forward has ended, anew when the whole model's has, and once more just before backward makes or fetches a tensor,
 as long as the original lives: so they are of what backward would have read without the choice, changes by ``.data`` or
 NumPy included. What runs again must also leave the unit's parameters and buffers as they were.
@@ -84,6 +85,7 @@ class Sentinels:
         self.mode: Mode = mode
         self.rounding, self.step = rounding, 0
         self.repeats, self.measured = True, False
+        self.written_to_by_others = False  # code of the model may write unseen to any tensor
         self.units: list[UnitSentinel] = []
         self._reset()
 
@@ -204,7 +206,8 @@ class UnitSentinel:
         """A call begins: its watch where it is to be checked; ``anew``: it is. ``hold`` as for CheckedCall."""
         self.calls += 1
         self._code = code = code or self._code or _code_of(self.name, module)
-        if self.calls < self._due and not (code.writes_unseen or (anew and not self.sentinels.measured)):
+        written_to = code.writes_unseen or self.sentinels.written_to_by_others
+        if self.calls < self._due and not (written_to or (anew and not self.sentinels.measured)):
             return None
         if self.sentinels.mode == "sample":
             # tried again soon where no backward follows, but not at every call: it may be an evaluation

@@ -16,6 +16,7 @@ from autockpt.policies import POLICIES
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, place, put_back, take_off
 from autockpt.policies.base import ForwardListener, PlannedUnit
 from autockpt.policies.conflicts import flagged_modules, refuse_lazy, refuse_native, refuse_wrappers
+from autockpt.policies.rerun_state.reach import writes_to_any
 from autockpt.policies.sentinels import Mode as SentinelMode
 from autockpt.policies.sentinels import Sentinels
 from autockpt.runtime.guard import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
@@ -167,6 +168,7 @@ def attach_units(
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
         session.attached = {unit.name: session.attached[unit.name] for unit in units}
         if session.sentinels.units:
+            session.sentinels.written_to_by_others = writes_to_any(unwrap(model))
             session.listen(session.sentinels)
     except BaseException:
         session.remove()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.errors import AutockptError, ConflictError
+from autockpt.errors import AutockptError, ConflictError, RerunMismatch
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_of
@@ -169,8 +169,8 @@ def test_code_that_a_forward_does_not_come_to_does_not_count() -> None:
         return x
 
     assert code_of("1", Unit(nothing, 0)) == Code()  # ``reset`` names .data
-    assert code_of("1", Unit(an_average_by_data, 0)) == Code(writes_unseen=True)
-    assert code_of("1", Unit(assigned, 0)) == Code(writes_unseen=True, assigns=True)
+    assert code_of("1", Unit(an_average_by_data, 0)) == Code(writes_unseen=True, writes_to_any=True)
+    assert code_of("1", Unit(assigned, 0)) == Code(writes_unseen=True, writes_to_any=True, assigns=True)
 
 
 class Kept(nn.Module):
@@ -201,3 +201,70 @@ def test_a_weight_written_before_backward_matters_where_it_is_read_again(kind: s
     else:
         with pytest.raises(ConflictError, match=r"1\.a\.bias was changed in place between forward and backward"):
             gradients(choices)
+
+
+class EndsInTanh(nn.Module):
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self.a, self.late, self.calls = nn.Linear(D, D), late, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.a(x)
+        return torch.tanh(x) if self.calls > self.late else x + 1
+
+
+class Around(nn.Module):
+    """Its own forward, or that of a module behind the unit, writes to what the unit has returned."""
+
+    def __init__(self, by: str, late: int) -> None:
+        super().__init__()
+        self.first, self.unit, self.by = nn.Linear(D, D), EndsInTanh(late), by
+        self.last = Clamps() if by == "sibling" else Sine()
+        if by == "hook":
+            self.unit.register_forward_hook(lambda unit, given, out: self.halve(out))
+
+    def halve(self, x: Tensor) -> None:
+        if self.unit.calls > self.unit.late:
+            x.data.mul_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.unit(self.first(x))
+        if self.by == "forward":
+            self.halve(x)
+        elif self.by == "reads":
+            self.seen = x.data.sum()
+        return self.last(x) * 2
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+class Clamps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.detach().numpy().clip(-0.1, 0.1, out=x.detach().numpy())
+        return x.sin()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by", ["forward", "sibling", "hook", "reads"])
+def test_what_a_unit_returned_is_written_to_around_it_and_it_begins_late_to_read_that(by: str, kind: str) -> None:
+    def gradients(choices: dict[str, Any]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Around(by, late=5)
+        seen: dict[str, Tensor] = {}
+        with attach(model, choices):
+            for step in range(8):
+                model(torch.randn(32, D)).pow(2).mean().backward()
+                seen |= {f"{step} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return seen
+
+    wanted = gradients({})
+    try:
+        got = gradients({"unit": from_label(kind)})
+    except (RerunMismatch, ConflictError):
+        assert by != "reads"
+    else:
+        assert_equal(got, wanted)

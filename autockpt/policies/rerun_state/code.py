@@ -11,17 +11,18 @@ from typing import NamedTuple
 
 _METHOD = re.compile(r":\w+\.(\w+)$")
 _UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
-_UNSEEN |= {"batch_norm"}  # its running statistics
 """Names by which code comes to write to a tensor without its version counter showing it."""
 _ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"globals", "setattr", "vars", "__dict__"})
 """Instructions by which code makes names, and names by which it comes to make others."""
 
 
 class Code(NamedTuple):
-    """Whether code names what writes to tensors behind autograd's back, whether it assigns to a ``.data``, and whether
-    it may call ``backward`` or go by a ``.grad``."""
+    """Whether code names what writes to tensors behind autograd's back, whether to any that it comes by and not to
+    running statistics alone, whether it assigns to a ``.data``, and whether it may call ``backward`` or go by a
+    ``.grad``."""
 
     writes_unseen: bool = False
+    writes_to_any: bool = False
     assigns: bool = False
     uses_gradients: bool = False
 
@@ -42,7 +43,8 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
     steps = (step for part in found if "data" in part.co_names for step in dis.get_instructions(part))
     assigns = any(step.opname == "STORE_ATTR" and step.argval == "data" for step in steps)
     gradients = "backward" in named or ("grad" in named and "autograd" not in named)
-    return Code(not named.isdisjoint(_UNSEEN), assigns, gradients)
+    to_any = not named.isdisjoint(_UNSEEN)
+    return Code(to_any or "batch_norm" in named, to_any, assigns, gradients)
 
 
 @functools.lru_cache(maxsize=10_000)

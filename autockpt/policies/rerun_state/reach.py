@@ -294,6 +294,18 @@ def code_of(unit: str, module: nn.Module) -> Code:
     return known[id(module)]
 
 
+def writes_to_any(model: nn.Module) -> bool:
+    """Whether code of a model, that of its units and around them, may write unseen to tensors that a unit saved: one
+    module of each class is looked at, and each with hooks."""
+    modules = list(model.modules())
+    looked_at = {type(module): module for module in modules}.values()
+    hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
+    roots = {id(module): module for module in (*looked_at, *hooked)}
+    walk = Walk("", (), {id(module) for module in modules} - roots.keys(), (), close=False)
+    walk.run(("", module) for module in roots.values())
+    return may_do(walk.functions).writes_to_any
+
+
 def code_known(known: dict[int, Code]) -> AbstractContextManager[None]:
     """Go by what is ``known`` of units' code in here, by id of the module, and add to it: for who runs the same model
     with choice after choice, and nobody changes it meanwhile."""
