@@ -1139,6 +1139,8 @@ void put_call(const Call& call, const char* name, std::function<void(Stack&)> th
       current_stream, Kind::Kernel, name,
       [op = call.op, stack, generator, seed, then = std::move(then)] {
         if (generator >= 0) (*stack)[generator] = at::detail::createCPUGenerator(seed);
+        // torch 2.11 answers for operators with several `out` with references to these, which it lets go of before
+        const Stack held = *stack;
         op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack.get());
         then(*stack);
       },
