@@ -295,14 +295,17 @@ def code_of(unit: str, module: nn.Module) -> Code:
 
 
 def writes_to_any(model: nn.Module) -> bool:
-    """Whether code of a model, that of its units and around them, may write unseen to tensors that a unit saved: one
-    module of each class is looked at, and each with hooks."""
+    """Whether code of a model, that of its units and around them, may write unseen to tensors that a unit saved.
+
+    Of code by its names: classes of modules, functions that modules hold, and hooks. What else they hold is not walked.
+    """
     modules = list(model.modules())
-    looked_at = {type(module): module for module in modules}.values()
-    hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
-    roots = {id(module): module for module in (*looked_at, *hooked)}
-    walk = Walk("", (), {id(module) for module in modules} - roots.keys(), (), close=False)
-    walk.run(("", module) for module in roots.values())
+    roots: list[Any] = list({type(module) for module in modules})
+    for module in modules:
+        held = [*vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        roots += [value for value in map(placed_before, held) if isinstance(value, (types.FunctionType, *_WRAPPERS))]
+    walk = Walk("", (), {id(module) for module in modules}, (), close=False)
+    walk.run(("", root) for root in roots)
     return may_do(walk.functions).writes_to_any
 
 
