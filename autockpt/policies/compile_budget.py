@@ -8,6 +8,7 @@ afterwards. The fraction is part of what the compiler guards on, so layers with 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -19,11 +20,12 @@ from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compute_ops import draws_random_numbers, dropout_of
+from autockpt.policies.joint_graph import claim, claimed, save_reads_of_what_changes
 from autockpt.schema.choices import Choice, CompileBudget
 
 # Compiled code is cached on disk by the exact number, among other things. Nobody else writes this one, so what is found
-# there went through our check for random numbers when it was made.
-_OURS = 1e-9
+# there went through what we do to a graph when it was made: another number for each version of that.
+_OURS = 2e-9
 
 
 class BudgetState(Attachment):
@@ -78,61 +80,33 @@ def _say_eager(state: BudgetState) -> None:
     )
 
 
-class _Compilation:
-    """The compilation that is going on in a thread, once a unit has claimed a budget for it."""
-
-    fraction: ClassVar[str | None] = None
-    before: ClassVar[tuple[Any, Any]] = (1.0, None)
-
-
 def _claim(fraction: str) -> None:
-    """Runs while the compiler traces a unit, perhaps several times for one graph."""
-    from torch._dynamo.callback import callback_handler
-    from torch._functorch import config
-
-    if _Compilation.fraction is None:
-        _Compilation.before = (config.activation_memory_budget, config.joint_custom_pass)
-        callback_handler.register_end_callback(_release)
-    elif _Compilation.fraction != fraction:
+    """Runs while the compiler traces a unit."""
+    budget, other = float(fraction) + _OURS, claimed("activation_memory_budget")
+    if other not in (None, budget):
         raise ConflictError(
-            f"two layers of one graph ask for a compile_budget of {_Compilation.fraction} and of {fraction}",
+            f"two layers of one graph ask for a compile_budget of {other - _OURS:g} and of {fraction}",
             remedy="One graph has one budget: give all layers the same fraction, or compile them one by one "
             "(layer.compile()) instead of the whole model.",
         )
-    _Compilation.fraction = fraction
-    config.activation_memory_budget = float(fraction) + _OURS
-    config.joint_custom_pass = _refuse_random_numbers
-
-
-def _release(arguments: Any) -> None:
-    """The compilation has ended, well or not."""
-    from torch._dynamo.callback import callback_handler
-    from torch._functorch import config
-
-    if _Compilation.fraction is not None:
-        _Compilation.fraction = None
-        config.activation_memory_budget, config.joint_custom_pass = _Compilation.before
-        callback_handler.remove_end_callback(_release)
+    claim("random numbers", functools.partial(_refuse_random_numbers, fraction), activation_memory_budget=budget)
+    claim("changed inputs", save_reads_of_what_changes)
 
 
 # What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
 _claim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _refuse_random_numbers(graph: Any, inputs: Any) -> Any:
-    """Called with forward and backward in one graph, before they are parted.
-
-    The partitioner makes random numbers anew in backward where its budget is below 1 (pytorch#190758, open as of
+def _refuse_random_numbers(fraction: str, graph: torch.fx.GraphModule) -> None:
+    """The partitioner makes random numbers anew in backward where its budget is below 1 (pytorch#190758, open as of
     torch 2.15): other masks of dropout, wrong gradients, no error.
     """
     if drawn := next(_random_ops(graph), None):
         raise ConflictError(
-            f"a compile_budget of {_Compilation.fraction} for a graph that draws random numbers ({drawn}) gives wrong "
+            f"a compile_budget of {fraction} for a graph that draws random numbers ({drawn}) gives wrong "
             "gradients: PyTorch's partitioner draws others in backward (pytorch#190758)",
             remedy="Use save or recompute for layers with dropout, or switch their dropout off.",
         )
-    before = _Compilation.before[1]
-    return before(graph, inputs) if callable(before) else graph
 
 
 def _random_ops(graph: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,32 @@ set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame 
 Where a choice runs between two graphs (``outside_graphs``) the compiler would take on each small function that it calls
 beside the unit, once for every unit, until it gives up on them (``torch._dynamo``'s ``recompile_limit``).
 """
+
+
+def run_as_it_is(function: FunctionType) -> None:
+    """Leave a function, and what it calls, uncompiled where it is called from between two graphs.
+
+    Where it can be part of a graph it is. What ``torch.compiler.disable`` does to a function is never part of one.
+    """
+    eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def traces_backward() -> bool:
+    """Whether the compiler at work makes forward and backward of one graph: all but those for looking at it do.
+
+    Those run torch's own checkpoint as it stands in the graph, which there looks after nothing.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    backend = InstructionTranslator.current_tx().output.compiler_fn
+    return getattr(backend, "_compiler_name", "") not in _EAGER_BACKENDS
+
+
+_EAGER_BACKENDS = ("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "ts")
+# Run for real while the compiler traces: what torch.compiler.assume_constant_result does, which imports the compiler.
+traces_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def eagerly(run: F, *, recursive: bool = True, reason: str | None = None) -> F:

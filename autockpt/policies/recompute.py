@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autockpt.errors import ConflictError
 from autockpt.policies.attachment import acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
+from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_late_writes, refuse_native
+from autockpt.policies.joint_graph import claim, save_reads_of_what_changes
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.region import UnitCall
 from autockpt.policies.replay import Replay, ReplayState
@@ -41,12 +44,55 @@ def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwarg
     """
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
+    if not torch.compiler.is_compiling():
+        return run_twice(module, state, args, kwargs, Replay)
+    if traces_backward():
+        return _recompute_in_graph(module, state, args, kwargs)
+    return _recompute_between_graphs(module, state, args, kwargs)
+
+
+def _recompute_in_graph(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As part of a graph: a compiler takes no recompute but torch's own, and looks after random state itself.
+
+    Where it cannot, as the unit's forward changes state or goes by values, it breaks the graph here and calls this for
+    real. Torch's own would find changed state in its second run.
+    """
     if torch.compiler.is_compiling():
-        # A compiler takes no recompute but torch's own into a graph. What it makes of it looks after random state and
-        # in-place changes itself.
-        inner = functools.partial(call_inner, module, state)
-        return checkpoint(inner, args, kwargs, use_reentrant=False, preserve_rng_state=True)
+        _claim()
+        inner = functools.partial(_inside_graph, module, state)
+        # determinism_check only tells the compiler's cache on disk this graph from others', which nobody put right
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
+        return checkpoint(inner, args, kwargs, **options)
     return run_twice(module, state, args, kwargs, Replay)
+
+
+# Compiled as a part of others only: so a graph breaks before it, and what is called then is this and not torch's.
+run_as_it_is(_recompute_in_graph)
+
+
+@outside_graphs("recompute", "would run again with other random numbers under this backend", inside=True)
+def _recompute_between_graphs(
+    module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return run_twice(module, state, args, kwargs, Replay)
+
+
+def _claim() -> None:
+    """Runs while the compiler traces a unit."""
+    claim("changed inputs", save_reads_of_what_changes)
+
+
+# What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
+_claim._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _inside_graph(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.compiler.is_compiling():
+        raise ConflictError(
+            f"{state.unit} cannot be part of a graph under `recompute`: the compiler breaks the graph inside of it",
+            remedy="Choose save or offload for it, or leave torch._dynamo.config.nested_graph_breaks off.",
+        )
+    return call_inner(module, state, args, kwargs)
 
 
 def run_twice(

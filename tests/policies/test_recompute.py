@@ -531,3 +531,52 @@ def test_a_graph_break_inside_a_compiled_unit():
         got = run(compiled)
     assert_equal({name.replace("_orig_mod.", ""): value for name, value in got.items()}, wanted)
     torch._dynamo.reset()
+
+
+class Remembering(nn.Module):
+    """A unit that no compiler can take into a graph under a recompute: it changes what is outside of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = 0
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = self.mean * 0.5 + x.detach().mean(0)
+        return torch.tanh(self.linear(x * self.mean)) * (1 + 0.1 * self.calls)
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_state_that_changes_in_a_unit_that_breaks_the_graph(layers: bool):
+    def train(choices: dict[str, Any]) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, batch = nn.Sequential(Remembering(), Remembering()), torch.randn(4, 8)
+        for module in model if layers else [model]:
+            module.compile(backend="aot_eager")
+        with attach(model, choices):
+            for _ in range(3):
+                model(batch).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None] + list(model.buffers())
+
+    assert all(map(torch.equal, train({"0": RECOMPUTE, "1": RECOMPUTE}), train({})))
+    torch._dynamo.reset()
+
+
+def test_dropout_where_the_compiler_has_a_backend_to_look_at_graphs_with():
+    def train(choices: dict[str, Any], fullgraph: bool = False) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(2)))
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=fullgraph)
+        with attach(model, choices):
+            compiled(torch.randn(4, 8)).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    choices = {"0": RECOMPUTE, "1": RECOMPUTE}
+    assert all(map(torch.equal, train(choices), train({})))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="autockpt's choice `recompute` would run again with other"):
+        train(choices, fullgraph=True)
+    torch._dynamo.reset()
