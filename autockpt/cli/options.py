@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autockpt.cli.panels import plainly
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -137,9 +138,10 @@ def workload_spec(
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
+        option = WORKLOAD_OPTIONS[field].__metadata__[0] if field in WORKLOAD_OPTIONS else None
         raise UsageError(
-            f"--{field.replace('_', '-')} {values.get(field)}: {first['msg'].lower()}",
-            remedy="See the option's help for what it takes.",
+            f"--{field.replace('_', '-')} {values.get(field)}: {plainly(first['msg'])}",
+            remedy=option.help if option else "See `--help` for what it takes.",
         ) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 # heading -> options by parameter name, in this order; what is in none stands under "Options"
@@ -30,8 +31,36 @@ PANELS = {
 }  # fmt: skip
 
 
+HINTS = {"batch_size": "; the one that trains fastest is found with --global-batch N or --tokens-per-update N"}
+"""What else may be meant where an option's value is no number, by parameter name."""
+_PLAINLY = {
+    "Input should be a valid integer": "a whole number is needed",
+    "Input should be a valid number": "a number is needed",
+    "Input should be greater than or equal to": "it has to be at least",
+    "Input should be": "it has to be",
+}
+
+
+def plainly(message: str) -> str:
+    """What a validator says of a value, in words for people."""
+    for theirs, ours in _PLAINLY.items():
+        if message.startswith(theirs):
+            rest = message.removeprefix(theirs)
+            return ours + ("" if rest.startswith(",") else rest)
+    return message.rstrip(".")
+
+
 class PanelCommand(TyperCommand):
-    """A verb whose help groups its options."""
+    """A verb whose help groups its options, and which says in plain words what a value has to be."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            said = plainly(error.message)
+            hint = HINTS.get(getattr(error.param, "name", None) or "", "") if "number is needed" in said else ""
+            error.message = f"{said}{hint}."
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # click's, which typer has under two names
         heading = {name: title for title, names in PANELS.items() for name in names}

@@ -238,7 +238,9 @@ class _Variant:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether the same choice on every layer makes it fit, of which the leanest kinds are asked."""
+        """Whether the same choice on every layer makes it fit, of which the leanest are asked. No, when it is late."""
+        if self._bench.late():
+            return False
         if self._change.chunked and self._tracer.head is None:
             return False
         if _ignored(self._change.job, self._tracer.settings):

@@ -62,13 +62,24 @@ def out_of_memory(what: str, why: str, smallest_peak: int | None = None) -> Infe
 
 @contextmanager
 def naming_alternatives(
-    found: Traced, needs: Callable[[Graph], int], clock: Clock, job: Job, budget: Budget, what_if: Callable[[], WhatIf]
+    found: Traced,
+    needs: Callable[[Graph], int],
+    clock: Clock,
+    job: Job,
+    budget: Budget,
+    what_if: Callable[[], WhatIf],
+    *,
+    timeout: float | None = None,
 ) -> Iterator[None]:
     """A budget that nothing fits is said with what would fit: changes of the ``job``, or chunks of its output head.
 
-    Changes are looked for where the budget is no share of the job's own peak. ``what_if`` says how they are judged,
-    ``needs`` the bytes that ghost runs take.
+    Changes are looked for where the budget is no share of the job's own peak, and until ``timeout`` seconds have passed
+    on the ``clock``. ``what_if`` says how they are judged, ``needs`` the bytes that ghost runs take.
     """
+
+    def late() -> bool:
+        return timeout is not None and clock.elapsed >= timeout
+
     try:
         yield
     except InfeasibleError as error:
@@ -79,9 +90,9 @@ def naming_alternatives(
                 if found.twin is not None:  # of the whole model
                     kinds = [kind for kind in ("recompute", "save") if kind in uniform]
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
-                bench = replace(what_if(), head=head_of_alternatives(found))
+                bench = replace(what_if(), head=head_of_alternatives(found), late=late)
                 ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
-            error = with_alternatives(in_terms(error, job.terms), ways)
+            error = with_alternatives(in_terms(error, job.terms), ways, timeout if late() else None)
         else:
             error = in_terms(error, job.terms)
             error = error if inexact or job.ranks is not None else in_chunks(error, found, needs, job.terms)
@@ -123,11 +134,16 @@ def in_chunks(error: InfeasibleError, found: Traced, needs: Callable[[Graph], in
     )
 
 
-def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut]) -> InfeasibleError:
-    """The same error; its remedy is the alternatives, which the run that it is on record in keeps."""
+def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut], ended: float | None = None) -> InfeasibleError:
+    """The same error; its remedy is the alternatives, which the run that it is on record in keeps.
+
+    ``ended``: the time limit, in seconds, at which the search for them ended early.
+    """
     if not ways:
         none = (
             "\nSmaller batches, the head in chunks, leaner optimizers and shorter sequences were ghost-run: none fits."
+            if ended is None
+            else f"\nWhat would fit was looked for no longer than the time limit of {ended:g} s, and not found by then."
         )
         return _remedied(error, error.remedy + none)
     lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]

@@ -98,7 +98,9 @@ def _answer(request: SearchRequest, clock: Clock) -> SearchOutcome:
         room, needs = (here, device.used_by_others()), needed_on(here.device)
         what_if = partial(on_device, request.budget, device.torch_device, *room, found.uniform)
         stack.enter_context(
-            naming_alternatives(found, needs, clock, Described(request.workload), request.budget, what_if)
+            naming_alternatives(
+                found, needs, clock, Described(request.workload), request.budget, what_if, timeout=request.timeout
+            )
         )
         question = question_of(request, found, request.budget)
         if worker is None:
@@ -202,10 +204,10 @@ def _saying_what_fits(
     environment = measurer.environment
 
     def what_if() -> WhatIf:
-        bench = on_device(budget, step.device, environment, used_by_others(measurer), found.uniform)
-        return replace(bench, late=lambda: limits.seconds_left(clock) <= 0)
+        return on_device(budget, step.device, environment, used_by_others(measurer), found.uniform)
 
-    return naming_alternatives(found, needed_on(environment.device), clock, Live(step, terms), budget, what_if)
+    needs, job = needed_on(environment.device), Live(step, terms)
+    return naming_alternatives(found, needs, clock, job, budget, what_if, timeout=limits.timeout)
 
 
 def live_measurer(step: Step, host_budget: str | int | None = None, *, others_wait: bool = False) -> LocalMeasurer:

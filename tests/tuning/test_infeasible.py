@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from autockpt.errors import InfeasibleError
+from autockpt.errors import ConflictError, InfeasibleError
 from autockpt.schema import SAVE, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.remedy import WayOut
@@ -48,6 +48,36 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     assert asked[:4] == single
     assert any("--seq-len" in options for options in asked) == ("--seq-len" in needed)
     assert asked.index("--batch-size 2 --accumulate 2") < asked.index("--batch-size 2 --accumulate 2 --allow-inexact")
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Described] = []
+
+    def tracer_of(job: Described, device: Any) -> Any:
+        traced.append(job)
+        raise ConflictError("cannot be traced")
+
+    monkeypatch.setattr(Described, "tracer", tracer_of)
+    monkeypatch.setattr(
+        alternatives, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
+    )
+    tracer = SimpleNamespace(settings=SETTINGS, notes=())
+    graph = SimpleNamespace(resident={})
+    found: Any = SimpleNamespace(tracer=tracer, heads=None, twin=None, uniform={"recompute": ({}, graph)})
+    clock: Any = SimpleNamespace(elapsed=2.0, stage=lambda name: nullcontext())
+    bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
+    job = Described(SPEC)
+    with (
+        pytest.raises(InfeasibleError) as refused,
+        infeasible.naming_alternatives(
+            found, lambda graph: 1, clock, job, parse_budget("1KB"), lambda: bench, timeout=limit
+        ),
+    ):
+        raise InfeasibleError("nothing fits")
+    assert bool(traced) is (limit is None)
+    assert ("no longer than the time limit of 1 s" in refused.value.remedy) is (limit is not None)
+    assert ("were ghost-run: none fits" in refused.value.remedy) is (limit is None)
 
 
 @pytest.mark.parametrize(("smallest", "said"), [(990, True), (1001, False)])

@@ -84,7 +84,8 @@ def simulate_search(
         what_if = partial(on_hardware, request, hardware, found.space.choices)
         job, needs = Described(request.workload, hardware), simulated_memory(hardware)
         if alternatives:
-            stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if))
+            limit = {"timeout": request.timeout}
+            stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
         question = question_of(request, found, budget, (*capped, said_of(hardware)))
         question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
         with clock.stage("profile"):

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from autockpt.cli.options import workload_spec
+from autockpt.errors import UsageError
+from tests.cli.conftest import Autockpt
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        (
+            "--batch-size",
+            "auto",
+            "a whole number is needed; the one that trains fastest is found with --global",
+        ),
+        ("--batch-size", "0", "it has to be at least 1."),
+        ("--max-grad-norm", "x", "a number is needed."),
+    ],
+)
+def test_what_a_value_has_to_be_is_said_in_plain_words(autockpt: Autockpt, option: str, value: str, said: str) -> None:
+    result = autockpt("search", "--model", "llama-tiny", "--budget", "1GB", option, value)
+    assert result.code == 2 and option in result.err and said in result.err
+
+
+def test_so_it_is_where_the_workload_looks_at_a_value() -> None:
+    with pytest.raises(UsageError, match=r"--seq-len long: a whole number is needed\nTokens of the longest sequence"):
+        workload_spec({"model": "x", "seq_len": "long"})
