@@ -19,7 +19,7 @@ from autockpt.policies.attachment import acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.headcall import HeadCall, HeadState
 from autockpt.policies.lazylogits import LazyLogits, lazy_logits
-from autockpt.policies.rerun_state.conditions import user_function_modes
+from autockpt.policies.rerun_state.surroundings import user_function_modes
 from autockpt.schema.choices import Choice
 
 

@@ -18,7 +18,7 @@ from autockpt.policies.attachment import TellingAttachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import fingerprint, form_of, laid_out_on, layout_of
 from autockpt.policies.replay import running_again
-from autockpt.policies.rerun_state.conditions import Casts
+from autockpt.policies.rerun_state.surroundings import Casts
 from autockpt.policies.saved_outputs import alias
 from autockpt.policies.sentinels import CheckedCall
 

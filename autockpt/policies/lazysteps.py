@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autockpt.policies.fingerprints import quietly
 from autockpt.policies.headcall import ChunkedLoss, CrossEntropy, Elementwise
-from autockpt.policies.rerun_state.conditions import Casts
+from autockpt.policies.rerun_state.surroundings import Casts
 
 if TYPE_CHECKING:
     from autockpt.policies.lazylogits import LazyLogits, LogitsSource

@@ -25,7 +25,7 @@ from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.fingerprints import Place, layout_of
 from autockpt.policies.replay import Replay
-from autockpt.policies.rerun_state.conditions import Conditions, user_dispatch_modes
+from autockpt.policies.rerun_state.surroundings import user_dispatch_modes
 from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
@@ -104,7 +104,6 @@ class UnitCall:
         self.unit = replay.state.unit
         self.number, self.levels = (0, 1) if region is None else (region.calls, region.levels)
         self._replay, self._lock = replay, threading.RLock() if region is None else region.lock
-        self._conditions = Conditions((*replay.tensors, *replay.parameters.tensors))
         self._sources: list[_Outside | _Inside] = []
         self._positions: list[int] = []
         self._slots: list[weakref.ref[Slot]] = []
@@ -140,8 +139,7 @@ class UnitCall:
             output = replay(*(tensors := replay.tensors))
         replay.finish()
         if replay.reached.doubts:
-            with self._conditions.restored():
-                replay.settle(tensors, output)
+            replay.settle(tensors, output)
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
@@ -192,7 +190,7 @@ class UnitCall:
             self._watch.before_rerun(self._replay.module)
         try:
             # hooks in any case: backward may have been called inside a unit's forward, whose own are in force then
-            with torch.enable_grad(), self._conditions.restored(), saved_tensors_hooks(filler.pack, as_it_is):
+            with torch.enable_grad(), saved_tensors_hooks(filler.pack, as_it_is):
                 output = self._replay(*tensors)
         except Enough:
             output = None

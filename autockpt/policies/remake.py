@@ -24,8 +24,8 @@ from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.following import Following, RecordedCalls
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
-from autockpt.policies.rerun_state.conditions import user_dispatch_modes
 from autockpt.policies.rerun_state.reach import code_of
+from autockpt.policies.rerun_state.surroundings import user_dispatch_modes
 from autockpt.policies.saved import unpack
 from autockpt.policies.score import Learning
 from autockpt.policies.sentinels import HELD_BYTES

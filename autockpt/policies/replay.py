@@ -17,10 +17,9 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError, setting
 from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
-from autockpt.policies.rerun_state.conditions import user_function_modes
 from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.policies.rerun_state.structure import UnitStructure
-from autockpt.policies.rerun_state.surroundings import Surroundings
+from autockpt.policies.rerun_state.surroundings import Surroundings, user_function_modes
 from autockpt.policies.slots import as_it_is
 
 _current = threading.local()
@@ -83,7 +82,7 @@ class Replay:
         except RuntimeError as error:
             refuse_inference(error, state.unit)
             raise
-        self.surroundings = Surroundings()
+        self.surroundings = Surroundings((*self.tensors, *self.parameters.tensors))
         # dispatch modes that list or count ops are to see those of the second run, too
         self.reached = UnitState(state.memory, module, [*objects, *user_function_modes()], self.tensors)
         self._over = False
@@ -175,17 +174,17 @@ class Replay:
 
     def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         unit = self.state.unit
-        args, kwargs = put_together(self.template, iter(tensors))
-        if self._caches:
-            args, kwargs = with_caches(args, kwargs)
         with (
+            self.surroundings.restored(),
             running_again(unit),
             self.state.turn(),
-            self.surroundings.restored(),
             self._earlier_parameters(),
             self.reached.restored(),
             self._earlier_gradients(),
         ):
+            args, kwargs = put_together(self.template, iter(tensors))
+            if self._caches:
+                args, kwargs = with_caches(args, kwargs)
             return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
 
     @contextmanager

@@ -24,7 +24,7 @@ from autockpt.policies.attachment import Attachment, call_inner, current_transfo
 from autockpt.policies.base import setting
 from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy, kind_of
 from autockpt.policies.replay import Replay, ReplayState
-from autockpt.policies.rerun_state.conditions import user_modes
+from autockpt.policies.rerun_state.surroundings import user_modes
 from autockpt.policies.saved import address_of
 from autockpt.policies.slots import differs
 from autockpt.policies.triton_kernels import READS, launches, name_of

@@ -25,7 +25,7 @@ import torch
 
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
-from autockpt.policies.rerun_state.conditions import under, user_dispatch_modes
+from autockpt.policies.rerun_state.surroundings import under, user_dispatch_modes
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
 from autockpt.policies.sentinels import WatchedTensor
 from autockpt.policies.slots import Empty, differs

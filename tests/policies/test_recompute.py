@@ -20,7 +20,7 @@ from autockpt.policies.attachment import place
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.recompute import run_recomputed
 from autockpt.policies.replay import ReplayState, recomputing
-from autockpt.policies.rerun_state.conditions import Conditions
+from autockpt.policies.rerun_state.surroundings import Surroundings
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
 from tests.policies.zoo import Tally, assert_equal
@@ -331,7 +331,7 @@ def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda kind: Capturing)
     on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0), is_cpu=False, is_meta=False)
     with pytest.raises(ConflictError, match="captured"):
-        Conditions([on_gpu])
+        Surroundings([on_gpu])
 
 
 def test_the_choice_of_attention_kernels_is_that_of_the_forward():

@@ -1,5 +1,5 @@
-"""What a forward reads that belongs to the process: the random states of Python and NumPy, context variables, torch's
-default type and threads, and which kernels are allowed."""
+"""What a forward runs under, for running it again under the same: random states, autocast, default device, the user's
+modes, context variables, torch's default type and threads, and which kernels are allowed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ import pickle
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from autockpt.devices.random_states import TorchStates
+from autockpt.errors import ConflictError
+from autockpt.policies.rerun_state.reach import is_library
+
+Place = tuple[str, int]
 _C: Any = torch._C
+_CPU = torch.device("cpu")
+_function_modes: Callable[[], int] = _C._len_torch_function_stack
+_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 _warns = _C._get_deterministic_algorithms_warn_only
 _SWITCHES = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -41,15 +51,24 @@ _SWITCHES = (
 
 
 class Surroundings:
-    """Made before a forward. After it what it did not draw from is dropped."""
+    """Taken before a forward. ``tensors`` show which devices it may draw random numbers on.
 
-    def __init__(self) -> None:
+    Raises ConflictError while a CUDA graph is being captured.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
+        places = sorted({(device.type, device.index or 0) for device in elsewhere}) if elsewhere else ()
+        self._places, self._random = places, _random_states(places)
+        kinds = dict.fromkeys(kind for kind, _ in places if torch.amp.is_autocast_available(kind))
+        self._casts = Casts("cpu", *kinds)
+        self._default_device = _default_device()
         self._draws = [read() for read, _ in _GENERATORS]
         self._switches = _switches()
         self._context = contextvars.copy_context()
 
     def after(self) -> None:
-        """The forward has ended."""
+        """The forward has ended: of Python's and NumPy's states what it did not draw from is dropped."""
         self._draws = [
             None if state == read() else state for (read, _), state in zip(_GENERATORS, self._draws, strict=True)
         ]
@@ -61,8 +80,13 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
-        switches = _switches()
+        now, switches = _random_states(self._places), _switches()
         with ExitStack() as stack:
+            stack.callback(now.put_back)
+            self._random.put_back()
+            if self._default_device != _default_device():
+                stack.enter_context(self._default_device)
+            stack.enter_context(self._casts.restored())
             stack.callback(lambda: _switch(_switches(), switches))
             for (read, put), state in zip(_GENERATORS, self._draws, strict=True):
                 if state is not None:
@@ -70,6 +94,84 @@ class Surroundings:
                     put(state)
             _switch(switches, self._switches)
             yield
+
+
+class Casts:
+    """Autocast of some kinds of devices, and the user's modes, when this was made."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds, self._modes = kinds, user_modes()
+        self._then = self._now()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether autocast was on."""
+        return any(enabled for _, enabled, _ in self._then[1])
+
+    def _now(self) -> tuple[bool, list[tuple[str, bool, torch.dtype]]]:
+        states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
+        return torch.is_autocast_cache_enabled(), states
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As then."""
+        cache, states = self._then
+        with ExitStack() as stack:
+            for kind, enabled, dtype in states if self._then != self._now() else ():
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
+            with under(self._modes):
+                yield
+
+
+def user_function_modes() -> list[Any]:
+    """Modes in force that may change what functions compute, the outermost first: all but those of libraries, which
+    look on."""
+    return _of_users(_get_current_function_mode_stack()) if _function_modes() else []
+
+
+def user_dispatch_modes() -> list[Any]:
+    """The same of ops."""
+    return _of_users(_get_current_dispatch_mode_stack()) if _dispatch_modes() else []
+
+
+def user_modes() -> list[Any]:
+    """Both."""
+    return [*user_function_modes(), *user_dispatch_modes()]
+
+
+def _of_users(modes: Sequence[Any]) -> list[Any]:
+    return [mode for mode in modes if not is_library(type(mode))]
+
+
+@contextmanager
+def under(modes: Sequence[Any]) -> Iterator[None]:
+    """In these modes, as far as they are not in force anyway."""
+    now = user_modes() if modes else ()
+    with ExitStack() as stack:
+        for mode in (mode for mode in modes if mode not in now):
+            # past what its class makes of being entered
+            owner: Any = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
+            stack.push(partial(owner.__exit__, mode))
+            owner.__enter__(mode)
+        yield
+
+
+def _random_states(places: Iterable[Place]) -> TorchStates:
+    try:
+        return TorchStates(places)
+    except RuntimeError as error:
+        if "capture" not in str(error):
+            raise
+        raise ConflictError(
+            "a CUDA graph is being captured, and what runs again in backward needs the random state, which cannot be "
+            "read then",
+            remedy="Use save for units inside of captured graphs.",
+        ) from error
+
+
+def _default_device() -> torch.device:
+    """Where tensors are made that say nothing of it: a mode tells, and to ask for one takes long."""
+    return torch.get_default_device() if _function_modes() else _CPU
 
 
 def python_state() -> tuple[Any, ...]:
