@@ -53,14 +53,13 @@ class _Call(Maker):
     def __init__(self, unit: str, score: RecordedCall) -> None:
         super().__init__(unit)
         self._score = score
-        self.held: dict[int, torch.Tensor] = {}
-        self.versions: dict[int, int] = {}
+        self.held: dict[int, tuple[torch.Tensor, int]] = {}  # by number, each with its version
         self.slots: list[tuple[weakref.ref[RemadeSlot], weakref.ref[torch.UntypedStorage]]] = []
         self.settled = False
 
     def hold(self, number: int, tensor: torch.Tensor) -> None:
-        self.held[number] = held = tensor.detach()
-        self.versions[number] = held._version
+        held = tensor.detach()
+        self.held[number] = held, held._version
 
     def waiting(self) -> list[tuple[RemadeSlot, torch.UntypedStorage | None]]:
         """The slots in graphs that are alive, and what they were dropped from."""
@@ -71,7 +70,7 @@ class _Call(Maker):
             if self.settled:
                 return
             self.settled = True
-            sources = self._score.sources_of(self.held, self.versions)
+            sources = self._score.sources_of(self.held)
             self.held = {}
             for slot, _ in self.waiting():
                 slot.source = sources[slot.source]
@@ -96,7 +95,7 @@ class Following(TorchFunctionMode):
         self.lost = False
         self._steps = iter(score.steps)
         self._next = next(self._steps, _END)
-        for number in score.holds:  # of the form that they had, as ``RecordedCalls.key`` says
+        for number in score.holds:  # of the form that they had, as the key of ``RecordedCalls`` says
             self._call.hold(number, outside[number])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,22 +185,16 @@ class RecordedCalls:
         self._own: list[tuple[Any, str]] | None = None
         self._misses = 0
 
-    def outside(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What a call is given: arguments, parameters and buffers. None where it is neither to be followed nor to be
-        learned from."""
+    def given(self, module: nn.Module, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """What a call is given: ``tensors`` in its arguments, parameters and buffers. And a key, equal for calls that
+        may go the same way; None where it is neither to be followed nor to be learned from."""
         modes = torch._C._len_torch_function_stack() or dispatch_modes()
         if self._misses >= _MISSES or autocast_is_on() or modes:
-            return None
+            return tensors, None
         if self._own is None:
             inner = list(module.modules())
             self._own = [(home, name) for m in inner for home in (m._parameters, m._buffers) for name in home]
-        own = [tensor for home, name in self._own if (tensor := home.get(name)) is not None]
-        return [*tensors, *own]
-
-    def key(self, outside: Sequence[torch.Tensor] | None) -> Any:
-        """Equal for calls that may go the same way; None for one that cannot be followed."""
-        if outside is None:
-            return None
+        outside = [*tensors, *(tensor for home, name in self._own if (tensor := home.get(name)) is not None)]
         try:
             storages = [tensor.untyped_storage()._cdata for tensor in outside]
             forms = [
@@ -210,9 +203,9 @@ class RecordedCalls:
                 if not (t.is_neg() or t.is_inference())
             ]
         except RuntimeError:  # sparse and the like
-            return None
+            return outside, None
         shared = tuple(map(storages.index, storages)) if len(set(storages)) < len(storages) else ()
-        return (torch.get_default_dtype(), shared, *forms) if len(forms) == len(outside) else None
+        return outside, (torch.get_default_dtype(), shared, *forms) if len(forms) == len(outside) else None
 
     def learn(self, key: Any, score: RecordedCall | None) -> None:
         """A call was noted; what can be followed of it."""

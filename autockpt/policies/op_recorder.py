@@ -56,10 +56,10 @@ class Tape:
         self._maker = Maker(unit)
         self._sources: dict[int, Origin] = {}
         self._ops: list[RerunOp] = []
-        self._unwatched: set[int] = set()
-        # storages that were made here; and others that this forward has written to, as the next may before backward
+        # storages that were made here; and what is not followed: others that this forward has written to, as the next
+        # may before backward, and all that others write to unseen
         self._own: set[int] = set()
-        self._updated: set[int] = set()
+        self._unfit: set[int] = set()
         self.packed = 0
         # for what follows in later calls: functions begun, whether one runs, what was done with each saved tensor, and
         # whether something happened that functions do not tell
@@ -78,9 +78,9 @@ class Tape:
 
     def note(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and note what it made; its answer."""
-        again = kind == "again" or (
-            kind == "heavy" and not self._keeps(func) and not draws_random_numbers(func, args, kwargs)
-        )
+        again = kind == "again"
+        if kind == "heavy" and not (self._everything or self.keeping or (self._attention and is_attention(func))):
+            again = not draws_random_numbers(func, args, kwargs)
         op = self._op(func, args, kwargs) if again else None
         out = func(*args, **kwargs)
         free = op is not None and all(source.free for source in op.reads)
@@ -88,9 +88,6 @@ class Tape:
             if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
                 self._add(tensor, index, None if tensor.is_complex() else op, free)
         return out
-
-    def _keeps(self, func: Any) -> bool:
-        return self._everything or self.keeping or (self._attention and is_attention(func))
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RerunOp | None:
         """The op as it would run again; None where it reads what a tape cannot follow."""
@@ -117,7 +114,7 @@ class Tape:
         storage = tensor.untyped_storage()
         source = self._find(tensor, storage)
         if source is None:  # it comes from outside, or was changed in place: what it is now is held
-            if tensor.is_inference() or storage._cdata in self._unwatched or storage._cdata in self._updated:
+            if tensor.is_inference() or storage._cdata in self._unfit:
                 return _LOST
             source = self._sources[storage._cdata] = Origin.of(tensor, storage)
             source.born = self.step
@@ -172,10 +169,8 @@ class Tape:
         """It is about to be written to; ``unseen``: from here on, and no version counter tells when."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if unseen:
-            self._unwatched.add(address)
-        if address not in self._own:
-            self._updated.add(address)
+        if unseen or address not in self._own:
+            self._unfit.add(address)
         source = self._sources.pop(address, None)
         if source is not None and source.storage() is not storage:
             source = None  # of memory that is gone, whose address another has now
@@ -322,13 +317,11 @@ class HandingOut(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in HANDS_OUT or (self._data and func == _DATA):
-            for tensor in args[:1]:
-                if isinstance(tensor, torch.Tensor) and not (
-                    is_traceable_wrapper_subclass(tensor) or is_wrapped(tensor)
-                ):
-                    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                        if tensor.layout is torch.strided:
-                            self._tape.changes(tensor, unseen=True)
+            tensor = args[0] if args else None
+            if isinstance(tensor, torch.Tensor) and not (is_traceable_wrapper_subclass(tensor) or is_wrapped(tensor)):
+                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                    if tensor.layout is torch.strided:
+                        self._tape.changes(tensor, unseen=True)
         return func(*args, **(kwargs or {}))
 
 

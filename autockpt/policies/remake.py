@@ -88,15 +88,14 @@ def _watched(
     """Run the forward: along an earlier call's tape, or with one of its own. With what tells its way from others; None
     where it left the earlier one."""
     tensors = tensors_of((args, kwargs))
-    outside = calls.outside(module, tensors) if state.everywhere else None
-    key = calls.key(outside)
+    outside, key = calls.given(module, tensors) if state.everywhere else (tensors, None)
     score = calls.scores.get(key)
     watch, code = None, calls.code
     if state.sentinel is not None:
         # what later calls go by is proven first; and what a mode does with ops when they run again, each time
         new = (key is not None and key not in calls.scores) or bool(user_dispatch_modes())
         watch = state.sentinel.watch(module, code=code, hold=HELD_BYTES, anew=new)
-    if outside is not None and score is not None:
+    if score is not None:
         following = Following(state.unit, score, outside, watch)
         with saving(state.unit, following.pack, unpack, watch, assigns=code.assigns), following:
             output = call_inner(module, state, args, kwargs)
@@ -104,7 +103,7 @@ def _watched(
             calls.missed(key)
         return output, None if following.lost else (score.noted, following.packed)
     tape = Tape(state.unit, tensors, state.keep, watch)
-    learning = Learning(tape, outside) if outside is not None and key is not None else None
+    learning = Learning(tape, outside) if key is not None else None
     noting = running(tape) if state.everywhere else nullcontext()
     handing = HandingOut(tape, data=not state.everywhere) if code.writes_unseen else nullcontext()
     hooks = saving(state.unit, tape.pack, unpack, watch, assigns=code.assigns)

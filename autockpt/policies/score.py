@@ -197,11 +197,8 @@ class Learning(TorchFunctionMode):
 
     def score(self) -> RecordedCall | None:
         """What later calls can follow; None where this one did what cannot be told from functions."""
-        tape = self._tape
-        if tape.astray:
-            return None
         try:
-            return self._score(RecordedCall(self._steps, tape.path[0]))
+            return None if self._tape.astray else self._score(RecordedCall(self._steps, self._tape.path[0]))
         except _Unfit:
             return None
 
@@ -269,12 +266,12 @@ class RecordedCall:
         self.sources: dict[Origin, int] = {}
         self.ops: list[RerunOp] = []
 
-    def sources_of(self, held: dict[int, torch.Tensor], versions: dict[int, int]) -> dict[Origin, Origin]:
+    def sources_of(self, held: dict[int, tuple[torch.Tensor, int]]) -> dict[Origin, Origin]:
         """What stands for these sources in one call, with the ops that make them, from what it holds."""
         own = {source: source.without_memory() for source in self.sources}
         for source, number in self.sources.items():
             if number in held:
-                own[source].held, own[source].version = held[number], versions[number]
+                own[source].held, own[source].version = held[number]
         for op in self.ops:
             op.on(own)
         return own
