@@ -143,7 +143,7 @@ class CallOutputs:
         before = self.recording, self._scopes, self.inside
         self.recording, self._scopes, self.inside = recording, 0, False
         try:
-            with setting(_current, "frame", self), launches(_launched) if recording else nullcontext():
+            with setting(_current, "frame", self), launches(self.launched) if recording else nullcontext():
                 yield
         finally:
             self.recording, self._scopes, self.inside = before
@@ -155,8 +155,7 @@ class CallOutputs:
 
     def keep(self, place: Place, output: _Output) -> None:
         self._outputs[place] = output
-        for address in output.addresses():
-            self._by_address[address] = output
+        self._by_address |= dict.fromkeys(output.addresses(), output)
 
     def watch(self, source: Any, out: Any) -> None:
         """``out`` is a view of ``source`` of which autograd knows nothing."""
@@ -164,13 +163,14 @@ class CallOutputs:
         if address is not None and (output := self._by_address.get(address)) is not None:
             output.watch(out)
 
-    def launched(self, kernel: str, args: Sequence[Any]) -> None:
-        """A Triton kernel gets these: what of it is kept may be another now."""
-        reads = READS.get(kernel, ())
-        for position, value in enumerate(args):
+    def launched(self, kernel: Any, launch: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Launch a Triton kernel: what it writes to, and is kept of the first forward, may be another then."""
+        reads = READS.get(name_of(kernel), ())
+        for position, value in enumerate((*args, *kwargs.values()) if self.recording else ()):
             address = address_of(value) if isinstance(value, torch.Tensor) and position not in reads else None
             if address is not None and (output := self._by_address.get(address)) is not None:
                 output.spoilt = True
+        return launch(kernel, *args, **kwargs)
 
     def take(self, place: Place, func: Any) -> _Output | None:
         """What the op at this place returned; None where it must run again: its output was changed in place, or handed
@@ -197,13 +197,6 @@ class CallOutputs:
         for counts in _observers:
             counts[self.unit] = counts.get(self.unit, 0) + len(self._outputs) - len(kept)
         self._outputs = kept
-
-
-def _launched(kernel: Any, launch: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    frame: CallOutputs | None = getattr(_current, "frame", None)
-    if frame is not None and frame.recording:
-        frame.launched(name_of(kernel), (*args, *kwargs.values()))
-    return launch(kernel, *args, **kwargs)
 
 
 class _Scope(Watching):
@@ -278,10 +271,9 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame, kwargs = self._frame, kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # of a branch of torch.cond
-            return func(*args, **kwargs)
         if (
-            type(func) is MethodWrapperType
+            torch.compiler.is_dynamo_compiling()  # of a branch of torch.cond
+            or type(func) is MethodWrapperType
             or func in LIGHT_FUNCTIONS
             or frame.inside
             or (self._attention and not _names_attention(func))
