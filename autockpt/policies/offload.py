@@ -39,8 +39,7 @@ class Pipeline:
         self._make = transports
         # the way off a device; raises MeasurementError for kinds of device that have none
         self.transport: Callable[[torch.device, Tier], Transport] = functools.cache(transports)
-        self._pending: list[Group] = []
-        self._last: Group | None = None
+        self.begin()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         return Pipeline(copy.deepcopy(self._make, memo))
@@ -51,8 +50,8 @@ class Pipeline:
 
     def begin(self) -> None:
         """A forward of the whole model begins: its units are not neighbours of an earlier forward's."""
-        self._pending.clear()
-        self._last = None
+        self._last: Group | None = None
+        self.unsettled: Group | None = None  # the one whose forward ended last, until it is settled
 
     def open(self, unit: str, transport: Transport) -> Group:
         """A unit's forward begins."""
@@ -60,20 +59,16 @@ class Pipeline:
 
     def close(self, group: Group) -> None:
         """A unit's forward has ended."""
-        self._last = group
         self.settle()
-        self._pending.append(group)
+        self._last = self.unsettled = group
         if not group.transport.copy_queues:
             self.settle()
 
-    def newest(self) -> Group | None:
-        """The group whose forward ended last, if it is still waiting to be settled."""
-        return self._pending[-1] if self._pending else None
-
     def settle(self) -> None:
-        """Let go of the device memory of every group whose forward has ended."""
-        while self._pending:
-            self._pending.pop(0).settle()
+        """Let go of the device memory of the group whose forward has ended."""
+        group, self.unsettled = self.unsettled, None
+        if group is not None:
+            group.settle()
 
     end = settle
 
@@ -158,9 +153,8 @@ class OffloadPolicy(Policy):
             session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, tier))
             where = ", to a file on disk" if tier == "disk" else ""
             session.note(unit.name, f"{self.kind}: {self.words}{where}")
-        for unit in _next_others(units, session.order):
-            if queues:
-                session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
+        for unit in _next_others(units, session.order) if queues else ():
+            session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
 
 
 def _device(unit: PlannedUnit) -> torch.device:
@@ -180,7 +174,7 @@ def _next_others(units: Sequence[PlannedUnit], order: Sequence[PlannedUnit]) -> 
 def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a unit behind an offloaded one: when it has ended that one's copies must be done, and when its
     backward begins they start to come back."""
-    group = state.pipeline.newest() if acts(state) else None
+    group = state.pipeline.unsettled if acts(state) else None
     output = call_inner(module, state, args, kwargs)
     if group is not None:
         state.pipeline.settle()

@@ -10,9 +10,7 @@ from torch import nn
 from autockpt.policies.base import PlannedUnit, PolicySession
 from autockpt.policies.compiling import outside_graphs, set_compiler
 from autockpt.policies.offload import OffloadPolicy, OffloadState, offloaded
-from autockpt.policies.recompute import RecomputePolicy, run_recomputed
-from autockpt.policies.replay import ReplayState
-from autockpt.schema.choices import Choice
+from autockpt.policies.recompute import RecomputePolicy
 
 
 @outside_graphs("recompute_offload", "moves what autograd saves by way of hooks")
@@ -25,17 +23,13 @@ def run_recomputed_and_offloaded(module: nn.Module, state: OffloadState, /, *arg
         set_compiler(compiler)
 
 
-class RecomputeOffloadPolicy(OffloadPolicy):
-    """Offload around a recompute."""
+class RecomputeOffloadPolicy(OffloadPolicy, RecomputePolicy):
+    """Offload around a recompute, whose forward runs again as ever."""
 
     kind: ClassVar[str] = "recompute_offload"
     run: ClassVar[Callable[..., Any]] = staticmethod(run_recomputed_and_offloaded)
     words: ClassVar[str] = "its input leaves the device, its forward runs again in backward"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        for unit in units:
-            session.place(unit.name, unit.module, run_recomputed, ReplayState(unit.name))
+        RecomputePolicy.attach(self, units, session)
         super().attach(units, session)
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        return RecomputePolicy().reruns(choice, forward)

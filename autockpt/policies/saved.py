@@ -232,7 +232,6 @@ class Packer:
         watch: CheckedCall | None,
     ) -> None:
         self._group, self._device, self._module, self._watch = group, device, module, watch
-        self._frozen: set[torch.Size] | None = None
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
@@ -266,11 +265,11 @@ class Packer:
         origin = tensor if tensor._base is None else tensor._base
         if origin.grad_fn is not None or origin.requires_grad or origin.dtype not in (torch.bfloat16, torch.float16):
             return False
-        if self._frozen is None:
-            self._frozen = {
-                p.size() for p in self._module.parameters() if p.dtype is torch.float32 and not p.requires_grad
-            }
         return origin.size() in self._frozen
+
+    @functools.cached_property
+    def _frozen(self) -> set[torch.Size]:
+        return {p.size() for p in self._module.parameters() if p.dtype is torch.float32 and not p.requires_grad}
 
     def _storage_of(self, tensor: torch.Tensor) -> SavedStorage:
         """The storage's parcel, sent now where this forward has not sent these very bytes yet."""
