@@ -25,7 +25,7 @@ from autockpt.policies.sentinels import CheckedCall
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
 _IGNORED = -100
-_REDUCTIONS = {"mean": 1, "sum": 2}  # of ATen
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # as ATen numbers them
 
 
 class Rows:
@@ -41,9 +41,6 @@ class Rows:
     unit: str
     watch: CheckedCall | None
     trained: tuple[nn.Parameter, ...] = ()
-
-    def check(self) -> None:
-        """Raise ConflictError where rows cannot be had any more as they were."""
 
     def running(self) -> AbstractContextManager[None]:
         """Around calls of ``rows``."""
@@ -166,9 +163,7 @@ class MemoryWatch:
     def __init__(self, tensor: Tensor, *, set_now: bool) -> None:
         self._storage = tensor.untyped_storage()._cdata
         self._layout = layout_of(tensor)
-        self._print: Tensor | None = None
-        if set_now:
-            self._print = fingerprint(tensor, form_of(tensor))
+        self._print = fingerprint(tensor, form_of(tensor)) if set_now else None
 
     def set_on(self, other: Tensor) -> None:
         """Set it now, where ``other`` lies in the same memory."""
@@ -236,7 +231,7 @@ class ChunkedLoss(torch.autograd.Function):
         ctx.loss, ctx.target = loss, target.clone() if ctx.entries else None
         result, total = torch.cat(parts), None
         if loss.reduction != "none":
-            column, reduction = -result[:, None], _REDUCTIONS[loss.reduction]
+            column, reduction = -result[:, None], REDUCTIONS[loss.reduction]
             result, total = torch.ops.aten.nll_loss_forward(column, loss.columns(target), None, reduction, _IGNORED)
         ctx.save_for_backward(alias(hidden), target, total)
         return result
@@ -251,7 +246,7 @@ class ChunkedLoss(torch.autograd.Function):
         loss.watch.check(hidden, loss.call)
         gradient = gradients[0]
         if total is not None:
-            column, reduction = total.new_empty((len(hidden), 1)), _REDUCTIONS[loss.reduction]
+            column, reduction = total.new_empty((len(hidden), 1)), REDUCTIONS[loss.reduction]
             classes = loss.columns(target)
             of_column = torch.ops.aten.nll_loss_backward(gradient, column, classes, None, reduction, _IGNORED, total)
             gradient = -of_column[:, 0]
@@ -283,15 +278,14 @@ class ChunkedLoss(torch.autograd.Function):
 
 def gradients_of(output: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
     """Those of inputs that autograd, whose backward this is part of, is handed next: it runs their hooks then."""
-    hooks = [hooks for tensor in inputs if (hooks := tensor._backward_hooks)]
-    kept = [hooks.copy() for hooks in hooks]
-    for own in hooks:
-        own.clear()
+    kept = [(hooks, hooks.copy()) for tensor in inputs if (hooks := tensor._backward_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
     try:
         return torch.autograd.grad(output, inputs, gradient, allow_unused=True)
     finally:
-        for own, those in zip(hooks, kept, strict=True):
-            own.update(those)
+        for hooks, those in kept:
+            hooks.update(those)
 
 
 def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:

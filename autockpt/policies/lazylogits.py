@@ -32,8 +32,7 @@ class _Family:
     """
 
     def __init__(self) -> None:
-        self.derived = 0
-        self.chunked = False
+        self.used = False  # others were derived, or a loss was chunked
         self.watchers: list[Callable[..., Any]] = []
         self.sources: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
         self.losses: list[weakref.ref[MemoryWatch]] = []
@@ -84,15 +83,12 @@ class _Family:
 
 
 @dataclass(eq=False)
-class _Made:
-    """The real logits of a source, once somebody has them, and of those that have another shape of its memory."""
-
-    real: Tensor | None = None
-
-
-@dataclass(eq=False)
 class LogitsSource:
-    """What lazy logits are made of: features of their rows, and what is done to the head's output."""
+    """What lazy logits are made of: features of their rows, and what is done to the head's output.
+
+    ``real`` are the logits themselves, once somebody has them; ``made`` the first such, of this source and of those
+    that have another shape of its memory.
+    """
 
     call: Rows
     hidden: Tensor
@@ -100,7 +96,7 @@ class LogitsSource:
     dtype: torch.dtype
     vocabulary: int
     family: _Family
-    made: _Made = field(default_factory=_Made)
+    made: list[Tensor] = field(default_factory=list)
     version: int = 0
     real: Tensor | None = None
     seen: Tensor | None = None
@@ -153,26 +149,25 @@ class LogitsSource:
             return self.seen
         self.real = self._made_once()
         self.family.hand_out(self, self.real.detach())
-        if self.made.real is None:
-            self.made.real = self.real
+        if not self.made:
+            self.made.append(self.real)
             self.call.whole(why)
             self._watch_backward(self.real)
         self.tell_watchers(self.real)
         return self.real
 
     def _made_once(self) -> Tensor:
-        return self.compute(self.hidden) if self.made.real is None else self.made.real.reshape(self.shape)
+        return self.made[0].reshape(self.shape) if self.made else self.compute(self.hidden)
 
     def _watch_backward(self, real: Tensor) -> None:
         """Where these logits are a part of others in plain training, what is written to those would be read here."""
         if not real.requires_grad:
             return
-        if self.call.exact and self.steps:
-            passing = self.family.way(self)
-            real.register_hook(lambda _: passing())
-        others, steps, call, own = self.family.handed_out, self.steps, self.call, real.untyped_storage()._cdata
+        passing, others, steps, call = self.family.way(self), self.family.handed_out, self.steps, self.call
+        own = real.untyped_storage()._cdata
 
         def check(_: Tensor) -> None:
+            passing()
             for theirs, logits, watch in others:
                 if theirs == steps and logits.untyped_storage()._cdata != own:
                     watch.check(logits, call)
@@ -186,10 +181,10 @@ class LogitsSource:
                 result.register_hook(watcher)
 
     def derive(self, **changes: Any) -> LazyLogits:
-        self.family.derived += 1
+        self.family.used = True
         if "hidden" in changes:
             changes["version"] = changes["hidden"]._version
-        made = self.made if "steps" not in changes and _same_memory(self.hidden, changes.get("hidden")) else _Made()
+        made = self.made if "steps" not in changes and _same_memory(self.hidden, changes.get("hidden")) else []
         source = replace(self, **changes, made=made, real=None, seen=None, watch=None)
         if self.watch is not None or (source.steps and self.family.open_to_writes):
             self.check()
@@ -306,7 +301,7 @@ def _before_use(lazy: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict
     changes = any(part is lazy for part in (*changed, kwargs.get("out"), kwargs.get("inplace") and args and args[0]))
     if source.real is not None or not (changes or name in _OF_GRADIENTS):
         return
-    if source.family.derived or source.family.chunked:
+    if source.family.used:
         what = "changes logits in place" if changes else "asks for the gradient of logits"
         raise ConflictError(
             f"{name} {what} of {source.call.unit}, which do not exist as a whole under {source.call.choice}",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autockpt.policies.fingerprints import quietly
-from autockpt.policies.headcall import ChunkedLoss, CrossEntropy, Elementwise
+from autockpt.policies.headcall import REDUCTIONS, ChunkedLoss, CrossEntropy, Elementwise
 from autockpt.policies.rerun_state.surroundings import Casts
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _cross_entropy(
 ) -> Any:
     """Chunked, where the rows are a matrix and the targets are class indices without weights."""
     hidden = source.hidden
-    if weight is not None or size_average is not None or reduce is not None or reduction not in _REDUCTIONS:
+    if weight is not None or size_average is not None or reduce is not None or reduction not in REDUCTIONS:
         return NotImplemented
     if type(target) is not Tensor or target.dtype is not torch.int64 or target.dim() != 1 or hidden.dim() != 2:
         return NotImplemented
@@ -126,12 +126,11 @@ def _cross_entropy(
     casts, passing, watch = Casts(hidden.device.type), family.way(source), family.watched(hidden)
     settings = CrossEntropy(source.call, source.steps, reduction, options, casts, passing, watch)
     loss: Any = ChunkedLoss.apply(settings, hidden, target, *source.call.trained)
-    family.chunked = True
+    family.used = True
     source.tell_watchers(loss)
     return loss
 
 
-_REDUCTIONS = ("mean", "sum", "none")
 _T: Any = Tensor
 UNDERSTOOD: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.cross_entropy: _cross_entropy,
