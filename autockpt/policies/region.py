@@ -107,8 +107,7 @@ class UnitCall:
         self._sources: list[_Outside | _Inside] = []
         self._positions: list[int] = []
         self._slots: list[weakref.ref[Slot]] = []
-        sentinel = replay.state.sentinel
-        code = replay.state.memory.code
+        sentinel, code = replay.state.sentinel, replay.state.memory.code
         # what a dispatch mode counts goes on in the second run, and its results may go by that
         anew = bool(user_dispatch_modes())
         self._watch = sentinel.watch(replay.module, code=code, anew=anew) if sentinel is not None else None
@@ -133,8 +132,7 @@ class UnitCall:
 
     def run(self) -> Any:
         """The first, ordinary forward. Raises ConflictError where it did what cannot be done twice."""
-        replay = self._replay
-        watch = self._watch
+        replay, watch = self._replay, self._watch
         with saving(self.unit, self._pack, unpack, watch, assigns=watch is not None and watch.assigns):
             output = replay(*(tensors := replay.tensors))
         replay.finish()
@@ -197,8 +195,7 @@ class UnitCall:
         except (StopIteration, LookupError) as error:  # an iterator or a list that the first run has used up
             said = f"raised {type(error).__name__} when it ran again in backward, which it did not in forward"
             raise differs(self.unit, said) from error
-        filler.check()
-        filler.follow(self._replay.reached.moved)
+        filler.ended(self._replay.reached.moved)
         if self._watch is not None:
             self._watch.after_rerun()
         self._keep_outputs(output, target.number)
@@ -256,13 +253,10 @@ class Recording:
         call = UnitCall(replay, self)
         self.calls += 1
         output = call.run()
-        self._learn(call, output)
-        return output
-
-    def _learn(self, call: UnitCall, output: Any) -> None:
         for leaf, tensor in enumerate(tensors_of(output)):
             if (layout := _layout(tensor)) is not None:
                 self._known[layout] = (weakref.ref(tensor.untyped_storage()), tensor._version, call, leaf)
+        return output
 
     def find(self, tensor: torch.Tensor) -> tuple[UnitCall, int] | None:
         """The call that returned a tensor, and as which of its outputs."""

@@ -158,16 +158,12 @@ class Replay:
         if self._structure.without_memory():
             raise _in_pieces_error(unit)
         if self._is_in_pieces():
-            self._gather()
-
-    def _gather(self) -> None:
-        """Have FSDP2 gather this unit's parameters where it has them in pieces at present. Its own backward, or the end
-        of this one, lets them go again."""
-        unshard: Any = getattr(self.module, "unshard", None)
-        if unshard is not None:
-            unshard()
-        if self._is_in_pieces():
-            raise _in_pieces_error(self.state.unit)
+            # FSDP2 gathers them; its own backward, or the end of this one, lets them go again
+            unshard: Any = getattr(self.module, "unshard", None)
+            if unshard is not None:
+                unshard()
+            if self._is_in_pieces():
+                raise _in_pieces_error(unit)
 
     def _is_in_pieces(self) -> bool:
         return any(map(_in_pieces, self.parameters.tensors, self._structure.parameters()))
@@ -191,15 +187,12 @@ class Replay:
     def _earlier_parameters(self) -> Iterator[None]:
         """The unit has the parameters that its forward began with: ``functional_call`` has taken them away again."""
         now, places = self._structure.parameters(), self._structure.places
-        pairs = zip(places, self.parameters.tensors, now, strict=True)
-        exchanged = [(home, name, before, after) for (home, name), before, after in pairs if _exchanged(before, after)]
-        try:
-            for home, name, before, _ in exchanged:
-                home[name] = before
+        with ExitStack() as stack:
+            for (home, name), before, after in zip(places, self.parameters.tensors, now, strict=True):
+                if _exchanged(before, after):
+                    stack.callback(home.__setitem__, name, after)
+                    home[name] = before
             yield
-        finally:
-            for home, name, _, after in exchanged:
-                home[name] = after
 
     def takes_gradients(self) -> None:
         """Backward is or may be called inside of this forward: it adds to ``.grad``, which may be read there."""

@@ -104,13 +104,11 @@ class Filler:
             raise Enough
         return value
 
-    def check(self) -> None:
-        """The run has ended. Raises ConflictError where it saved less than the first."""
+    def ended(self, moved: dict[int, int]) -> None:
+        """The run has ended. State was put back after it, its version counters (from, to), too: what is saved of it is
+        still good. Raises ConflictError where it saved less than the first."""
         if self.seen < len(self._slots):
             raise differs(self._unit, f"saved {len(self._slots)} tensors in forward and {self.seen} when it ran again")
-
-    def follow(self, moved: dict[int, int]) -> None:
-        """State was put back after the run, its version counters (from, to), too: what is saved of it is still good."""
         for slot in filter(None, (ref() for ref in self._slots) if moved else ()):
             if slot.value is not None and moved.get(slot.version) == slot.value._version != slot.version:
                 slot.version = slot.value._version

@@ -210,9 +210,8 @@ class Arrays(Kind):
     def unchanged(self, obj: Any, taken: Any) -> bool:
         if taken is None:
             return True
-        if obj.dtype != taken.dtype or obj.shape != taken.shape:
-            return False
-        return obj.tobytes() == taken.tobytes()  # of objects: which they are
+        alike = obj.dtype == taken.dtype and obj.shape == taken.shape
+        return alike and obj.tobytes() == taken.tobytes()  # of objects: which they are
 
     def put(self, obj: Any, taken: Any) -> None:
         if taken is None or obj.shape != taken.shape or obj.dtype != taken.dtype or not obj.flags.writeable:
@@ -313,8 +312,7 @@ BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(_RANGES, State(position, _rewind_range)),
     **dict.fromkeys(_FILES, State(_tell, None)),
     itertools.count: Counts(),
-    io.StringIO: State(lambda s: s.__getstate__(), lambda s, taken: s.__setstate__(taken)),
-    io.BytesIO: State(lambda b: b.__getstate__(), lambda b, taken: b.__setstate__(taken)),
+    **dict.fromkeys((io.StringIO, io.BytesIO), State(lambda f: f.__getstate__(), lambda f, was: f.__setstate__(was))),
     bytearray: State(bytes, lambda b, taken: bytearray.__setitem__(b, slice(None), taken)),
     array: State(array.__copy__, lambda a, taken: array.__setitem__(a, slice(None), taken)),
     queue.SimpleQueue: State(queue.SimpleQueue.qsize, None),

@@ -239,8 +239,7 @@ class UnitState:
         # what changes at times may now hold what it held: its second run must find it so and leave it so all the same
         changed += [node for node in self._still if node.name in memory.lively and id(node) not in new]
         self._changing = [_without_graphs(node, detached) for node in changed]
-        still = [node for node in self._still if node.name not in memory.lively]
-        still = [node for node in still if id(node) not in doubts]
+        still = [node for node in self._still if node.name not in memory.lively and id(node) not in doubts]
         self._still = [_trimmed(n) for n in still if n.name != ARGUMENT or n.kind is not TENSORS]
         self._versions = {id(node.obj): node.obj._version for node in changed if node.kind is TENSORS}
 

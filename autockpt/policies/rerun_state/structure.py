@@ -4,8 +4,9 @@ only."""
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,17 +23,20 @@ class UnitStructure:
         homes: list[dict[str, Any]] = [inner._parameters for inner in modules]
         self.places = [(home, name) for home in homes for name in home]
         self._children = [(inner._modules, name) for inner in modules for name in inner._modules]
-        self._inner = [children[name] for children, name in self._children]
         self._modules, self._fields = modules, [vars(inner) for inner in modules]
-        self._classes, self._forwards = list(map(type, modules)), [f.get("forward") for f in self._fields]
+        self._inner, self._forwards = list(self._now()), [f.get("forward") for f in self._fields]
         self._counted: list[Mapping[str, Any]] = [inner._modules for inner in modules]
         self._counted += [inner._parameters for inner in modules if not is_sharded(inner)]
         self._sizes = self._count()
 
     def still_is(self) -> bool:
         """Whether no module or forward was exchanged, and no module or parameter added or taken away, since."""
-        now = [children.get(name) for children, name in self._children]
-        return all(map(operator.is_, now, self._inner)) and self._count() == self._sizes and self._same_code()
+        same = all(map(operator.is_, self._now(), self._inner))
+        return same and self._count() == self._sizes and self._same_forwards()
+
+    def _now(self) -> Iterator[Any]:
+        inner = [children.get(name) for children, name in self._children]
+        return itertools.chain(inner, map(type, self._modules))
 
     def parameters(self) -> list[torch.Tensor | None]:
         """Those at their ``places`` as they are now: FSDP exchanges them, so the modules are asked each time."""
@@ -48,10 +52,8 @@ class UnitStructure:
         plain = (t for t in now if type(t) is torch.Tensor and t.numel() > 0 and t.layout is torch.strided)
         return any(t.untyped_storage().nbytes() == 0 for t in plain)
 
-    def _same_code(self) -> bool:
-        """Whether every module still runs the same forward, choices attached to it aside."""
-        if not all(map(operator.is_, map(type, self._modules), self._classes)):
-            return False
+    def _same_forwards(self) -> bool:
+        """Whether every module still has the same forward on itself, choices attached to it aside."""
         now = [fields.get("forward") for fields in self._fields]
         return all(map(operator.is_, now, self._forwards)) or all(
             map(operator.is_, map(placed_before, now), map(placed_before, self._forwards))

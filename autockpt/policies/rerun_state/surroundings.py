@@ -23,7 +23,6 @@ from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
 from autockpt.policies.rerun_state.reach import is_library
 
-Place = tuple[str, int]
 _C: Any = torch._C
 _CPU = torch.device("cpu")
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
@@ -156,7 +155,7 @@ def under(modes: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def _random_states(places: Iterable[Place]) -> TorchStates:
+def _random_states(places: Iterable[tuple[str, int]]) -> TorchStates:
     try:
         return TorchStates(places)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autockpt.policies import fingerprints
-from autockpt.policies.fingerprints import quietly, stream_of
+from autockpt.policies.fingerprints import layout_of, quietly, stream_of, why_not
 
 COPIED_BYTES = 1 << 28
 """Tensors and arrays up to this size are copied where that is needed to put them back."""
@@ -108,8 +108,6 @@ class Tensors(Kind):
             return True
         if taken.bits is None:
             return _has(obj, taken)
-        if (obj.shape, obj.dtype) != (taken.bits.shape, taken.bits.dtype):
-            return False
         _wait_for(taken)
         with quietly():
             return torch.equal(obj, taken.bits) if obj.is_cpu else (obj == taken.bits).all()
@@ -120,8 +118,6 @@ class Tensors(Kind):
                 raise NotPutBackError
             obj.data = taken.alias
         if taken.bits is not None:
-            if obj.shape != taken.bits.shape:  # resized in place
-                raise NotPutBackError
             _wait_for(taken)
             obj.data.copy_(taken.bits)
         elif obj._version != taken.version or not _has(obj, taken):
@@ -137,8 +133,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    form = tensor.dtype, tensor.shape
-    return (*form, tensor.stride(), tensor.storage_offset()) if tensor.layout is _STRIDED else form
+    return layout_of(tensor) if tensor.layout is _STRIDED else (tensor.dtype, tensor.shape)
 
 
 def still_holds(taken: TensorTaken) -> bool:
@@ -169,9 +164,7 @@ def place_of(tensor: torch.Tensor) -> int:
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor | int | None:
     """Of a tensor's bits and where they stand, left on a device; None where it has none of its own."""
-    if not place_of(tensor) or tensor.is_meta or without_values():
-        return None
-    if not tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+    if without_values() or why_not(tensor) is not None or not tensor.nbytes or tensor.is_conj() or tensor.is_neg():
         return None
     with quietly():
         print = fingerprints.fingerprint(tensor, fingerprints.form_of(tensor))
