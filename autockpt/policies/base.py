@@ -54,11 +54,8 @@ class PolicySession(Protocol):
     ``transports`` gives the way off a device into a tier.
     """
 
-    @property
-    def order(self) -> Sequence[PlannedUnit]: ...
-
-    @property
-    def transports(self) -> Transports: ...
+    order: Sequence[PlannedUnit]
+    transports: Transports
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""

@@ -67,17 +67,13 @@ def run_budgeted(module: nn.Module, state: BudgetState, /, *args: Any, **kwargs:
         if torch.compiler.is_dynamo_compiling():
             _claim(state.fraction)  # not the unit: the compiler would guard on its name, and compile equal layers anew
         elif not state.said:
-            _say_eager(state)
+            state.said.append("eager")
+            warnings.warn(
+                f"{state.unit} has a choice compile_budget and does not run compiled: it saves everything. Compile its "
+                "layers (for layer in …: layer.compile()) or the whole model.",
+                stacklevel=3,
+            )
     return call_inner(module, state, args, kwargs)
-
-
-def _say_eager(state: BudgetState) -> None:
-    state.said.append("eager")
-    warnings.warn(
-        f"{state.unit} has a choice compile_budget and does not run compiled: it saves everything. Compile its layers "
-        "(for layer in …: layer.compile()) or the whole model.",
-        stacklevel=4,
-    )
 
 
 def _claim(fraction: str) -> None:

@@ -58,26 +58,23 @@ def without_cache(
         return args, kwargs
     cache_type = _cache_type()
 
-    def is_cache(name: str, value: Any) -> bool:
+    def emptied(name: str, value: Any) -> Any:
         if value is None or isinstance(value, torch.Tensor):
-            return False
-        return (cache_type is not None and isinstance(value, cache_type)) or name in _CACHE_NAMES
+            return value
+        return _emptied(value, module, unit) if isinstance(value, cache_type) or name in _CACHE_NAMES else value
 
-    if any(isinstance(a, (tuple, list)) or (cache_type is not None and isinstance(a, cache_type)) for a in args):
-        names = _parameter_names(type(module))
-        args = tuple(
-            _emptied(a, module, unit) if is_cache(names[i] if i < len(names) else "", a) else a
-            for i, a in enumerate(args)
-        )
-    changes: dict[str, Any] = {n: _emptied(v, module, unit) for n, v in kwargs.items() if is_cache(n, v)}
+    if any(isinstance(a, (tuple, list, cache_type)) for a in args):
+        names = (*_parameter_names(type(module)), *[""] * len(args))  # those that `*args` takes have none
+        args = tuple(map(emptied, names, args))
+    changes = {name: new for name, value in kwargs.items() if (new := emptied(name, value)) is not value}
     if kwargs.get("use_cache"):
         changes["use_cache"] = False
     return args, ({**kwargs, **changes} if changes else kwargs)
 
 
-def _cache_type() -> type | None:
-    """transformers' base of all caches, without importing transformers for models that do not use it."""
-    return getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+def _cache_type() -> Any:
+    """transformers' base of all caches, without importing transformers for models that do not use it: no type then."""
+    return getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
 
 
 @functools.lru_cache(maxsize=256)
@@ -99,7 +96,7 @@ def _emptied(cache: Any, module: nn.Module, unit: str) -> StandIn | None:
 def _can_stand_in(cache: Any, layer: int | None) -> bool:
     """Whether a shallow copy of a cache grows by itself from here on."""
     cache_type = _cache_type()
-    if cache_type is None or not isinstance(cache, cache_type) or getattr(cache, "offloading", False):
+    if not isinstance(cache, cache_type) or getattr(cache, "offloading", False):
         return False
     parts = [part for part in vars(cache).values() if isinstance(part, cache_type)]
     if parts:
@@ -135,9 +132,9 @@ def _holds_something(cache: Any, layer: int | None) -> bool:
         return any(_holds_something(part, layer) for part in cache)
     if isinstance(cache, torch.Tensor):
         return cache.numel() > 0
-    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
-    if any(part is not None for part in parts):
-        return any(_holds_something(part, layer) for part in parts if part is not None)
+    names = "self_attention_cache", "cross_attention_cache"
+    if parts := [part for name in names if (part := getattr(cache, name, None)) is not None]:
+        return any(_holds_something(part, layer) for part in parts)
     layers = getattr(cache, "layers", None)
     if layers is None:
         return cache is not None

@@ -19,9 +19,6 @@ from autockpt.policies.region import Recording
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.schema.choices import Choice, Segment
 
-# Not even the unit's inside is compiled: what runs again must be what ran, and backward is outside of every graph.
-_outside_graphs = outside_graphs("segment", "runs several units again in backward", inside=True)
-
 
 class Region:
     """What the units of one segment share. A pass begins with the model's forward, or where a unit is called out of
@@ -99,7 +96,8 @@ def _words(members: Sequence[PlannedUnit], levels: int) -> str:
     return f"segment: {len(members)} units from {members[0].name} to {members[-1].name} {how}"
 
 
-@_outside_graphs
+# Not even the unit's inside is compiled: what runs again must be what ran, and backward is outside of every graph.
+@outside_graphs("segment", "runs several units again in backward", inside=True)
 def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped and made again with its segment.
 

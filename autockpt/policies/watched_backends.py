@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from autockpt.devices.random_states import RandomStates
 from autockpt.errors import ConflictError
@@ -27,13 +27,6 @@ KNOWN = ("cpu", "cuda", "meta")
 WATCHING = ("selective", "keep_attention", "remake")
 
 
-class _Nothing(TorchDispatchMode):
-    """Looks on and does nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def refuse_changed(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ConflictError where looking on changes a bit of what this unit's forward gives or saves for backward.
 
@@ -43,9 +36,8 @@ def refuse_changed(module: nn.Module, state: Attachment, args: tuple[Any, ...], 
     kind = _kind(args, kwargs, module)
     if kind in KNOWN:
         return
-    known: set[Any] | None = state.__dict__.get("_cache_compared")
-    if known is None:
-        known = state._cache_compared = set()  # type: ignore[attr-defined]
+    known: set[Any] = state.__dict__.get("_cache_compared") or set()
+    state._cache_compared = known  # type: ignore[attr-defined]
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     settings = (kind, autocast and torch.get_autocast_dtype(kind), module.training)
     if settings in known:
@@ -94,7 +86,7 @@ def _bits(
 
     hooks = saved_tensors_hooks(lambda tensor: digests.append(digest(tensor)), no_backward)
     try:
-        with hooks, _Nothing() if watched else nullcontext():
+        with hooks, BaseTorchDispatchMode() if watched else nullcontext():
             output = call_inner(twin, state, args, kwargs)
     except BaseException:  # the user's own, which the unit's forward would have ended with: as far as that would be
         with torch.no_grad():

@@ -40,7 +40,7 @@ class Session:
     ) -> None:
         self.attached: dict[str, str] = {}
         self.sentinels = sentinels or Sentinels()
-        self.order = tuple(units)
+        self.order: Sequence[PlannedUnit] = tuple(units)
         self.transports = transports
         self.listeners: list[ForwardListener] = []
         self._placed: list[tuple[nn.Module, AttachedForward]] = []
