@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,17 +36,27 @@ def _swiglu_forward_kernel(a: Tensor, b: Tensor, out: Tensor, _: int) -> None:
     out.detach().numpy()[...] = (a.detach() * b.detach()).numpy()
 
 
+def here(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    run(*args, **kwargs)
+
+
+def in_a_thread(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    thread = threading.Thread(target=run, args=args, kwargs=kwargs)
+    thread.start()
+    thread.join()
+
+
 class Doubled(torch.autograd.Function):
     """In place, as Liger's rotary embeddings are."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        Kernel(doubled).run(x, x.stride(0), grid=(1,))
+    def forward(ctx: Any, x: Tensor, launch: Callable[..., None]) -> Tensor:
+        launch(Kernel(doubled).run, x, x.stride(0), grid=(1,))
         return x
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 2
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2, None
 
 
 class Product(torch.autograd.Function):
@@ -62,15 +74,17 @@ class Product(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, launch: Callable[..., None]) -> None:
         super().__init__()
+        self.launch = launch
         self.query, self.gate, self.up = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        turned = Doubled.apply(self.query(x))
+        turned = Doubled.apply(self.query(x), self.launch)
         return x + Product.apply(self.gate(turned), self.up(turned)).sin()
 
 
+@pytest.mark.parametrize("launch", [here, in_a_thread])
 @pytest.mark.parametrize(
     ("choice", "lost"),
     [
@@ -82,13 +96,13 @@ class Block(nn.Module):
     ids=str,
 )
 def test_what_a_kernel_may_have_written_to_is_made_again(
-    choice: Any, lost: int, monkeypatch: pytest.MonkeyPatch
+    choice: Any, lost: int, launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", SimpleNamespace(JITFunction=Kernel))  # type: ignore[arg-type]
 
     def gradients(choices: dict[str, Any]) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(Block(), Block())
+        model = nn.Sequential(Block(launch), Block(launch))
         x = torch.randn(4, 8)
         found = {}
         with attach(model, choices, sentinels="off"), given_up() as counts:
