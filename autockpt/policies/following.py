@@ -10,8 +10,8 @@ Nothing is taken for granted about what the unit reads: where a function is anot
 that was dropped is made at once, before that function runs, and from there on all is kept. The next call is noted anew.
 
 What cannot be told from functions is not followed: tensors written to, memory handed to others (NumPy, pointers),
-autocast, whose cache may hand out casts of weights that were others, tensors of subclasses, other modes, and ops that
-run outside of torch's functions.
+autocast, whose cache may hand out casts of weights that were others, tensors of subclasses, other modes, ops that run
+outside of torch's functions, and which kernels the unit's own code chooses for an op.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class RecordedCalls:
         """What a call is given: ``tensors`` in its arguments, parameters and buffers. And a key, equal for calls that
         may go the same way; None where it is neither to be followed nor to be learned from."""
         modes = torch._C._len_torch_function_stack() or dispatch_modes()
-        if self._misses >= _MISSES or autocast_is_on() or modes:
+        if self._misses >= _MISSES or autocast_is_on() or modes or self.code.chooses_kernels:
             return tensors, None
         if self._own is None:
             inner = list(module.modules())

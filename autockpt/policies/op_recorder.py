@@ -17,6 +17,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.base import setting
 from autockpt.policies.compute_ops import STATISTICS, Kind, draws_random_numbers, is_attention, kind_of
+from autockpt.policies.rerun_state.surroundings import switches
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.sentinels import CheckedCall
@@ -81,6 +82,8 @@ class Tape:
         again = kind == "again"
         if kind == "heavy" and not (self._everything or self.keeping or (self._attention and is_attention(func))):
             again = not draws_random_numbers(func, args, kwargs)
+        if again and switches() != self._maker.switches:  # in a context of the unit's own: it would run again without
+            again, self.astray = False, True
         op = self._op(func, args, kwargs) if again else None
         out = func(*args, **kwargs)
         free = op is not None and all(source.free for source in op.reads)

@@ -18,14 +18,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
-from autockpt.policies.rerun_state.surroundings import under, user_dispatch_modes
+from autockpt.policies.rerun_state.surroundings import switched, switches, under, user_dispatch_modes
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
 from autockpt.policies.sentinels import WatchedTensor
 from autockpt.policies.slots import Empty, differs
@@ -185,10 +185,10 @@ class RemadeSlot(Empty):
 
 
 class Maker:
-    """Runs ops again for one call of a unit, under the dispatch modes that are in force now."""
+    """Runs ops again for one call of a unit, under the dispatch modes and with the kernels that are in force now."""
 
     def __init__(self, unit: str) -> None:
-        self.unit, self.modes = unit, user_dispatch_modes()
+        self.unit, self.modes, self.switches = unit, user_dispatch_modes(), switches()
         self.lock = threading.RLock()
 
     def settle(self) -> None:
@@ -206,7 +206,8 @@ class Maker:
         for op in ops:
             for source in op.reads:
                 readers[source] = readers.get(source, 0) + 1
-        with _as_below_autograd(self.unit), under(self.modes):
+        kernels = nullcontext() if switches() == self.switches else switched(self.switches)
+        with _as_below_autograd(self.unit), under(self.modes), kernels:
             for op in ops:
                 self._run(op, values, readers)
         return values[wanted]

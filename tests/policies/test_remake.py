@@ -195,6 +195,34 @@ class Doubled(torch.autograd.Function):
         return grads[0] * 2
 
 
+@pytest.mark.parametrize("options", [{}, {"keep": ["**"]}, {"within": ["then"]}], ids=str)
+@pytest.mark.parametrize("first", [0, 3], ids=["from the first step on", "later"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around the model", "inside of the unit"])
+def test_what_is_made_again_runs_the_kernels_of_the_forward(inside: bool, first: int, options: dict[str, Any]) -> None:
+    """oneDNN's GELU has other last bits than PyTorch's own."""
+    step = 0
+
+    class Switching(nn.GELU):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.backends.mkldnn.flags(enabled=step < first):
+                return super().forward(x)
+
+    def steps(choices: dict[str, Choice]) -> dict[str, Tensor]:
+        nonlocal step
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Unit(Switching() if inside else nn.GELU()) for _ in range(2))).to(DEVICE)
+        x, found = torch.randn(128, 64).to(DEVICE), dict[str, Tensor]()
+        with attach(model, choices, sentinels="off"):
+            for step in range(first + 2):
+                with torch.backends.mkldnn.flags(enabled=inside or step < first):
+                    loss = model(x).square().sum()
+                loss.backward()
+                found |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+        return found
+
+    assert_equal(steps(dict.fromkeys(("0", "1"), remake(**options))), steps({}))
+
+
 def test_custom_autograd_functions_are_refused_by_name() -> None:
     model = model_of(Doubled.apply)
     with attach(model, {"0": remake()}), pytest.raises(ConflictError, match="0 runs Doubled, a custom autograd"):

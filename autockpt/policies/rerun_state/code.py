@@ -12,19 +12,23 @@ from typing import NamedTuple
 _METHOD = re.compile(r":\w+\.(\w+)$")
 _UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
 """Names by which code comes to write to a tensor without its version counter showing it."""
+_KERNELS = frozenset({"backends", "cudnn", "mkldnn", "flags", "set_flags", "set_num_threads", "set_default_dtype"})
+_KERNELS |= {"set_float32_matmul_precision", "use_deterministic_algorithms"}
+"""Names by which code comes to choose the kernels that ops run, and their precision."""
 _ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"globals", "setattr", "vars", "__dict__"})
 """Instructions by which code makes names, and names by which it comes to make others."""
 
 
 class Code(NamedTuple):
     """Whether code names what writes to tensors behind autograd's back, whether to any that it comes by and not to
-    running statistics alone, whether it assigns to a ``.data``, and whether it may call ``backward`` or go by a
-    ``.grad``."""
+    running statistics alone, whether it assigns to a ``.data``, whether it may call ``backward`` or go by a ``.grad``,
+    and whether it may choose the kernels of its ops."""
 
     writes_unseen: bool = False
     writes_to_any: bool = False
     assigns: bool = False
     uses_gradients: bool = False
+    chooses_kernels: bool = False
 
 
 def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
@@ -44,7 +48,7 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
     assigns = any(step.opname == "STORE_ATTR" and step.argval == "data" for step in steps)
     gradients = "backward" in named or ("grad" in named and "autograd" not in named)
     to_any = not named.isdisjoint(_UNSEEN)
-    return Code(to_any or "batch_norm" in named, to_any, assigns, gradients)
+    return Code(to_any or "batch_norm" in named, to_any, assigns, gradients, not named.isdisjoint(_KERNELS))
 
 
 @functools.lru_cache(maxsize=10_000)

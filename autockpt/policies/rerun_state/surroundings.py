@@ -63,7 +63,7 @@ class Surroundings:
         self._casts = Casts("cpu", *kinds)
         self._default_device = _default_device()
         self._draws = [read() for read, _ in _GENERATORS]
-        self._switches = _switches()
+        self._switches = switches()
         self._context = contextvars.copy_context()
 
     def after(self) -> None:
@@ -79,19 +79,18 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
-        now, switches = _random_states(self._places), _switches()
+        now = _random_states(self._places)
         with ExitStack() as stack:
             stack.callback(now.put_back)
             self._random.put_back()
             if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
             stack.enter_context(self._casts.restored())
-            stack.callback(lambda: _switch(_switches(), switches))
+            stack.enter_context(switched(self._switches))
             for (read, put), state in zip(_GENERATORS, self._draws, strict=True):
                 if state is not None:
                     stack.callback(put, read())
                     put(state)
-            _switch(switches, self._switches)
             yield
 
 
@@ -241,8 +240,20 @@ def _words_at(address: int) -> memoryview:
     return memoryview((ctypes.c_uint32 * 625).from_address(address)).cast("B")
 
 
-def _switches() -> list[Any]:
+def switches() -> list[Any]:
+    """Which kernels are allowed, and what else decides on an op's result beside what it is given."""
     return [read() for read, _ in _SWITCHES]
+
+
+@contextmanager
+def switched(wanted: list[Any]) -> Iterator[None]:
+    """As ``switches`` said, and afterwards as now."""
+    now = switches()
+    _switch(now, wanted)
+    try:
+        yield
+    finally:
+        _switch(switches(), now)
 
 
 def _switch(now: list[Any], wanted: list[Any]) -> None:
