@@ -263,6 +263,8 @@ def parse_choice(value: object) -> Choice:
 
 def _unreadable(value: object, error: ValidationError) -> PlanError:
     kind = value.get("kind") if isinstance(value, Mapping) else value
+    if value is None:
+        return PlanError("no choice is written here", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
     if not isinstance(kind, str) or kind not in CHOICE_TYPES:
         return PlanError(f"unknown choice {value!r}", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
     first = error.errors()[0]
@@ -270,7 +272,10 @@ def _unreadable(value: object, error: ValidationError) -> PlanError:
     options = ", ".join(name for name in CHOICE_TYPES[kind].model_fields if name != "kind") or "none"
     if first["type"] == "extra_forbidden":
         return PlanError(f"{kind} has no option {where!r}", remedy=f"Its options: {options}.")
-    said = first["msg"].removeprefix("Value error, ")
+    said = (
+        first["msg"].removeprefix("Value error, ").replace("Input should be a valid tuple", "has to be a list of names")
+    )
+    said = said.replace("Input should be", "has to be")
     return PlanError(f"{kind}: {where}: {said}" if where else f"{kind}: {said}", remedy=f"Its options: {options}.")
 
 

@@ -90,7 +90,8 @@ def _check_choices(document: Document, place: tuple[str | int, ...], choices: ob
             parse_pattern(pattern)
             parse_choice(value)
         except PlanError as error:
-            near = closest(value, choice_kinds()) if isinstance(value, str) else None
+            unknown = error.message.startswith("unknown choice")
+            near = closest(value, choice_kinds()) if unknown and isinstance(value, str) else None
             remedy = f"Did you mean {near}? {error.remedy}" if near else error.remedy
             raise document.complain((*place, pattern), error.message, remedy) from None
 

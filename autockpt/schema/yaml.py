@@ -66,16 +66,20 @@ class Document:
             raise self._explain(error, model) from None
 
     def _explain(self, error: ValidationError, model: type[BaseModel]) -> UsageError:
-        first = error.errors()[0]
+        errors = error.errors()
+        first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
         loc: Loc = tuple(first["loc"])
         key = ".".join(str(part) for part in loc)
         if first["type"] == "extra_forbidden":
-            near = closest(str(loc[-1]), model.model_fields) if len(loc) == 1 else None
+            lacking = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == loc[:-1]]
+            near = closest(str(loc[-1]), model.model_fields if len(loc) == 1 else lacking)
             hint = f"Did you mean {near!r}?" if near else "Remove it, or correct its spelling."
             return self.complain(loc, f"unknown key {loc[-1]!r}", hint)
         if first["type"] == "missing":
             return self.complain(loc[:-1], f"{key!r} is missing", f"Add a line {loc[-1]}: …")
         said = first["msg"].removeprefix("Value error, ")
+        if not loc:  # of the whole document; its message begins with the part that it is about, if there is one
+            return self.complain(tuple(said.split()[:1]), said, f"Correct it in {self.name}.")
         return self.complain(loc, f"{key}: {said[:1].lower()}{said[1:]}", f"It reads {_short(first['input'])} now.")
 
 

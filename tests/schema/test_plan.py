@@ -209,7 +209,7 @@ def test_a_plan_cannot_claim_what_it_does_not_hold(tmp_path: Path) -> None:
         ("autockpt: 1\nchoices: [a]\n", 2, "choices"),
         ("autockpt: 1\nchoices:\n  a: save\n  b: recompte\n", 4, "recompte"),
         ("autockpt: 1\nchoices:\n  a: 3\n", 3, "3"),
-        ("autockpt: 1\nchoices:\n  a:\n", 3, "None"),
+        ("autockpt: 1\nchoices:\n  a:\n", 3, "no choice"),
         ("autockpt: 1\nchoices:\n  a: {kind: save, speed: 3}\n", 3, "speed"),
         ("autockpt: 1\nchoices:\n  a*: save\n", 3, "a*"),
         ("autockpt: 1\nchoices:\n  a: save\n  a: recompute\n", 4, "line 3"),
