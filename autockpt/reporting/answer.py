@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.reporting.style import VERDICTS, bullets, plain_table
-from autockpt.schema import Comparison, Plan, SearchOutcome, format_binary, format_bytes, words
+from autockpt.schema import Comparison, CompileMode, Plan, SearchOutcome, format_binary, format_bytes, words
 from autockpt.schema.planview import set_lines
 
 _PREDICTED = "predicted step"
@@ -227,7 +227,7 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
         )
     console.print(written, soft_wrap=True)
     console.print()
-    for line in loading_lines(str(outcome.plan_path)):
+    for line in loading_lines(str(outcome.plan_path), plan.compile):
         console.print(Text(f"    {line}", style="cyan"), soft_wrap=True)
 
 
@@ -236,6 +236,17 @@ def _status(plan: Plan) -> str:
     return f"simulated for {name}" if plan.status == "simulated" and name else plan.status
 
 
-def loading_lines(path: str) -> tuple[str, str, str]:
-    """The three lines that load a plan."""
-    return "import autockpt", f"handle = autockpt.apply(model, {json.dumps(path, ensure_ascii=False)})", "print(handle)"
+def loading_lines(path: str, compiled: CompileMode | None = None) -> tuple[str, ...]:
+    """The lines that load a plan; ``compiled``: how its steps are, which is the script's to do."""
+    lines = (
+        "import autockpt",
+        f"handle = autockpt.apply(model, {json.dumps(path, ensure_ascii=False)})",
+        "print(handle)",
+    )
+    return (*lines, *([_COMPILING[compiled]] if compiled else []))
+
+
+_COMPILING: dict[CompileMode, str] = {
+    "layers": "# and compile each layer, as its steps were when they were measured: layer.compile()",
+    "model": "model.compile()  # as its steps were when they were measured",
+}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autockpt.reporting.answer import answer_rows, loading_lines, print_answer
-from autockpt.schema import Comparison, SearchOutcome, Verdict
+from autockpt.schema import Comparison, CompileMode, SearchOutcome, Verdict
 from tests.reporting.samples import MIB, console, outcome, row
 
 
@@ -120,6 +120,14 @@ def test_notes_stand_beside_the_name_or_below_the_table() -> None:
 def test_plain_output_has_no_escapes_and_paths_are_quoted() -> None:
     assert "\x1b" not in printed(outcome())
     assert loading_lines('odd "name".yaml')[1] == 'handle = autockpt.apply(model, "odd \\"name\\".yaml")'
+
+
+@pytest.mark.parametrize(("mode", "said"), [("layers", "layer.compile()"), ("model", "model.compile()"), (None, "")])
+def test_a_plan_for_compiled_steps_says_that_they_have_to_be(mode: CompileMode | None, said: str) -> None:
+    found = outcome()
+    assert found.plan is not None
+    text = printed(found.model_copy(update={"plan": found.plan.model_copy(update={"compile": mode})}), 120)
+    assert ("compile()" in text) is (mode is not None) and said in text
 
 
 def test_host_memory_is_a_column_only_where_something_is_offloaded() -> None:
