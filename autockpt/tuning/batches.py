@@ -84,21 +84,26 @@ class Sizes:
 
 @dataclass
 class Climb:
-    """Searches of single sizes, and what came of them. ``timeout`` is in seconds, for all of them."""
+    """Searches of single sizes, and what came of them. ``timeout`` is in seconds, for all of them.
+
+    ``skipped`` are sizes that were to be searched when too little of it was left.
+    """
 
     rows: int
     search: SizeSearch
     listener: Listener
     timeout: float | None = None
     found: dict[int, SearchOutcome | None] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
 
     def at(self, size: int, trials: int) -> BatchSetting | None:
         """The best plan of a micro-batch; None where nothing fits. A size searched before is searched on."""
-        self.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
         left = self.seconds_left - RACE * (self.timeout or 0.0)
         if self.timeout is not None and left < self.timeout * LAST and any(self.found.values()):
+            self.skipped.add(size)
             return self.best(size)
+        self.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
         continued = self.found.get(size) is not None
         try:
             self.found[size] = self.search(size, trials, None if left == math.inf else max(1.0, left), continued)
@@ -112,6 +117,16 @@ class Climb:
         """What a search of this size found."""
         outcome = self.found.get(size)
         return None if outcome is None or outcome.plan is None else setting("found", size, self.rows, outcome)
+
+    def left_out(self) -> str:
+        """Which sizes there was no time for, in words; empty where there was for all."""
+        sizes = sorted(self.skipped - set(self.found))
+        if not sizes:
+            return ""
+        return (
+            f"The time limit of {self.timeout:g} s left none for micro-batches of {', '.join(map(str, sizes))}: with "
+            "more of it they may turn out faster."
+        )
 
     def open(self, size: int) -> bool:
         """Whether more candidates could bring more: not where saving everything fits, nor where a simulation ended."""
@@ -291,7 +306,7 @@ def _most_tokens(
         outcome=outcome,
         trials=climb.spent,
         seconds=time.monotonic() - climb.began,
-        notes=(*met, *filter(None, [said]), *NOTES),
+        notes=(*met, *filter(None, [said, climb.left_out()]), *NOTES),
     )
 
 

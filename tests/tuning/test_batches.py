@@ -122,6 +122,16 @@ def test_one_worse_size_above_is_passed_over() -> None:
     assert climbed(tired, known, 3, 100) == 2 and set(tired.found) == {1, 2, 4, 8}
 
 
+def test_sizes_that_there_was_no_time_for_are_said() -> None:
+    climb = climb_of({1: 1.0, 2: 1.0, 4: 1.0}, 4)
+    climb.timeout = 60.0
+    climb.at(1, 3)
+    assert climb.left_out() == ""
+    climb.began -= 50.0
+    assert climb.at(2, 3) is None and climb.at(4, 3) is None and climb.at(1, 3) is not None
+    assert climb.left_out().startswith("The time limit of 60 s left none for micro-batches of 2, 4: ")
+
+
 def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:
     asked: list[bool] = []
 
