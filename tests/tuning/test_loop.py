@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from autockpt.schema import (
 )
 from autockpt.tuning.finals import BATCH, Final, play
 from autockpt.tuning.question import Clock
+from autockpt.tuning.targets.measured import RealSteps
 from search_spaces.spaces import load_space
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
@@ -324,3 +326,14 @@ def test_plans_over_the_host_budget_are_never_measured(space: str) -> None:
     assert not offload_all.feasible and "on the host" in offload_all.message
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.peak_bytes <= found.budget.bytes
+
+
+@pytest.mark.parametrize(("noise", "said"), [(0.05, False), (0.6, True), (math.inf, False)])
+def test_timings_that_swing_are_said_to_come_of_other_work(noise: float, said: bool) -> None:
+    measured = Measurement(peak_bytes=1, step_seconds=1.0, noise=noise)
+    trial = Trial(number=0, name="0", encoding="knobs", choices={}, plan_hash="0", state="measured", feasible=True)
+    trials: Any = SimpleNamespace(all=[trial.model_copy(update={"measured": measured, "number": n}) for n in range(2)])
+    device: Any = SimpleNamespace(environment=SimpleNamespace(device=SimpleNamespace(kind="cpu")))
+    target = RealSteps(device, Clock(Silence()))
+    target._named(trials, Final(0, {0: [1.0, 1.0], 1: [1.0, 1.0]}, undecided=(1,)))
+    assert any("other work" in note and "OMP_NUM_THREADS" in note for note in target.notes) is said

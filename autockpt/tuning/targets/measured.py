@@ -28,6 +28,11 @@ CONFIRMING_STEPS = 20
 Choices = Mapping[str, Choice]
 Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
 
+SWINGS = 0.25
+"""Noise of a step, as a share, that comes of other work on the machine."""
+BUSY = "step times swing so much that other work must be at it: search again (--again) when there is none"
+ON_CORES = ", or leave cores to it, here and in training (OMP_NUM_THREADS): threads that wait for one another take long"
+
 
 def confirmation(
     spec: WorkloadSpec | None,
@@ -129,6 +134,9 @@ class RealSteps(Target):
         close = ", ".join(f"#{number}" for number in times if number != named)
         why = "" if named == final.winner else "; by what their choices cost in all trials, the first is faster"
         self.notes.append(f"trial #{named} and {close} cannot be distinguished at the noise of this machine{why}")
+        swings = [m.noise for number in times if (m := trials.all[number].measured) is not None]
+        if any(SWINGS < noise < math.inf for noise in swings):
+            self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
         return named
 
     @staticmethod
