@@ -6,6 +6,7 @@ Hooks on saved tensors are handed another tensor over the memory of before, and 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.sentinels import CheckedCall
 
 is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
+_unpack = operator.methodcaller("unpack")  # no function of Python's: backward asks for every tensor
 _assign: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -58,17 +60,12 @@ class Assignments(TorchFunctionMode):
 
 @contextmanager
 def saving(
-    unit: str,
-    pack: Callable[[torch.Tensor], Any],
-    unpack: Callable[[Any], torch.Tensor],
-    watch: CheckedCall | None,
-    *,
-    assigns: bool,
+    unit: str, pack: Callable[[torch.Tensor], Any], watch: CheckedCall | None, *, assigns: bool
 ) -> Iterator[None]:
-    """Around a unit's forward: what autograd saves goes by way of ``pack`` and ``unpack``, and where its code
-    ``assigns`` to a ``.data``, that is looked at. ``watch`` is told when it has ended."""
+    """Around a unit's forward: what autograd saves goes by way of ``pack``, which returns what has an ``unpack``, and
+    where the unit's code ``assigns`` to a ``.data``, that is looked at. ``watch`` is told when it has ended."""
     assignments = Assignments(unit, pack) if assigns else None
-    hooks = saved_tensors_hooks(pack if assignments is None else assignments.pack, unpack)
+    hooks = saved_tensors_hooks(pack if assignments is None else assignments.pack, _unpack)
     try:
         with hooks, assignments or nullcontext():
             yield

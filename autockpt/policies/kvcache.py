@@ -119,12 +119,9 @@ def _twin(cache: Any) -> Any:
 
 def _layer_index(module: nn.Module) -> int | None:
     """Where a layer's part of a cache is, by the name that transformers' attentions give it (XLM: the second)."""
-    for name in ("layer_idx", "layer_id"):
-        indices = (getattr(inner, name, None) for inner in module.modules())
-        found = next((i for i in indices if isinstance(i, int)), None)
-        if found is not None:
-            return found
-    return None
+    names = "layer_idx", "layer_id"
+    indices = (getattr(inner, name, None) for name in names for inner in module.modules())
+    return next((index for index in indices if isinstance(index, int)), None)
 
 
 def _holds_something(cache: Any, layer: int | None) -> bool:

@@ -21,7 +21,7 @@ from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs, set_compiler
 from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
-from autockpt.policies.saved import Group, Packer, unpack
+from autockpt.policies.saved import Group, Packer
 from autockpt.schema.graph import Tier
 
 MOVING = ("offload", "recompute_offload")
@@ -53,9 +53,9 @@ class Pipeline:
         self._last: Group | None = None
         self.unsettled: Group | None = None  # the one whose forward ended last, until it is settled
 
-    def open(self, unit: str, transport: Transport) -> Group:
+    def open(self, unit: str, device: torch.device, tier: Tier) -> Group:
         """A unit's forward begins."""
-        return Group(unit, self._last, transport)
+        return Group(unit, device, self._last, self.transport(device, tier))
 
     def close(self, group: Group) -> None:
         """A unit's forward has ended."""
@@ -87,8 +87,7 @@ class OffloadState(Attachment):
     def buffers(self, module: nn.Module) -> list[torch.Tensor]:
         if self._cache_buffers is None:
             self._cache_buffers = [(owner, name) for owner in module.modules() for name in owner._buffers]
-        found = (owner._buffers.get(name) for owner, name in self._cache_buffers)
-        return [b for b in found if b is not None]
+        return [b for owner, name in self._cache_buffers if (b := owner._buffers.get(name)) is not None]
 
 
 @_outside_graphs
@@ -123,10 +122,10 @@ def offloaded(
     refuse_capture(device, state.unit)
     buffers = state.buffers(module)
     outside = [t for t in tensors if t is not hidden] + buffers
-    group = state.pipeline.open(state.unit, state.pipeline.transport(device, state.tier))
+    group = state.pipeline.open(state.unit, device, state.tier)
     watch = state.sentinel.watch(module) if state.sentinel is not None else None
-    packer = Packer(group, device, outside, module, watch)
-    with saving(state.unit, packer.pack, unpack, watch, assigns=watch is not None and watch.assigns):
+    packer = Packer(group, outside, module, watch)
+    with saving(state.unit, packer.pack, watch, assigns=watch is not None and watch.assigns):
         set_compiler(compiler)
         try:
             output = call_inner(module, state, args, kwargs)

@@ -28,7 +28,7 @@ from autockpt.policies.replay import Replay
 from autockpt.policies.rerun_state.surroundings import user_dispatch_modes
 from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.saved import Kept, Watched
-from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs, unpack
+from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs
 from autockpt.policies.user_checkpoint import hooks_in_force
 
 
@@ -133,7 +133,7 @@ class UnitCall:
     def run(self) -> Any:
         """The first, ordinary forward. Raises ConflictError where it did what cannot be done twice."""
         replay, watch = self._replay, self._watch
-        with saving(self.unit, self._pack, unpack, watch, assigns=watch is not None and watch.assigns):
+        with saving(self.unit, self._pack, watch, assigns=watch is not None and watch.assigns):
             output = replay(*(tensors := replay.tensors))
         replay.finish()
         if replay.reached.doubts:

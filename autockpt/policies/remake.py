@@ -26,7 +26,6 @@ from autockpt.policies.following import Following, RecordedCalls
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.rerun_state.surroundings import user_dispatch_modes
-from autockpt.policies.saved import unpack
 from autockpt.policies.score import Learning
 from autockpt.policies.sentinels import HELD_BYTES
 from autockpt.policies.watched_backends import refuse_changed
@@ -97,7 +96,7 @@ def _watched(
         watch = state.sentinel.watch(module, code=code, hold=HELD_BYTES, anew=new)
     if score is not None:
         following = Following(state.unit, score, outside, watch)
-        with saving(state.unit, following.pack, unpack, watch, assigns=code.assigns), following:
+        with saving(state.unit, following.pack, watch, assigns=code.assigns), following:
             output = call_inner(module, state, args, kwargs)
         if following.lost:
             calls.missed(key)
@@ -106,7 +105,7 @@ def _watched(
     learning = Learning(tape, outside) if key is not None else None
     noting = running(tape) if state.everywhere else nullcontext()
     handing = HandingOut(tape, data=not state.everywhere) if code.writes_unseen else nullcontext()
-    hooks = saving(state.unit, tape.pack, unpack, watch, assigns=code.assigns)
+    hooks = saving(state.unit, tape.pack, watch, assigns=code.assigns)
     with current(tape), hooks, noting, learning or nullcontext(), handing:
         output = call_inner(module, state, args, kwargs)
     if learning is not None:

@@ -12,7 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -42,27 +42,24 @@ _WEIGHT_STEPS = frozenset(_NAMES.split())
 
 
 class Group:
-    """What one forward of one unit moved.
+    """What one forward of one unit moved off a device.
 
     ``before`` is the group whose forward ran before this one's; backward comes to it next. Where copies run beside
     compute, fetching before the bytes are needed pays.
     """
 
-    def __init__(self, unit: str, before: Group | None, transport: Transport) -> None:
-        self.unit, self.transport = unit, transport
-        self._storages: list[weakref.ref[SavedStorage]] = []
+    def __init__(self, unit: str, device: torch.device, before: Group | None, transport: Transport) -> None:
+        self.unit, self.device, self.transport = unit, device, transport
+        self.storages: list[weakref.ref[SavedStorage]] = []
         self._before = weakref.ref(before) if before is not None else None
         self._after: weakref.ref[Group] | None = None
         self._entered = self._fetched = False
         if before is not None:
             before._after = weakref.ref(self)
 
-    def add(self, storage: SavedStorage) -> None:
-        self._storages.append(weakref.ref(storage))
-
     def alive(self) -> list[SavedStorage]:
         """Storages that a graph still holds, in the order in which they were saved."""
-        return [s for ref in self._storages if (s := ref()) is not None]
+        return [s for ref in self.storages if (s := ref()) is not None]
 
     def settle(self) -> None:
         """From here on the device memory may be used for other things."""
@@ -112,7 +109,7 @@ class SavedStorage:
         self.users = self.waiting = 0
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.parcel = group.transport.send(whole)
-        group.add(self)
+        group.storages.append(weakref.ref(self))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the bytes sent are still those of ``tensor``, which looks into the same memory."""
@@ -211,11 +208,6 @@ def _check(probe: torch.Tensor, version: int, unit: str, size: torch.Size) -> No
         raise InPlaceError.of(f"{tuple(size)} that {unit} saved", probe._version, version, remedy)
 
 
-def unpack(packed: Any) -> torch.Tensor:
-    """The hook for autograd's unpacking of what knows how."""
-    return packed.unpack()
-
-
 class Packer:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
@@ -224,14 +216,9 @@ class Packer:
     """
 
     def __init__(
-        self,
-        group: Group,
-        device: torch.device,
-        outside: Iterable[torch.Tensor],
-        module: nn.Module,
-        watch: CheckedCall | None,
+        self, group: Group, outside: Iterable[torch.Tensor], module: nn.Module, watch: CheckedCall | None
     ) -> None:
-        self._group, self._device, self._module, self._watch = group, device, module, watch
+        self._group, self._module, self._watch = group, module, watch
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
@@ -249,7 +236,7 @@ class Packer:
             return False
         return (
             tensor.layout is torch.strided
-            and tensor.device == self._device
+            and tensor.device == self._group.device
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
             and tensor.untyped_storage().nbytes() >= SMALL_BYTES
             and tensor.untyped_storage()._cdata not in self._outside

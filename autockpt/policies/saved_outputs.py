@@ -134,24 +134,19 @@ class CallOutputs:
         self.recording = self.whole = True
         self._outputs: dict[Place, _Output] = {}
         self._by_address: dict[int | None, _Output] = {}
-        self._scopes = 0
+        self.scopes = 0
         self.inside = False  # a function that is watched runs: what is around it does not look at it, too
 
     @contextmanager
     def running(self, *, recording: bool) -> Iterator[None]:
         """The unit's forward runs, for the first time or again; the latter also in the middle of the first."""
-        before = self.recording, self._scopes, self.inside
-        self.recording, self._scopes, self.inside = recording, 0, False
+        before = self.recording, self.scopes, self.inside
+        self.recording, self.scopes, self.inside = recording, 0, False
         try:
             with setting(_current, "frame", self), launches(self.launched) if recording else nullcontext():
                 yield
         finally:
-            self.recording, self._scopes, self.inside = before
-
-    def scope(self, wanted: Callable[[Any], bool]) -> _Scope:
-        """A mode that keeps the outputs of wanted ops, or hands them out."""
-        self._scopes += 1
-        return _Scope(self, self._scopes, wanted)
+            self.recording, self.scopes, self.inside = before
 
     def keep(self, place: Place, output: _Output) -> None:
         self._outputs[place] = output
@@ -200,11 +195,13 @@ class CallOutputs:
 
 
 class _Scope(Watching):
-    """Entered once, or around single functions of what it is for: wanted ops are counted over all of it."""
+    """Keeps the outputs of wanted ops, or hands them out. Entered once, or around single functions of what it is for:
+    these ops are counted over all of it."""
 
-    def __init__(self, frame: CallOutputs, number: int, wanted: Callable[[Any], bool]) -> None:
+    def __init__(self, frame: CallOutputs, wanted: Callable[[Any], bool]) -> None:
         super().__init__()
-        self._frame, self._number, self._wanted = frame, number, wanted
+        frame.scopes += 1
+        self._frame, self._number, self._wanted = frame, frame.scopes, wanted
         self._functions = self._ops = 0
         self.seen: list[Any] = []
 
@@ -267,7 +264,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self, frame: CallOutputs, wanted: Callable[[Any], bool]) -> None:
         super().__init__()
         self._frame, self._attention = frame, wanted is is_attention
-        self._scope = frame.scope(wanted)
+        self._scope = _Scope(frame, wanted)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame, kwargs = self._frame, kwargs or {}

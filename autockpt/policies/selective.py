@@ -32,20 +32,16 @@ def run_selective(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs
     An output that is changed in place cannot be kept: its op runs again like the rest. Raises what ``recompute``
     raises.
     """
-    return _run(module, state, args, kwargs)
+    if not acts(state):
+        return call_plainly(module, state, args, kwargs)
+    refuse_changed(module, state, args, kwargs)
+    return run_twice(module, state, args, kwargs, KeepingReplay)
 
 
 @outside_graphs("keep_attention", WHY, inside=True)
 def run_keep_attention(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
     """As ``run_selective``."""
-    return _run(module, state, args, kwargs)
-
-
-def _run(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not acts(state):
-        return call_plainly(module, state, args, kwargs)
-    refuse_changed(module, state, args, kwargs)
-    return run_twice(module, state, args, kwargs, KeepingReplay)
+    return run_selective(module, state, *args, **kwargs)
 
 
 class SelectivePolicy(Policy):

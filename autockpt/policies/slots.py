@@ -52,26 +52,25 @@ class Slot(Empty):
         self.value, self.version, self.entry = None, 0, entry  # not by way of super: there are many
         self.maker, self.form = maker, (tensor.size(), tensor.dtype, tensor.device)
 
+    def unpack(self) -> torch.Tensor:
+        """For autograd. A value that was used up, as in a second backward, is made once more.
 
-def unpack(slot: Slot) -> torch.Tensor:
-    """The hook for autograd's unpacking. A value that was used up, as in a second backward, is made once more.
-
-    Raises InPlaceError where the unit changes in place what backward needs, as autograd itself would, and ConflictError
-    where a kernel wrote to it unseen, before which a second run may have ended.
-    """
-    refuse_late_written(slot.maker.unit)
-    if slot.waits:
-        slot.maker.refill()
-    value, slot.value = slot.value, None
-    if value is None:
-        raise differs(slot.maker.unit, "did not save a tensor again that it saved in forward")
-    if value._version != slot.version:
-        tensor = f"{tuple(value.size())} that {slot.maker.unit} saved"
-        remedy = "Replace the in-place operation inside this unit by an out-of-place one."
-        raise InPlaceError.of(tensor, value._version, slot.version, remedy)
-    if slot.entry is not None:
-        slot.entry.handed(value)
-    return value
+        Raises InPlaceError where the unit changes in place what backward needs, as autograd itself would, and
+        ConflictError where a kernel wrote to it unseen, before which a second run may have ended.
+        """
+        refuse_late_written(self.maker.unit)
+        if self.waits:
+            self.maker.refill()
+        value, self.value = self.value, None
+        if value is None:
+            raise differs(self.maker.unit, "did not save a tensor again that it saved in forward")
+        if value._version != self.version:
+            tensor = f"{tuple(value.size())} that {self.maker.unit} saved"
+            remedy = "Replace the in-place operation inside this unit by an out-of-place one."
+            raise InPlaceError.of(tensor, value._version, self.version, remedy)
+        if self.entry is not None:
+            self.entry.handed(value)
+        return value
 
 
 class Filler:

@@ -249,7 +249,7 @@ def test_the_same_memory_with_other_contents_is_sent_again():
         got = run(model)
     # plain autograd itself reads `first` after it was overwritten, so only the last term's gradient is compared
     assert got.keys() == wanted.keys()
-    storage = SavedStorage(first := torch.ones(N), Group("unit", None, transport))
+    storage = SavedStorage(first := torch.ones(N), Group("unit", first.device, None, transport))
     assert storage.holds(first)
     assert storage.holds(first.detach())
     assert not storage.holds(first.data)

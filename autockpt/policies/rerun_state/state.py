@@ -121,7 +121,7 @@ class Quiet:
                 self._typed.append(node.obj)
             else:
                 self._others.append(node)
-        self._fields = [fields for _, fields in self._getters]
+        self._sized = [*self._views, *(fields for _, fields in self._getters)]
         homes = {id(node.obj): node.obj for node in self.nodes if isinstance(node.kind, Global)}
         there, absent = ({key: list[str]() for key in homes} for _ in range(2))
         for node in self.nodes:
@@ -133,8 +133,7 @@ class Quiet:
         self._learn()
 
     def _learn(self) -> None:
-        full, self._empty = [v for v in self._views if len(v)], [v for v in self._views if not len(v)]
-        self._full, self._sized = [*full, *(v for v in self._inner if len(v))], [*full, *self._fields]
+        self._full = [view for view in (*self._views, *self._inner) if len(view)]
         self._lengths = list(map(len, self._sized))
         try:
             self._values: list[Any] | None = list(self._now())
@@ -147,7 +146,7 @@ class Quiet:
 
     def _same(self) -> bool:
         """Whether all that is in containers is the very same. No slower than it must be: every call asks twice."""
-        if self._values is None or any(self._empty) or list(map(len, self._sized)) != self._lengths:
+        if self._values is None or list(map(len, self._sized)) != self._lengths:
             return False
         if self._absent and not all(names.isdisjoint(keys) for names, keys in self._absent):
             return False
