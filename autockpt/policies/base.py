@@ -71,16 +71,22 @@ class PolicySession(Protocol):
         ...
 
 
-class Policy(Protocol):
+class Policy:
     """Carries out one kind of choice."""
 
     kind: ClassVar[str]
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        """Attach the choice to ``units``, which stand in order of execution.
+        """Attach the choice to ``units``, which stand in order of execution: by itself to each of them, or together.
 
         Raises ConflictError where that cannot be made safe.
         """
+        for unit in units:
+            session.note(unit.name, self.attach_to(unit, session))
+
+    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+        """The same to one unit, and in words what was attached. For choices that go unit by unit."""
+        raise NotImplementedError
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         """Least and most matrix products, attentions and convolutions that backward must execute again, of ``forward``.

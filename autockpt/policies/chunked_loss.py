@@ -8,7 +8,6 @@ idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXi
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,17 +25,13 @@ from autockpt.schema.choices import Choice
 class ChunkedLossPolicy(Policy):
     kind: ClassVar[str] = "chunked_loss"
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        for unit in units:
-            refuse_others(unit)
-            _refuse_parts(unit.module, unit.name)
-            tokens = unit.choice.tokens  # type: ignore[union-attr]
-            session.place(unit.name, unit.module, run_chunked, HeadState(unit.name, tokens))
-            session.note(
-                unit.name,
-                f"chunked_loss: logits and loss of {tokens} tokens at a time, again in backward; "
-                "gradients are equal up to rounding",
-            )
+    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+        refuse_others(unit)
+        _refuse_parts(unit.module, unit.name)
+        tokens = unit.choice.tokens  # type: ignore[union-attr]
+        session.place(unit.name, unit.module, run_chunked, HeadState(unit.name, tokens))
+        how = "again in backward; gradients are equal up to rounding"
+        return f"chunked_loss: logits and loss of {tokens} tokens at a time, {how}"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         # once with no rows to learn type and size, then each chunk; each chunk again

@@ -8,7 +8,6 @@ cross-entropy kernels do, e.g. of flash-attention; here with PyTorch's own opera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -28,12 +27,11 @@ _ALIGNED = 16
 class ChunkedSoftmaxPolicy(Policy):
     kind: ClassVar[str] = "chunked_softmax"
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        for unit in units:
-            refuse_others(unit)
-            chunks = unit.choice.chunks  # type: ignore[union-attr]
-            session.place(unit.name, unit.module, run_softmax, HeadState(unit.name, chunks))
-            session.note(unit.name, f"chunked_softmax: in {chunks} parts, again in backward")
+    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+        refuse_others(unit)
+        chunks = unit.choice.chunks  # type: ignore[union-attr]
+        session.place(unit.name, unit.module, run_softmax, HeadState(unit.name, chunks))
+        return f"chunked_softmax: in {chunks} parts, again in backward"
 
 
 def run_softmax(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,11 +24,10 @@ from autockpt.schema.choices import Choice
 class RecomputePolicy(Policy):
     kind: ClassVar[str] = "recompute"
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        for unit in units:
-            refuse_late_writes(unit.module, unit.name)
-            session.place(unit.name, unit.module, run_recomputed, ReplayState(unit.name))
-            session.note(unit.name, "recompute: its inputs are kept, its forward runs again in backward")
+    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+        refuse_late_writes(unit.module, unit.name)
+        session.place(unit.name, unit.module, run_recomputed, ReplayState(unit.name))
+        return "recompute: its inputs are kept, its forward runs again in backward"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         # it stops as soon as all is there that backward needs: a last product, LoRA's beside it, need not run again

@@ -158,21 +158,20 @@ class RemakePolicy(Policy):
 
     kind: ClassVar[str] = "remake"
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        for unit in units:
-            choice = unit.choice
-            assert isinstance(choice, Remake)
-            for module in modules_named(unit, choice.within, "whose tensors could be made again").values():
-                session.place(unit.name, module, run_part, PartState(unit.name, keeps=False))
-            keep = [] if EVERYTHING in choice.keep else [name for name in choice.keep if name != ATTENTION]
-            for module in modules_named(unit, keep, "whose output could be kept").values():
-                session.place(unit.name, module, run_part, PartState(unit.name, keeps=True))
-            state = RemakeState(unit.name, choice.keep, everywhere=not choice.within)
-            session.place(unit.name, unit.module, run_remade, state)
-            kept = "matrix products and attention" if EVERYTHING in choice.keep else ", ".join(choice.keep)
-            where = f" of {', '.join(choice.within)}" if choice.within else ""
-            besides = f", products of {kept} are kept" if kept else ""
-            session.note(unit.name, f"remake: tensors{where} are made again one by one in backward{besides}")
+    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+        choice = unit.choice
+        assert isinstance(choice, Remake)
+        for module in modules_named(unit, choice.within, "whose tensors could be made again").values():
+            session.place(unit.name, module, run_part, PartState(unit.name, keeps=False))
+        keep = [] if EVERYTHING in choice.keep else [name for name in choice.keep if name != ATTENTION]
+        for module in modules_named(unit, keep, "whose output could be kept").values():
+            session.place(unit.name, module, run_part, PartState(unit.name, keeps=True))
+        state = RemakeState(unit.name, choice.keep, everywhere=not choice.within)
+        session.place(unit.name, unit.module, run_remade, state)
+        kept = "matrix products and attention" if EVERYTHING in choice.keep else ", ".join(choice.keep)
+        where = f" of {', '.join(choice.within)}" if choice.within else ""
+        besides = f", products of {kept} are kept" if kept else ""
+        return f"remake: tensors{where} are made again one by one in backward{besides}"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         assert isinstance(choice, Remake)

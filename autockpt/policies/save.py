@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
@@ -11,6 +10,5 @@ from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 class SavePolicy(Policy):
     kind: ClassVar[str] = "save"
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        for unit in units:
-            session.note(unit.name, "nothing: autograd keeps what it saves")
+    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+        return "nothing: autograd keeps what it saves"

@@ -50,21 +50,17 @@ class SelectivePolicy(Policy):
     kind: ClassVar[str] = "selective"
     run: ClassVar[Callable[..., Any]] = staticmethod(run_selective)
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        for unit in units:
-            refuse_late_writes(unit.module, unit.name)
-            keep, regions = kept_by(unit.choice), _regions(unit)
-            # first the scopes: what runs again may itself be one, inside of what recomputes it
-            for module, attention in _scopes(unit, keep, regions):
-                session.place(unit.name, module, run_scope, ScopeState(unit.name, attention=attention))
-            for module in regions.values():
-                session.place(unit.name, module, self.run, ReplayState(unit.name))
-            again = ", ".join(filter(None, regions)) or "its forward"
-            kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
-            session.note(
-                unit.name,
-                f"{self.kind}: {again} run{'s' * (len(regions) == 1)} again in backward, outputs of {kept} are kept",
-            )
+    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+        refuse_late_writes(unit.module, unit.name)
+        keep, regions = kept_by(unit.choice), _regions(unit)
+        # first the scopes: what runs again may itself be one, inside of what recomputes it
+        for module, attention in _scopes(unit, keep, regions):
+            session.place(unit.name, module, run_scope, ScopeState(unit.name, attention=attention))
+        for module in regions.values():
+            session.place(unit.name, module, self.run, ReplayState(unit.name))
+        again = ", ".join(filter(None, regions)) or "its forward"
+        kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
+        return f"{self.kind}: {again} run{'s' * (len(regions) == 1)} again in backward, outputs of {kept} are kept"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         return 0, forward  # what draws random numbers runs again, whatever is to be kept
