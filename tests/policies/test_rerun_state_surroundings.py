@@ -5,11 +5,19 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.policies.rerun_state import surroundings
-from autockpt.policies.rerun_state.surroundings import numpy_state, put_numpy, put_python, python_state
+from autockpt.policies.rerun_state.surroundings import (
+    numpy_state,
+    put_numpy,
+    put_python,
+    python_state,
+    switched,
+    switches,
+)
 
 DRAWS = (random.random, lambda: random.gauss(0, 1), lambda: random.getrandbits(70), lambda: random.shuffle([1, 2, 3]))
 
@@ -66,3 +74,29 @@ def test_numpys_state_is_what_get_state_says(quick, seed, draws, more):
 
 def test_numpys_state_is_found_where_it_lies():
     assert len(numpy_state()) == 2
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "other"),
+    [
+        (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        (torch.backends.cudnn.rnn, "fp32_precision", "ieee"),
+        (torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
+        (torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+        (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", (False, False)),
+    ],
+)
+def test_how_precise_kernels_are_is_put_back(where, name, other):
+    usual = getattr(where, name)
+    before, said = switches(), other[0] if type(other) is tuple else other
+    assert usual != said
+    try:
+        setattr(where, name, other)
+        of_forward = switches()
+        setattr(where, name, usual)
+        with switched(of_forward):
+            assert getattr(where, name) == said
+        assert getattr(where, name) == usual and switches() == before
+    finally:
+        setattr(where, name, usual)

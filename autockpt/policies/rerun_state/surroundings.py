@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
+import itertools
 import pickle
 import random
 import struct
@@ -28,6 +29,8 @@ _CPU = torch.device("cpu")
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
 _dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 _warns = _C._get_deterministic_algorithms_warn_only
+_sum_in_fp16 = _C._set_cublas_allow_fp16_reduced_precision_reduction
+_sum_in_bf16 = _C._set_cublas_allow_bf16_reduced_precision_reduction
 _SWITCHES = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
@@ -44,8 +47,12 @@ _SWITCHES = (
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
     *(
         (partial(_C._get_fp32_precision_getter, *place), partial(_C._set_fp32_precision_setter, *place))
-        for place in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))
+        for place in itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))
     ),
+    (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+    # of pairs: sums in the inputs' precision, and whether a product may be cut along what is summed
+    (_C._get_cublas_allow_fp16_reduced_precision_reduction, lambda of: _sum_in_fp16(*of)),
+    (_C._get_cublas_allow_bf16_reduced_precision_reduction, lambda of: _sum_in_bf16(*of)),
 )
 
 
