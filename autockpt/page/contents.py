@@ -97,7 +97,7 @@ def contents_of(run: RunDirectory) -> Contents:
     """
     finished, plan = run.finished(), run.plan()
     outcome = finished.outcome if finished is not None else None
-    profile, base = run.profile(), run.graph()
+    profile, base, planned = run.profile(), run.graph(), run.graph("plan")
     plans = plans_of(
         run, profile, base, plan.hash if plan is not None else "", plan.host_budget_bytes if plan is not None else None
     )
@@ -108,7 +108,7 @@ def contents_of(run: RunDirectory) -> Contents:
     rows = _rows(outcome, plan)
     environment = run.environment()
     source = "simulated" if any(p.basis == SIMULATED for p in plans.points.values()) else "measured"
-    tapes = _tapes(run, profile, base)
+    tapes = _tapes({"save everything": base, "recompute all": run.graph("recompute"), OURS: planned}, profile)
     settings = dict(plan.settings if plan is not None else outcome.settings if outcome is not None else {})
     device = environment.device.name if environment is not None else ""
     every = [u for p in plans.points.values() for u in p.choices]
@@ -142,7 +142,7 @@ def contents_of(run: RunDirectory) -> Contents:
             ),
             why=refused.partition("\n")[2] if state == "infeasible" else why(plans, prices),
             compiled=bool(run.question.get("compile")),
-            rates=_rates(run, base, plan, settings),
+            rates=_rates(planned, base, plan, settings),
         )
     )
 
@@ -176,16 +176,15 @@ def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison,
     return (*plan.baselines, ours)
 
 
-def _tapes(run: RunDirectory, profile: Profile | None, base: Graph | None) -> tuple[Timeline, ...]:
+def _tapes(graphs: Mapping[str, Graph | None], profile: Profile | None) -> tuple[Timeline, ...]:
     times = profile.op_times if profile is not None else None
-    named = (("save everything", base), ("recompute all", run.graph("recompute")), (OURS, run.graph("plan")))
-    found = (tape_of(name, graph, times) for name, graph in named if graph is not None)
+    found = (tape_of(name, graph, times) for name, graph in graphs.items() if graph is not None)
     return tuple(tape for tape in found if tape is not None)
 
 
-def _rates(run: RunDirectory, base: Graph | None, plan: Plan | None, settings: Mapping[str, Any]) -> str:
+def _rates(graph: Graph | None, base: Graph | None, plan: Plan | None, settings: Mapping[str, Any]) -> str:
     """How fast the plan's step is, in words: FLOP/s, model FLOPs utilisation, tokens per second."""
-    graph, score = run.graph("plan"), (plan.measured or plan.predicted) if plan is not None else None
+    score = (plan.measured or plan.predicted) if plan is not None else None
     if plan is None or graph is None or base is None or score is None or not score.step_seconds:
         return ""
     try:
