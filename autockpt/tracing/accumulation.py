@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.policies.tape import RerunOp
 from autockpt.tracing.operators import Operator
 
 # Nodes whose own formula adds tensors of one shape; everywhere else such an addition is the engine's.
@@ -73,7 +74,7 @@ class FusedAdds:
             return False
         target, other = args
         keeps_type = torch.promote_types(target.dtype, other.dtype) == target.dtype
-        if not keeps_type or other.dim() > target.dim() or _under_a_mode():
+        if not keeps_type or other.dim() > target.dim() or _by_itself():
             return False
         return self._call == _calling_instructions()
 
@@ -100,10 +101,11 @@ def _called_by_engine() -> bool:
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
-def _under_a_mode() -> bool:
-    """Whether a dispatch mode other than the recorder hands the op on: a real step then has one, too."""
+def _by_itself() -> bool:
+    """Whether the op is no part of another: a dispatch mode other than the recorder hands it on, as it does in a real
+    step, or it is made again op by op."""
     frame = _caller()
-    return frame is not None and frame.f_code.co_name == "__torch_dispatch__"
+    return frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code is RerunOp.run.__code__)
 
 
 def _calling_instructions() -> list[tuple[int, int]]:

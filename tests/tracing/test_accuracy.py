@@ -107,6 +107,27 @@ def test_layers_that_run_under_a_mode_of_their_own(model: str) -> None:
     assert_same_bytes(graph, Real(build(spec), plan), tolerance=1e-6)
 
 
+class Gated(nn.Module):
+    """Adds to parts of a product, as state-space layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.bias = nn.Linear(64, 192, bias=False), nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value, rest = self.up(x).split(64, -1)
+        return x + nn.functional.silu(gate + self.bias) * (value + rest)
+
+
+def test_what_is_made_again_op_by_op_is_not_fused_with_the_product_before_it() -> None:
+    model = nn.Sequential(*(Gated() for _ in range(3)))
+    step = Step(model, torch.randn(4, 32, 64), loss=lambda model, batch: model(batch).square().mean())
+    plan: dict[str, Choice] = dict.fromkeys(("0", "1", "2"), Remake())
+    with Tracer.from_step(step, fallback=False) as tracer:
+        graph = tracer.trace(plan)
+    assert_same(graph, Real(step, plan))
+
+
 def test_recompute_under_autocast_with_accumulation() -> None:
     spec = WorkloadSpec(model="llama-tiny", autocast="bf16", accumulate=2)
     with Tracer.from_spec(spec, fallback=False) as tracer:
