@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from autockpt.callstack import with_room
 from autockpt.policies.attachment import Attachment, TellingAttachment, call_inner
 from autockpt.policies.base import ForwardListener
 from autockpt.policies.conflicts import refuse_native
@@ -78,7 +79,10 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
     listeners = state.listeners if state.sets is None else state.sets.begin(module, args, kwargs)
     for listener in listeners:
         listener.begin()
-    output = call_inner(module, state, args, kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        output = call_inner(module, state, args, kwargs)
+    else:  # however deep in the user's own calls this is
+        output = with_room(functools.partial(call_inner, module, state, args, kwargs))
     for listener in listeners:
         listener.end()
     if state.sets is not None:

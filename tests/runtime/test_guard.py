@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -130,3 +131,39 @@ def test_more_rows_of_pixels_are_noticed():
         guard.planned = (2, None)
         with pytest.warns(UserWarning, match=r"a batch of 16 is larger than the plan was made for \(2\)"):
             model(**case.batch())
+
+
+@pytest.mark.skipif(sys.platform != "linux" or sys.implementation.name != "cpython", reason="CPython's own frames")
+def test_no_depth_of_the_users_calls_at_which_a_forward_maps_memory():
+    import resource
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(1, 1)])
+
+        def forward(self, x):
+            for _ in range(1000):
+                called(6)
+            return self.layers[0](x)
+
+    def called(more):
+        if more:
+            called(more - 1)
+
+    def at(depth, model):
+        return at(depth - 1, model) if depth else model(x)
+
+    def page_faults(model):
+        at(150, model)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for depth in range(150):  # at some of which the frames end just where a chunk of CPython's does
+            for _ in range(4):
+                at(depth, model)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    x, model = torch.ones(1, 1), Calls()
+    if page_faults(model) < 12_000:
+        pytest.skip("this Python maps no memory at the ends of its chunks")
+    with attach(model, {"layers.0": RECOMPUTE}):
+        assert page_faults(model) < 6_000  # a few for each forward
