@@ -18,7 +18,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.known import ALL, NONE, OURS
 
-MORE = 2 * 10**9  # bytes of the question that a page answers by itself
+MORE = 2 * 10**9  # bytes: the most of the question that a page answers by itself
 STATES = {
     "empty": "Nothing was tried yet: the search has not come to its first trial.",
     "running": "The search is still at work; this is what it knows so far.",
@@ -104,7 +104,7 @@ def next_steps(plans: Plans, budget: ResolvedBudget | None, source: str, state: 
 
 
 def more_budget(plans: Plans, budget: ResolvedBudget | None) -> tuple[str, ...]:
-    """What the nearest larger budget with a faster plan buys, and what ``MORE`` bytes buy; empty without an answer."""
+    """What a little more memory buys, and the nearest larger budget with a faster plan; empty without an answer."""
     if plans.best is None or budget is None:
         return ()
     best = plans.points[plans.best]
@@ -160,6 +160,12 @@ def _undecided(plans: Plans, best: PlanPoint) -> list[str]:
     ]
 
 
+def a_little_more(budget: int) -> int:
+    """Bytes: a tenth of a budget in bytes, to one digit, at most ``MORE``."""
+    digit = 10 ** (len(str(budget)) - 2) if budget >= 10 else 1
+    return min(MORE, max(1, round(budget / 10 / digit)) * digit)
+
+
 def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
     """The nearest larger budget that would buy a faster step."""
     for threshold in plans.thresholds:
@@ -179,12 +185,13 @@ def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
 
 
 def _another(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
-    """What ``MORE`` bytes would buy: the fastest plan that is known to fit then."""
-    known = [t for t in plans.thresholds if t.bytes <= budget.bytes + MORE]
+    """What a little more would buy: the fastest plan that is known to fit then."""
+    more = a_little_more(budget.bytes)
+    known = [t for t in plans.thresholds if t.bytes <= budget.bytes + more]
     if not known or not best.seconds:
         return ""
     point = plans.points[known[-1].predicted or known[-1].tried or ""]
-    asked = f"Another {format_decimal(MORE)} ({format_binary(budget.bytes + MORE)})"
+    asked = f"Another {format_decimal(more)} ({format_binary(budget.bytes + more)})"
     gain = 1 - (point.seconds or best.seconds) / best.seconds
     if gain < WORTH:
         return f"{asked} would buy no time that is known of."

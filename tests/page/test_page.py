@@ -11,6 +11,7 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.page import compare_page, run_page, write_page
 from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import GHOST, OPTUNA, SOLVER
+from autockpt.page.sentence import a_little_more
 from autockpt.schema import OFFLOAD, SAVE, FinishedSearch, Prediction
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from tests.page.samples import BUDGET, make_run, plan_of, trials
@@ -95,6 +96,7 @@ def test_other_budgets_are_answered_by_what_was_tried_and_by_what_is_predicted(t
     assert plans.points["t2"].low == pytest.approx(0.16 * 0.98)
     assert all(p.basis == "predicted" for key, p in plans.points.items() if key.startswith("p"))
     assert any("more (2.15 KiB) would make a step 12.5 % faster (measured)" in s for s in run.more_budget)
+    assert any(s.startswith("Another 200 B (2.05 KiB) would buy no time") for s in run.more_budget), run.more_budget
     assert plans.missed_bytes is not None and plans.missed_seconds is not None and plans.missed_seconds < 0.05
     assert {change.name for change in run.changes} >= {"One more sample in the batch", "Sharding over two devices"}
 
@@ -106,6 +108,21 @@ def test_other_budgets_are_answered_by_what_was_tried_and_by_what_is_predicted(t
     assert (point.basis, point.peak, point.seconds, dict(point.choices)) == (GHOST, 2000, 0.15, ghost.choices)
     assert "ghost run, time predicted" in run_page(directory)
     assert ("Head and loss in chunks", GHOST) in {(change.name, change.basis) for change in run.changes}
+
+
+@pytest.mark.parametrize(
+    ("budget", "more"),
+    [
+        (1, 1),
+        (1900, 200),
+        (290 * 10**6, 30 * 10**6),
+        (8 * 10**9, 800 * 10**6),
+        (24 * 10**9, 2 * 10**9),
+        (10**11, 2 * 10**9),
+    ],
+)
+def test_the_step_to_a_larger_budget_goes_by_the_budget(budget: int, more: int) -> None:
+    assert a_little_more(budget) == more
 
 
 def test_the_tape_says_what_is_alive_who_wrote_it_and_who_reads_it(tmp_path: Path) -> None:
