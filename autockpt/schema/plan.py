@@ -283,7 +283,7 @@ class Plan(Data):
 
     @property
     def file(self) -> str:
-        """The name of the file that the plan was read from; a word for it where it was not."""
+        """The path that the plan was read from, as it was given; a word for it where it was from none."""
         return self._document.name if self._document is not None else "PLAN"
 
     @property

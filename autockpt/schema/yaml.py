@@ -40,7 +40,7 @@ for _tag, _regex, _first in (
 
 @dataclass
 class Document:
-    """A parsed file: plain data, the line on which every part of it stands, and the error class for complaints."""
+    """A parsed file: its path as given, plain data, the lines of all its parts, and the error class for complaints."""
 
     name: str
     data: Any = None
@@ -84,7 +84,7 @@ class Document:
 
 
 def parse(text: str, name: str, error: type[UsageError] = UsageError) -> Document:
-    """Parse one YAML document. ``name`` is the file's name for messages.
+    """Parse one YAML document. ``name`` is what messages call the file.
 
     Raises ``error`` for bad syntax, duplicate keys, anchors, aliases, tags, several documents, or too much of anything.
     """
@@ -111,7 +111,7 @@ def read(path: str | Path, error: type[UsageError] = UsageError) -> Document:
     path = Path(path)
     try:
         raw = read_regular(path, MAX_BYTES + 1, links=True)
-        return parse(raw.decode("utf-8"), path.name, error)
+        return parse(raw.decode("utf-8"), str(path), error)
     except FileNotFoundError:
         raise error(f"there is no file {path}", remedy="Check the path.") from None
     except OSError as bad:

@@ -225,7 +225,8 @@ def test_a_plan_cannot_claim_what_it_does_not_hold(tmp_path: Path) -> None:
 )
 def test_bad_plans_are_errors_with_line_and_remedy(tmp_path: Path, text: str, line: int, word: str) -> None:
     error = refused(tmp_path, text)
-    assert error.message.startswith(f"plan.yaml:{line}: ") and word in error.message
+    assert error.message.startswith(f"{tmp_path}/plan.yaml:{line}: "), "of two plans one has to know which"
+    assert word in error.message
 
 
 def test_what_is_mistyped_is_told_the_nearest(tmp_path: Path) -> None:

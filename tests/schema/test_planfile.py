@@ -25,7 +25,7 @@ SETS = "  model.layers.0: recompute\nsmaller_batches:\n- when: {tokens: 4096}\n 
         (
             SETS + "- when: {tokens: 8}\n  choices: {a: save}\n",
             ":4: smaller_batches go from small to large",
-            "Correct it in plan",
+            "Correct it in ",
         ),
     ],
 )

@@ -64,7 +64,7 @@ def test_bad_spaces_are_errors_with_a_line(tmp_path: Path, text: str, line: int,
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
         load_space(str(path))
-    assert caught.value.message.startswith(f"mine.yaml:{line}: ") and word in caught.value.message
+    assert caught.value.message.startswith(f"{path}:{line}: ") and word in caught.value.message
 
 
 def test_an_unknown_name_suggests_one() -> None:
