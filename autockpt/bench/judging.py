@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autockpt.bench.peers import OUR_OWN, OURS, PEERS, PLAIN
 from autockpt.history.statistics import Interval, judge, noise, ratio_interval
-from autockpt.schema import ResolvedBudget
+from autockpt.schema import ResolvedBudget, words
 from autockpt.schema.bench import BenchLine, BenchRow, BudgetResult, Duel, Group, Ratio
 
 Rounds = Sequence[Mapping[str, float]]
@@ -59,26 +59,34 @@ def results_of(
     """Who is ahead at every budget: each of our own ways that has rows against the others of its group."""
     rows = list(rows)
     own = [name for name in OUR_OWN if any(row.peer == name for row in rows)] or [OURS]
-    measured = [row for row in rows if row.state == "measured" and row.peak_bytes is not None]
-    return [_result(name, measured, rounds, budget, within) for budget in budgets for name in own]
+    return [_result(name, rows, rounds, budget, within) for budget in budgets for name in own]
 
 
 def _result(own: str, rows: Sequence[BenchRow], rounds: Rounds, budget: ResolvedBudget, within: float) -> BudgetResult:
     group = PEERS[own].group
-    fitting = [row for row in rows if row.peak_bytes is not None and row.peak_bytes <= budget.bytes]
+    measured = [row for row in rows if row.state == "measured" and row.peak_bytes is not None]
+    fitting = [row for row in measured if row.peak_bytes is not None and row.peak_bytes <= budget.bytes]
     compiled = fastest([row.key for row in fitting if row.group == "compiled"], rounds) if group == "eager" else None
     found = [row for row in rows if row.peer == own and row.budget == budget.asked]
     ours = next((row for row in found if row in fitting), None)
     rivals = [row.key for row in fitting if row.group == group and row.peer not in OUR_OWN]
     if ours is None:
-        over = "our plan's measured peak is over the budget" if found else "no plan of ours"
-        return BudgetResult(budget=budget, peer=own, compiled=compiled, note=f"{over}; {len(rivals)} others fit")
+        note = f"{_missing(found)}; {words.counted(len(rivals), 'other')} {'fits' if len(rivals) == 1 else 'fit'}"
+        return BudgetResult(budget=budget, peer=own, compiled=compiled, note=note)
     ratios = {rival: ratio for rival in rivals if (ratio := paired(ours.key, rival, rounds)) is not None}
     # against the fastest of them our own ratio is largest
     order = sorted(ratios, key=lambda rival: -ratios[rival].value)
     duels = tuple(_duel(key, ratios[key], within) for key in order)
     note = "" if rivals else f"no other {group} method fits"
     return BudgetResult(budget=budget, peer=own, ours=ours.key, duels=duels, compiled=compiled, note=note)
+
+
+def _missing(ours: Sequence[BenchRow]) -> str:
+    """Why none of our plans for a budget is within it."""
+    states = {row.state for row in ours}
+    if "measured" in states:
+        return "our plan's measured peak is over the budget"
+    return "no plan of ours fits" if "infeasible" in states else "no plan of ours"
 
 
 def _duel(rival: str, ratio: Ratio, within: float) -> Duel:

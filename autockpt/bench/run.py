@@ -11,7 +11,7 @@ from autockpt.bench.judging import lines_of, open_rows, results_of
 from autockpt.bench.peers import OUR_OWN, PEERS, PLAIN
 from autockpt.bench.searching import search_for
 from autockpt.bench.store import BenchDirectory
-from autockpt.errors import AutockptError, MeasurementError, UsageError
+from autockpt.errors import AutockptError, InfeasibleError, MeasurementError, UsageError
 from autockpt.measuring import WorkerMeasurer
 from autockpt.reporting import bench_page, bench_picture
 from autockpt.schema import Listener, ResolvedBudget, Silence, covers
@@ -159,7 +159,8 @@ class _Bench:
                 out = self.directory.path / "searches"
                 choices, cost = search_for(self.request, budget, out, self.listener, own.compile)
             except AutockptError as error:
-                self._put(row, ". ".join(error.message.splitlines()))
+                state = "infeasible" if isinstance(error, InfeasibleError) else "failed"
+                self._put(row.model_copy(update={"state": state}), ". ".join(error.message.splitlines()))
                 continue
             self._first_steps(row.model_copy(update={"setting": {"choices": choices}, "search": cost}))
 

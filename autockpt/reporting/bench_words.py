@@ -9,7 +9,12 @@ from autockpt.schema.bench import BenchLine, BenchReport, BudgetResult, Ratio
 
 COLUMNS = ("method", "peak", "of plain", "step", "overhead", "95 % interval")
 GROUPS = {"eager": "Eager", "compiled": "Compiled (torch.compile), over compiled with budget 1"}
-NOT_MEASURED = {"out_of_memory": "out of memory", "failed": "failed", "missing": "not here"}
+NOT_MEASURED = {
+    "out_of_memory": "out of memory",
+    "infeasible": "nothing fits",
+    "failed": "failed",
+    "missing": "not here",
+}
 
 
 def cells(line: BenchLine, plain_peak: int | None) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from autockpt.schema.space import SearchSpace
 from autockpt.schema.workload import WorkloadSpec
 
 Group = Literal["eager", "compiled"]
-RowState = Literal["measured", "out_of_memory", "failed", "missing"]
+RowState = Literal["measured", "out_of_memory", "infeasible", "failed", "missing"]
 Word = Literal["faster", "slower", "undecided"]
 
 

@@ -66,12 +66,13 @@ def test_every_row_is_measured_in_turns_or_says_why_not(here: HereMeasurer, tmp_
         "autockpt 99%",
     ]
     assert lines["offload all"].row.state == "missing" and "CPU" in lines["offload all"].row.message
-    assert lines["autockpt 1%"].row.state == "failed" and lines["autockpt 1%"].row.message == "nothing fits"
+    assert lines["autockpt 1%"].row.state == "infeasible" and lines["autockpt 1%"].row.message == "nothing fits"
     timed = [line for line in report.lines if line.row.state == "measured"]
     assert all(line.rounds >= 2 and line.row.gradients == "bit-equal" for line in timed)
     assert lines["autockpt 99%"].row.search == SearchCost(trials=3, seconds=2, measured_seconds=1)
     small, large = report.budgets
-    assert small.ours is None and large.ours == "autockpt 99%"
+    assert small.ours is None and small.note == "no plan of ours fits; 0 others fit"
+    assert large.ours == "autockpt 99%"
     assert "save everything" not in {d.rival for d in large.duels} and large.duels[0].ratio.rounds == 3
     assert not report.interrupted
 

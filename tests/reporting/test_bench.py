@@ -37,6 +37,9 @@ def sample() -> BenchReport:
         line("first-k 2", "first-k", 200 * MIB, 1.2, 1.2),
         BenchLine(row=BenchRow(key="torch SAC ILP", peer="torch SAC ILP", state="missing", message="needs pulp")),
         line("torch.compile 1", "torch.compile", 250 * MIB, 0.9, group="compiled", gradients="equal with plain"),
+        BenchLine(
+            row=BenchRow(key="autockpt 10%", peer="autockpt", state="infeasible", message="nothing fits 40.0 MiB")
+        ),
         line("autockpt 60%", "autockpt", 190 * MIB, 1.13, 1.13, budget="60%", search=cost),
     )
     result = BudgetResult(
@@ -65,6 +68,7 @@ def test_the_screen_says_who_is_ahead_and_how_surely() -> None:
     assert "0.940 [0.930, 0.950], faster (interval still wider than asked for after 9 rounds)" in text
     assert "10% (40.0 MiB): no plan of ours." in text
     assert "torch SAC ILP: needs pulp" in text and "not here" in text
+    assert "autockpt 10% — — nothing fits" in text and "autockpt 10%: nothing fits 40.0 MiB" in text
     assert "7 trials in 61.0 s, 50.0 s of them measured steps" in text
     assert "gradients bit-equal with plain training's: 4 rows" in text
 
