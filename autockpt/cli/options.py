@@ -82,30 +82,42 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
     ),
     "weights": _option(bool, "--weights/--no-weights", "Load trained weights. Default: random ones."),
     "master_weights": _option(
-        bool, "--master-weights/--no-master-weights", "fp32 copies of 16-bit weights. Simulated hardware only."
+        bool, "--master-weights/--no-master-weights", "fp32 copies of 16-bit weights, for the optimizer. Default: no."
     ),
     "keep_gradients": _option(
-        bool, "--keep-gradients/--free-gradients", "Gradients are zeroed, not freed. Simulated hardware only."
+        bool, "--keep-gradients/--free-gradients", "Gradients are zeroed between steps, not freed. Default: freed."
     ),
-    "ddp": _option(str, "--ddp [buckets|views]", "DDP's gradient buckets. Simulated hardware only."),
-    "shard": _option(int, "--shard N", "Shard over N GPUs (FSDP2, ZeRO-3). Simulated hardware only.", min=1),
+    "ddp": _option(
+        str,
+        "--ddp [buckets|views]",
+        "DDP's gradient buckets: copied to, or with gradients as views of them. Default: no DDP.",
+    ),
+    "shard": _option(int, "--shard N", "Shard over N GPUs (FSDP2, ZeRO-3). Default: one GPU.", min=1),
     "trust_remote_code": _option(bool, "--trust-remote-code/--no-remote-code", "Run code of the hub's. Default: no."),
 }
 
 
+SIMULATED_ONLY = ("master_weights", "keep_gradients", "ddp", "shard")
+
+
 def takes_workload(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb all workload options; it receives those that were given as one mapping, ``workload``."""
+    """Give a verb the workload options; it receives those that were given as one mapping, ``workload``.
+
+    A verb without ``--hardware`` takes real steps, and gets none of what only simulated hardware can follow.
+    """
+    own = inspect.signature(verb, eval_str=True).parameters
+    without = () if "hardware" in own else SIMULATED_ONLY
+    taken = {name: annotation for name, annotation in WORKLOAD_OPTIONS.items() if name not in without}
 
     @functools.wraps(verb)
     def run(**options: Any) -> None:
-        given = {name: options.pop(name) for name in WORKLOAD_OPTIONS}
+        given = {name: options.pop(name) for name in taken}
         verb(workload={k: v for k, v in given.items() if v is not None}, **options)
 
-    own = inspect.signature(verb, eval_str=True).parameters
     kept = [p for name, p in own.items() if name != "workload"]
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in WORKLOAD_OPTIONS.items()
+        for name, annotation in taken.items()
     ]
     keyword_only = [p for p in kept if p.kind is p.KEYWORD_ONLY]
     positional = [p for p in kept if p.kind is not p.KEYWORD_ONLY]

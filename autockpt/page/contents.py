@@ -109,6 +109,7 @@ def contents_of(run: RunDirectory) -> Contents:
     environment = run.environment()
     source = "simulated" if any(p.basis == SIMULATED for p in plans.points.values()) else "measured"
     tapes = _tapes({"save everything": base, "recompute all": run.graph("recompute"), OURS: planned}, profile)
+    simulated_only = plan.workload.simulated_only() if plan is not None and plan.workload is not None else ()
     settings = dict(plan.settings if plan is not None else outcome.settings if outcome is not None else {})
     device = environment.device.name if environment is not None else ""
     every = [u for p in plans.points.values() for u in p.choices]
@@ -122,7 +123,7 @@ def contents_of(run: RunDirectory) -> Contents:
             source=source,
             state=state,
             sentence=sentence(rows, budget, source, state, refused),
-            next_steps=next_steps(plans, budget, source, state, run.path.resolve().name),
+            next_steps=next_steps(plans, budget, source, state, run.path.resolve().name, simulated_only),
             more_budget=more_budget(plans, budget),
             budget=budget,
             rows=rows,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autockpt.page.plans import MEASURED, SAID, WORTH, PlanPoint, Plans
 from autockpt.schema import (
@@ -78,8 +78,10 @@ def _percent(share: float) -> str:
     return f"{value:.0f} %" if value >= 9.95 else f"{value:.1f} %"
 
 
-def next_steps(plans: Plans, budget: ResolvedBudget | None, source: str, state: str, run: str) -> tuple[str, ...]:
-    """What is worth doing after this run, most useful first."""
+def next_steps(
+    plans: Plans, budget: ResolvedBudget | None, source: str, state: str, run: str, simulated_only: Collection[str] = ()
+) -> tuple[str, ...]:
+    """What is worth doing after this run, most useful first. ``simulated_only``: options that no real step follows."""
     if state == "infeasible":
         return ('Raise the budget, or change the job: see "What would change the answer" below.',)
     if state == "running":
@@ -90,7 +92,7 @@ def next_steps(plans: Plans, budget: ResolvedBudget | None, source: str, state: 
     steps = []
     if state == "stopped":
         steps.append("Run the same command again: it continues where it stopped.")
-    if source == "simulated":
+    if source == "simulated" and not simulated_only:
         steps.append(f"On the device, hold the plan against real steps: autockpt verify {run}/plan.yaml")
     else:
         steps.append("Load the plan with the lines above and train.")

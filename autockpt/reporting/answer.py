@@ -217,18 +217,23 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     if outcome.plan_path is None:
         return
     console.print()
-    written = Text.assemble("Written to ", (str(outcome.plan_path), "bold"), ". To train with it:")
-    if plan.status == "simulated":
-        written = Text.assemble(
-            "Written to ",
-            (str(outcome.plan_path), "bold"),
-            f". On the device, `autockpt verify {outcome.plan_path}` holds it against real steps, and "
-            f"`autockpt search --resume {outcome.plan_path}` goes on with measured ones. To train with it:",
-        )
-    console.print(written, soft_wrap=True)
+    then = f". {_on_the_device(plan, str(outcome.plan_path))}To train with it:"
+    console.print(Text.assemble("Written to ", (str(outcome.plan_path), "bold"), then), soft_wrap=True)
     console.print()
     for line in loading_lines(str(outcome.plan_path), plan.compile):
         console.print(Text(f"    {line}", style="cyan"), soft_wrap=True)
+
+
+def _on_the_device(plan: Plan, path: str) -> str:
+    """How a simulated plan is held against real steps, where these can be as it was made for."""
+    if plan.status != "simulated":
+        return ""
+    if plan.workload is not None and (options := plan.workload.simulated_only()):
+        return f"No command here takes real steps with {', '.join(options)}: its numbers stay simulated. "
+    return (
+        f"On the device, `autockpt verify {path}` holds it against real steps, and "
+        f"`autockpt search --resume {path}` goes on with measured ones. "
+    )
 
 
 def _status(plan: Plan) -> str:

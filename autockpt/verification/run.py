@@ -73,6 +73,13 @@ def verify(
             "the plan does not say which training step it was made for",
             remedy="Name it: --model, --batch-size, --seq-len and what else your step uses.",
         )
+    if isinstance(subject, WorkloadSpec) and (options := subject.simulated_only()):
+        said = ", ".join(f"{option} {value}".strip() for option, value in options.items())
+        raise PlanError(
+            f"the plan was simulated for {said}, which real steps of one process do not follow",
+            remedy="Train with it: gradients are checked there, and print(handle.sentinels) says how many. Or search "
+            "without these options, and verify that plan.",
+        )
     with _open(subject, device, measurer, plan, mode) as runs:
         report = _Verification(plan, subject, runs, device, listener or Silence(), steps, mode).report()
         if path is not None and report.measured is not None and report.steps is not None:

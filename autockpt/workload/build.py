@@ -74,7 +74,8 @@ def refuse_simulated(spec: WorkloadSpec) -> None:
     for option, value in spec.simulated_only().items():
         raise UsageError(
             f"{option} {value}".strip() + " can only be planned for on simulated hardware, not measured",
-            remedy="Add --hardware with the name of a device, or leave the option out.",
+            remedy="Add --hardware with the name of a device; or leave out the option, or the plan that --resume found "
+            "it in.",
         )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from autockpt.cli.app import VERBS
 from autockpt.cli.options import workload_spec
 from autockpt.errors import UsageError
 from tests.cli.conftest import Autockpt
@@ -22,6 +23,13 @@ from tests.cli.conftest import Autockpt
 def test_what_a_value_has_to_be_is_said_in_plain_words(autockpt: Autockpt, option: str, value: str, said: str) -> None:
     result = autockpt("search", "--model", "llama-tiny", "--budget", "1GB", option, value)
     assert result.code == 2 and option in result.err and said in result.err
+
+
+def test_only_what_can_simulate_a_device_takes_options_that_no_real_step_follows(autockpt: Autockpt) -> None:
+    for verb in VERBS:
+        text = autockpt(verb.__name__, "--help").out
+        assert ("--shard" in text) is (verb.__name__ in ("search", "trace", "explain", "diagnose")), verb.__name__
+        assert "--shard" not in text or "--hardware" in text
 
 
 def test_so_it_is_where_the_workload_looks_at_a_value() -> None:

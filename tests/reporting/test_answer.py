@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autockpt.reporting.answer import answer_rows, loading_lines, print_answer
-from autockpt.schema import Comparison, CompileMode, SearchOutcome, Verdict
+from autockpt.schema import Comparison, CompileMode, SearchOutcome, Verdict, WorkloadSpec
 from tests.reporting.samples import MIB, console, outcome, row
 
 
@@ -120,6 +120,17 @@ def test_notes_stand_beside_the_name_or_below_the_table() -> None:
 def test_plain_output_has_no_escapes_and_paths_are_quoted() -> None:
     assert "\x1b" not in printed(outcome())
     assert loading_lines('odd "name".yaml')[1] == 'handle = autockpt.apply(model, "odd \\"name\\".yaml")'
+
+
+def test_a_simulated_plan_names_commands_that_measure_it_only_where_there_are_some() -> None:
+    found = outcome()
+    assert found.plan is not None
+    for options, command in (({}, True), ({"shard": 8}, False)):
+        work = WorkloadSpec.model_validate({"model": "llama-tiny", **options})
+        plan = found.plan.model_copy(update={"source": "simulated", "workload": work})
+        text = " ".join(printed(found.model_copy(update={"plan": plan})).split())
+        assert ("`autockpt verify" in text) is command
+        assert ("No command here takes real steps with --shard: its numbers stay simulated." in text) is not command
 
 
 @pytest.mark.parametrize(("mode", "said"), [("layers", "layer.compile()"), ("model", "model.compile()"), (None, "")])

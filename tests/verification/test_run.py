@@ -211,6 +211,9 @@ def test_where_plain_training_does_not_fit(monkeypatch):
 
 
 def test_plans_that_cannot_be_verified():
+    for_many = Plan(choices={"**": RECOMPUTE}, workload=WorkloadSpec(model="llama-tiny", shard=8, keep_gradients=True))
+    with pytest.raises(PlanError, match=r"simulated for --keep-gradients, --shard 8, which real steps"):
+        verify(for_many)
     with pytest.raises(PlanError, match="does not say which training step"):
         verify(Plan(choices={"**": RECOMPUTE}))
     work = workload()
