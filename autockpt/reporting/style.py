@@ -43,7 +43,7 @@ class _Table(Table):
         beside = self._extra_width + sum(map(self._get_padding_width, range(len(self.columns))))
         room = options.max_width - beside
         if sum(least) > room:
-            yield from self._paragraphs(cells)
+            yield from self._paragraphs(cells, options.max_width)
             return
         fitted = copy.copy(self)
         widths = _widths(self.columns, least, most, room)
@@ -52,7 +52,7 @@ class _Table(Table):
         ]
         yield from Table.__rich_console__(fitted, console, options)
 
-    def _paragraphs(self, cells: list[list[Text]]) -> RenderResult:
+    def _paragraphs(self, cells: list[list[Text]], width: int) -> RenderResult:
         """Each row as text: its first cell, then the others by the names of their columns."""
         named = [str(column.header) if self.show_header else "" for column in self.columns]
         first = next((index for index, name in enumerate(named) if name), 0)
@@ -66,9 +66,22 @@ class _Table(Table):
                 if part.plain.strip()
             ]
             if rest:
-                yield Padding(Text(", ").join(rest), (0, 0, 0, 2))
+                yield Padding(_joined(rest, width - 2), (0, 0, 0, 2))
         if self.caption:
             yield Text(str(self.caption), style=self.caption_style or "")
+
+
+def _joined(parts: Sequence[Text], width: int) -> Text:
+    """The parts with commas, in lines of that width which break between parts where they can."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = Text.assemble(lines[-1], ", ", part)
+        if longer.cell_len < width:  # with room for the next comma
+            lines[-1] = longer
+        else:
+            lines[-1] = Text.assemble(lines[-1], ",")
+            lines.append(part)
+    return Text("\n").join(lines)
 
 
 def _least(column: Column, cells: Iterable[Text]) -> int:

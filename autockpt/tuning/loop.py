@@ -93,6 +93,8 @@ class Loop:
                 self._try(candidate)
             else:
                 self.clock.listener.advance()
+        for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
+            self.clock.listener.note(note)
 
     def _judge(self) -> None:
         """From now on the budget is known in bytes, and every trial is held against it."""

@@ -45,8 +45,14 @@ def test_a_figure_stays_with_its_unit_in_a_table() -> None:
 
 def test_where_a_line_does_not_hold_the_words_each_row_is_a_paragraph() -> None:
     lines = [line.rstrip() for line in printed(50).splitlines()]
-    assert lines[:2] == ["* recompute all", "  fits yes, peak 10.1 MiB ~10.1 MiB, step 12.5 ms"]
+    assert lines[:2] == ["* recompute all", "  fits yes, peak 10.1 MiB ~10.1 MiB,"]
     assert "recompute_offload" in lines and lines[-1] == "  fits OOM, peak —"
+
+
+def test_a_paragraph_breaks_between_figures_where_it_can() -> None:
+    for width in range(24, 60):
+        text = printed(width)
+        assert "──" in text or ("peak 1,001 MiB," in text and "step 12.5 ms ±3.2 %," in text), width
 
 
 def test_a_table_is_as_before_on_another_screen() -> None:

@@ -35,6 +35,7 @@ class Watcher(Silence):
     def __init__(self) -> None:
         self.trials: list[Trial] = []
         self.stages: list[str] = []
+        self.notes: list[str] = []
         self.total: int | None = None
         self.steps = 0
 
@@ -47,6 +48,9 @@ class Watcher(Silence):
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         self.trials.append(trial)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def run_in(tmp_path: Path, question: str = "q") -> RunDirectory:
@@ -153,9 +157,11 @@ class NotANumber(MadeUpDevice):
 
 def test_a_loss_that_is_no_number_is_said_once_and_the_search_goes_on() -> None:
     for device, said in ((NotANumber(), 1), (MadeUpDevice(), 0)):
-        found = search(device, "50%act", trials=8)
+        watcher = Watcher()
+        found = search(device, "50%act", trials=8, listener=watcher)
         assert found.best is not None and found.best.feasible
-        assert sum("not a finite number" in note for note in found.notes) == said
+        for told in (found.notes, watcher.notes):
+            assert sum("not a finite number" in note for note in told) == said
 
 
 def test_an_interrupt_keeps_everything_and_names_the_best_so_far(tmp_path: Path) -> None:
