@@ -92,7 +92,7 @@ def naming_alternatives(
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
                 bench = replace(what_if(), head=head_of_alternatives(found), late=late)
                 ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
-            error = with_alternatives(in_terms(error, job.terms), ways, timeout if late() else None)
+            error = with_alternatives(in_terms(error, job.terms), ways, job.terms, timeout if late() else None)
         else:
             error = in_terms(error, job.terms)
             error = error if inexact or job.ranks is not None else in_chunks(error, found, needs, job.terms)
@@ -134,18 +134,22 @@ def in_chunks(error: InfeasibleError, found: Traced, needs: Callable[[Graph], in
     )
 
 
-def with_alternatives(error: InfeasibleError, ways: Sequence[WayOut], ended: float | None = None) -> InfeasibleError:
+def with_alternatives(
+    error: InfeasibleError, ways: Sequence[WayOut], terms: Terms, ended: float | None = None
+) -> InfeasibleError:
     """The same error; its remedy is the alternatives, which the run that it is on record in keeps.
 
-    ``ended``: the time limit, in seconds, at which the search for them ended early.
+    ``terms`` are those of its remedy now. ``ended``: the time limit, in seconds, at which the search for alternatives
+    ended early.
     """
-    if not ways:
-        none = (
-            "\nSmaller batches, the head in chunks, leaner optimizers and shorter sequences were ghost-run: none fits."
-            if ended is None
-            else f"\nWhat would fit was looked for no longer than the time limit of {ended:g} s, and not found by then."
+    if not ways and ended is not None:
+        late = f"What would fit was looked for no longer than the time limit of {ended:g} s, and not found by then."
+        return _remedied(error, f"{error.remedy}\n{late}")
+    if not ways:  # what was tried in vain is no advice
+        tried = (
+            "Smaller batches, the head in chunks, leaner optimizers and shorter sequences were ghost-run: none fits."
         )
-        return _remedied(error, error.remedy + none)
+        return _remedied(error, f"{error.remedy.replace(f', or {terms.smaller}', '')}\n{tried}")
     lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
     lines += [describe(way) for way in ways]
     if error.run is not None:

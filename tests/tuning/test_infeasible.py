@@ -11,7 +11,7 @@ import pytest
 from autockpt.errors import ConflictError, InfeasibleError
 from autockpt.schema import SAVE, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
-from autockpt.schema.remedy import WayOut
+from autockpt.schema.remedy import COMMAND_LINE, WayOut
 from autockpt.tuning import alternatives, infeasible
 from autockpt.tuning.jobs import Described
 
@@ -74,10 +74,11 @@ def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monke
             found, lambda graph: 1, clock, job, parse_budget("1KB"), lambda: bench, timeout=limit
         ),
     ):
-        raise InfeasibleError("nothing fits")
+        raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {COMMAND_LINE.smaller}.")
     assert bool(traced) is (limit is None)
     assert ("no longer than the time limit of 1 s" in refused.value.remedy) is (limit is not None)
     assert ("were ghost-run: none fits" in refused.value.remedy) is (limit is None)
+    assert ("smaller --batch-size" in refused.value.remedy) is (limit is not None), "what fails is no advice"
 
 
 @pytest.mark.parametrize(("smallest", "said"), [(990, True), (1001, False)])
@@ -91,7 +92,7 @@ def test_headroom_is_named_where_it_is_what_makes_nothing_fit(smallest: int, sai
 
 def test_what_was_assumed_is_said_with_the_alternatives() -> None:
     way = WayOut(options="--lora 16", effect="e", plan="p", peak_bytes=1, step_seconds=None, relative_cost=1.0)
-    error = infeasible.with_alternatives(InfeasibleError("nothing fits"), [way])
+    error = infeasible.with_alternatives(InfeasibleError("nothing fits"), [way], COMMAND_LINE)
     noted = infeasible.with_notes(error, ("Experts is not quantised",))
     assert "--lora 16" in noted.remedy and noted.remedy.endswith("\n• Experts is not quantised")
     assert noted.ways == error.ways
