@@ -23,7 +23,7 @@ def diagnose(
     evidence: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[LOG|SNAPSHOT]",
+            metavar="LOG|SNAPSHOT",
             help="The failed run's log, or a snapshot by torch.cuda.memory._dump_snapshot, which is read as data only.",
         ),
     ] = None,

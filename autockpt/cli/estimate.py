@@ -14,7 +14,7 @@ from autockpt.errors import UsageError
 
 @guarded
 def estimate(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="As for --model of `autockpt search`.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="As for --model of `autockpt search`.")],
     *,
     cards: Annotated[str, opt("--cards A,B", "Described devices: rtx4090, h100, …, or YAML files.")] = "rtx4090",
     batch_sizes: Annotated[str, opt("--batch-sizes N,M", "Sequences per micro-batch.")] = "1",

@@ -17,7 +17,8 @@ from autockpt.errors import InfeasibleError, UsageError
 @takes_workload
 def explain(
     plan: Annotated[
-        Path | None, typer.Argument(help="A plan file, or a run's directory. Without: the workload of --model.")
+        Path | None,
+        typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run's directory. Without: the workload of --model."),
     ] = None,
     workload: dict[str, Any] = {},  # noqa: B006  filled in by takes_workload
     *,

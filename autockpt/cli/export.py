@@ -15,7 +15,7 @@ from autockpt.errors import UsageError
 
 @guarded
 def export(
-    plan: Annotated[Path, typer.Argument(help="The plan file.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run's directory.")],
     *,
     to: Annotated[str, opt("--to TRAINER", "transformers, axolotl, torchtitan or megatron.")],
     out: Annotated[
@@ -28,10 +28,10 @@ def export(
     For trainers that cannot apply a plan: their activation checkpointing set as near to the plan as it goes, without
     keeping more in memory where that can be avoided. What is lost is listed with it.
     """
+    from autockpt.history.trialplan import plan_at
     from autockpt.integrations.export import export as nearest
-    from autockpt.schema import Plan
 
-    exported = nearest(Plan.load(plan), to)
+    exported = nearest(plan_at(plan), to)
     if out is not None:
         if out.exists():
             raise UsageError(

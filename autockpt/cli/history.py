@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 @guarded
 def history(
     run: Annotated[
-        Path | None, typer.Argument(help="A run's directory, or its name in results/. Without: list the runs.")
+        Path | None,
+        typer.Argument(metavar="RUN", help="A run's directory, or its name in results/. Without: list the runs."),
     ] = None,
     sort: Annotated[str, opt("--sort [number|time|peak|predicted]", "Order of the trials.")] = "number",
     best: Annotated[int | None, opt("--best N", "Only the N fastest that fit.", min=1)] = None,
@@ -53,6 +54,9 @@ def history(
         )
     if plan_out is not None and trial is None:
         raise UsageError("--plan-out writes the plan of one trial", remedy="Add --trial with its number.")
+    _one_of_these({"--trial": trial is not None, "--compare": compare is not None, "--best": best is not None})
+    _one_of_these({"--trial": trial is not None, "--compare": compare is not None, "--csv": as_csv})
+    _one_of_these({"--csv": as_csv, "--json": as_json})
     if run is None:
         if trial is not None or compare is not None or best is not None or as_csv:
             raise UsageError("no run was named", remedy="Name a run's directory, or leave the other options out.")
@@ -65,6 +69,12 @@ def history(
         _compare(opened, run_at(compare, out), as_json)
     else:
         _print_run(opened, sort, best, as_csv, as_json)
+
+
+def _one_of_these(given: Mapping[str, bool]) -> None:
+    asked = [option for option, is_given in given.items() if is_given]
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(asked)} do not go together", remedy="Leave one of them out.")
 
 
 def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: bool, as_json: bool) -> None:

@@ -59,7 +59,8 @@ class PanelCommand(TyperCommand):
         except typer.BadParameter as error:
             said = plainly(error.message)
             hint = HINTS.get(getattr(error.param, "name", None) or "", "") if "number is needed" in said else ""
-            error.message = f"{said}{hint}."
+            if said:  # of what is missing click has the words
+                error.message = f"{said}{hint}."
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # click's, which typer has under two names

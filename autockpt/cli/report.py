@@ -14,8 +14,8 @@ from autockpt.cli.options import RunsFolder, opt, run_at
 
 @guarded
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's directory, or its name in results/.")],
-    other: Annotated[Path | None, typer.Argument(help="A second run, to compare the two.")] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or its name in results/.")],
+    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="A second run, to compare the two.")] = None,
     report_out: Annotated[
         Path | None,
         opt(

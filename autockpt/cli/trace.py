@@ -12,7 +12,7 @@ from autockpt.cli.options import named_hardware, opt, takes_workload, workload_s
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from autockpt.schema import DevicePeak, Graph, Hardware, WorkloadSpec
+    from autockpt.schema import DevicePeak, Graph, Hardware, Plan, WorkloadSpec
 
 
 @guarded
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def trace(
     workload: dict[str, Any],
     *,
-    plan: Annotated[Path | None, opt("--plan PLAN", "Trace with this plan applied.")] = None,
+    plan: Annotated[Path | None, opt("--plan PLAN|RUN", "Trace with this plan applied, or the run's.")] = None,
     hardware: Annotated[
         str | None,
         opt("--hardware NAME", "Trace for this device: rtx4090, h100, …, or a YAML file."),
@@ -33,11 +33,15 @@ def trace(
 
     The whole step is recorded without running it: no weights, no arithmetic, no GPU. Prints per unit the bytes that its
     forward leaves for backward, the bytes of its inputs and its FLOPs; then bytes over time, with the peak's place and
-    owner. With --hardware the step takes that device's kernels, and what its allocator reserves is shown as well.
+    owner. With --hardware the step takes that device's kernels, and what its allocator reserves is shown as well. With
+    --plan options that are not given are those that the plan was made with.
     """
-    spec = workload_spec(workload, seed=seed)
+    from autockpt.history.trialplan import plan_at
+
+    loaded = plan_at(plan) if plan is not None else None
+    spec = workload_spec(workload, base=loaded.workload if loaded is not None else None, seed=seed)
     device = _hardware(hardware, spec)
-    graph, settings = _trace(spec, plan, device)
+    graph, settings = _trace(spec, loaded, device)
     peak = None
     if device is not None:
         from autockpt.profiling import as_seen_by, device_peak
@@ -67,10 +71,7 @@ def _hardware(name: str | None, spec: WorkloadSpec) -> Hardware | None:
     return named_hardware(name)
 
 
-def _trace(spec: WorkloadSpec, plan: Path | None, hardware: Hardware | None) -> tuple[Graph, dict[str, Any]]:
-    from autockpt.schema import Plan
-
-    loaded = Plan.load(plan) if plan is not None else None
+def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -> tuple[Graph, dict[str, Any]]:
     from autockpt.tracing import Tracer
     from autockpt.workload.units import units_named
 
@@ -82,13 +83,13 @@ def _trace(spec: WorkloadSpec, plan: Path | None, hardware: Hardware | None) -> 
     with screen.progress().status("tracing …"), Tracer.from_spec(spec, **kind) as tracer:
         if loaded is not None and spec.units is None and (named := units_named(loaded, tracer.units, tracer.head)):
             with suppress(UsageError):  # names of no module: said below, with what was meant perhaps
-                return _trace(spec.model_copy(update={"units": named}), plan, hardware)
+                return _trace(spec.model_copy(update={"units": named}), loaded, hardware)
         choices = None
         if loaded is not None:
             choices = loaded.choices_for(tracer.units, tracer.head)
         graph = tracer.trace(choices)
         settings = dict(tracer.settings) | ({"device": f"{hardware.name}, simulated"} if hardware else {})
-        settings |= {"plan": f"{plan} ({loaded.status})"} if loaded else {}
+        settings |= {"plan": f"{loaded.file} ({loaded.status})"} if loaded else {}
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)}), settings
 
 

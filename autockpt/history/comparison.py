@@ -9,8 +9,11 @@ from autockpt.schema.trial import Trial
 
 
 def differences(first: Any, second: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """What two questions differ in: the dotted name of each entry, and what it is in either (``—`` for nothing)."""
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
+    """What two questions differ in: the dotted name of each entry, and what it is in either (``—`` for nothing).
+
+    Of two devices with names of their own, the names say it all.
+    """
+    if isinstance(first, Mapping) and isinstance(second, Mapping) and first.get("name") == second.get("name"):
         for key in sorted({*first, *second}, key=str):
             yield from differences(first.get(key), second.get(key), f"{name}.{key}" if name else str(key))
     elif first != second:
@@ -18,6 +21,8 @@ def differences(first: Any, second: Any, name: str = "") -> Iterator[tuple[str, 
 
 
 def _written(value: Any) -> str:
+    if isinstance(value, Mapping) and "name" in value:
+        return str(value["name"])
     return "—" if value is None else str(value)
 
 

@@ -153,7 +153,7 @@ def _beside(trial: Trial) -> Table:
 
 
 def _readings(measured: Sequence[Measurement]) -> Table:
-    table = plain_table(">", ">peak", ">step", ">cycles", "<seconds of each cycle")
+    table = plain_table(">", ">peak", ">step", ">steps", "<seconds of each step")
     for number, reading in enumerate(measured, 1):
         times = ", ".join(f"{t:.4g}" for t in reading.times) or "—"
         table.add_row(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.schema import Plan
+from tests.page.samples import make_run
 from tests.reporting.samples import UNITS, choices
 
 
@@ -20,6 +21,12 @@ def test_settings_are_printed_with_what_is_lost(autockpt, plan: Path) -> None:
     assert "gradient_checkpointing: true" in result.out and "What is lost:" in result.out
     as_json = autockpt("export", "plan.yaml", "--to", "axolotl", "--json").json
     assert as_json["settings"] == result.out and as_json["losses"]
+
+
+def test_a_runs_plan_is_named_by_its_directory(autockpt, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    by_file = autockpt("export", str(run.path / "plan.yaml"), "--to", "transformers")
+    assert by_file.code == 0 and autockpt("export", str(run.path), "--to", "transformers").out == by_file.out
 
 
 def test_a_file_is_written_once(autockpt, plan: Path, tmp_path: Path) -> None:

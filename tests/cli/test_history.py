@@ -134,6 +134,13 @@ def test_two_runs_side_by_side(autockpt, tmp_path: Path) -> None:
     assert data["plans_of_both"] == [[0, 0], [1, 1]] and data["asked_differently"][0]["second"] == "40%"
 
 
+def test_what_is_asked_twice_is_refused(autockpt, tmp_path: Path) -> None:
+    run = str(make_run(tmp_path).path)
+    for options in (("--csv", "--json"), ("--trial", "1", "--compare", run), ("--trial", "1", "--best", "2")):
+        result = autockpt("history", run, *options)
+        assert result.code == 2 and "do not go together" in result.err
+
+
 def test_a_trials_plan_is_a_plan(autockpt, tmp_path: Path) -> None:
     from autockpt.schema import Plan
     from tests.page.samples import make_run as whole_run

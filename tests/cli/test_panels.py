@@ -32,6 +32,11 @@ def test_only_what_can_simulate_a_device_takes_options_that_no_real_step_follows
         assert "--shard" not in text or "--hardware" in text
 
 
+def test_what_is_missing_is_named(autockpt: Autockpt) -> None:
+    result = autockpt("export", "plan.yaml")
+    assert result.code == 2 and result.err.rstrip().endswith("Missing option '--to'.")
+
+
 def test_so_it_is_where_the_workload_looks_at_a_value() -> None:
     with pytest.raises(UsageError, match=r"--seq-len long: a whole number is needed\nTokens of the longest sequence"):
         workload_spec({"model": "x", "seq_len": "long"})

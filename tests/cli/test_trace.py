@@ -57,6 +57,14 @@ def test_a_plan_is_applied(autockpt, traced, tmp_path: Path) -> None:
     assert {k: str(v) for k, v in traced[0][1].items()} == {"h.0": "recompute", "h.1": "recompute"}
 
 
+def test_what_is_not_given_is_as_the_plan_was_made_with(autockpt, traced, tmp_path: Path) -> None:
+    units = small_graph().units
+    Plan.create({"h.0": RECOMPUTE}, units, workload=WorkloadSpec(model="llama-tiny", seq_len=8)).save("plan.yaml")
+    result = autockpt("trace", "--plan", "plan.yaml", "--batch-size", "3")
+    assert result.code == 0, result.err
+    assert traced[0][0] == WorkloadSpec(model="llama-tiny", seq_len=8, batch_size=3)
+
+
 def test_a_plan_of_another_model_is_refused(autockpt, traced, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("autockpt: 1\nchoices:\n  h.0-7: recompute\n")
     result = autockpt("trace", "--model", "llama-tiny", "--plan", "plan.yaml")
