@@ -31,14 +31,13 @@ def of_device(
     environment: Environment, uniform: UniformRuns, heads: Sequence[Graph], workload_key: str, plan: Path | None = None
 ) -> Times:
     """Op times of the device at hand, from the plan's run directory or the cache; else rates of common hardware."""
-    graphs = [*(graph for _, graph in uniform.values()), *heads]
-    if (found := _of_run(plan, graphs)) is not None:
+    lean = (uniform.get("recompute") or uniform["save"])[1]  # all that is timed; copies are known by their rates
+    if (found := _of_run(plan, [lean, *heads])) is not None:
         return Times(found, "measured", f"op times were measured on {found.environment.device.name}, in the plan's run")
-    lean = (uniform.get("recompute") or uniform["save"])[1]
     if (cached := cached_op_times(environment, [lean, *heads], workload_key)) is not None:
         return Times(cached, "measured", f"op times were measured on {environment.device.name} by an earlier search")
     return Times(
-        nominal_op_times(environment, *graphs),
+        nominal_op_times(environment, *(graph for _, graph in uniform.values()), *heads),
         "nominal",
         "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
         "little about this device (a search measures its op times; --hardware NAME models a device that is described)",

@@ -120,7 +120,8 @@ def _parts(speed: Speed, mark: str) -> Table:
     whole = sum(part.seconds for part in speed.parts)
     for part in speed.parts:
         rate = f"{part.flops / part.seconds / 1e12:.3g}" if part.flops else "—"
-        moved = f"{part.bytes / part.seconds / 1e9:,.0f}" if part.bytes else "—"
+        # copies take longer than what is waited for
+        moved = f"{part.bytes / part.seconds / 1e9:,.0f}" if part.bytes and part.bound != "link" else "—"
         took, share = f"{mark}{words.seconds(part.seconds)}", words.share(part.seconds / whole)
         table.add_row(*map(Text, (part.name, took, share, rate, moved, part.bound or "")))
     return table

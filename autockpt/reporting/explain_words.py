@@ -10,6 +10,7 @@ from autockpt.schema.known import NONE
 
 _IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
 LONG = 46  # columns of a choice
+WORTH = 0.01  # share of a step from which it is said what bounds a part
 _PLAIN = str.maketrans({"√": "sqrt ", "−": "-", "µ": "u"})
 
 
@@ -115,7 +116,7 @@ def _step(what: str, other: Reach, chosen: Reach, price: float | None, tilde: st
         time = f"is hardly {side}"
     else:
         time = f"is {tilde}{words.seconds(abs(seconds))} {side}"
-        time += f", {tilde}{words.seconds(price * 2**20)} per MiB" if price is not None else ""
+        time += f", {tilde}{words.seconds(price * 2**20)} per MiB" if price is not None and price > 0 else ""
     return f"{what} needs {moved} and {time}: {difference(chosen.choices, other.choices)}."
 
 
@@ -182,8 +183,9 @@ def rates(speed: Speed, mark: str) -> list[str]:
 def bound_words(speed: Speed) -> tuple[str, ...]:
     """What follows for the choices from what bounds the parts of a step."""
     found: dict[str, list[str]] = {}
+    whole = sum(part.seconds for part in speed.parts)
     for part in speed.parts:
-        if part.bound is not None:
+        if part.bound is not None and part.seconds >= WORTH * whole:
             found.setdefault(part.bound, []).append(part.name)
     if not found:
         return ("what bounds each part is said for devices that are described: --hardware",)

@@ -59,3 +59,6 @@ def test_seconds_of_a_measured_run_rest_on_its_own_op_times(tmp_path: Path) -> N
     run.write_profile(found.model_copy(update={"op_times": found.op_times.model_copy(update={"seconds": timed})}))
     times = of_device(ENVIRONMENT, {"save": ({}, graph)}, [], "a workload", run.path)
     assert times.basis == "measured" and times.times.seconds == timed
+    moving = graph.model_copy(update={"signatures": ("set_", "empty")})  # what only other plans run is not timed
+    uniform = {"save": ({}, graph), "recompute": ({}, graph), "offload": ({}, moving)}
+    assert of_device(ENVIRONMENT, uniform, [], "a workload", run.path).basis == "measured"

@@ -4,7 +4,7 @@ import pytest
 
 from autockpt.reporting import area
 from autockpt.reporting.explain_view import print_explanation
-from autockpt.reporting.explain_words import difference, reason_words
+from autockpt.reporting.explain_words import bound_words, difference, reason_words
 from autockpt.reporting.rules_view import print_rules
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Comparison, Measurement, ResolvedBudget
 from autockpt.schema.explanation import (
@@ -17,12 +17,14 @@ from autockpt.schema.explanation import (
     Holding,
     Largest,
     Moment,
+    Part,
     Reach,
     Reading,
     Rule,
     Rules,
     Slice,
     Span,
+    Speed,
     Why,
 )
 from tests.reporting.samples import console
@@ -238,3 +240,21 @@ def test_a_plan_that_is_as_fast_is_not_given_in_hundredths_of_microseconds() -> 
     why = Why(chosen=reach(900, 1.5, 20), leaner=reach(872, 1.5 + 1e-9, 21), faster=None)
     said = " ".join(reason_words(explanation(why=why)))
     assert "needs 28.0 MiB less and is hardly slower: 1 layer from save to recompute" in said
+
+
+def test_a_leaner_plan_that_these_times_take_to_be_faster_has_no_price() -> None:
+    why = Why(chosen=reach(900, 1.5, 20), leaner=reach(872, 1.4, 21), faster=None)
+    said = " ".join(reason_words(explanation(why=why)))
+    assert "needs 28.0 MiB less and is ~100 ms faster: 1 layer" in said and "per MiB" not in said
+
+
+def test_copies_that_hardly_wait_are_no_advice_and_have_no_rate() -> None:
+    waiting = Part(name="waiting for copies", seconds=1e-5, bytes=2**30, bound="link")
+    speed = Speed(seconds=1, flops=0, model_flops=0, average_bytes=1, parts=(Part(name="all", seconds=1), waiting))
+    assert "--hardware" in "".join(bound_words(speed))
+    late = waiting.model_copy(update={"seconds": 0.5})
+    assert "offload fewer" in "".join(bound_words(speed.model_copy(update={"parts": (*speed.parts, late)})))
+    screen, raw = console(80)
+    print_explanation(explanation(speed=speed), screen)
+    line = next(line for line in raw.getvalue().decode().splitlines() if "waiting for copies" in line)
+    assert line.split()[-3:] == ["—", "—", "link"]
