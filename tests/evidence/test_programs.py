@@ -35,6 +35,21 @@ def test_solvers_on_small_problems(tmp_path, monkeypatch, capsys):
     assert "labels" in capsys.readouterr().out
 
 
+def test_a_published_job_is_simulated_and_all_of_them_are_understood(tmp_path):
+    import yaml
+
+    from tests.evidence import published
+
+    jobs = [published.Job.model_validate(job) for job in yaml.safe_load(published.FILE.read_text(encoding="utf-8"))]
+    known = {job.id for job in jobs}
+    assert len(known) == len(jobs) and all(job.baseline is None or job.baseline in known for job in jobs)
+    job = next(job for job in jobs if job.id == "bertbase-b4-s256-sdpa")
+    said = published.predict(job, tmp_path)
+    assert 0 < said.bytes["tensors"] <= said.bytes["reserved"] < said.bytes["device"]
+    assert 0 < said.seconds(job) == said.step - said.optimizer
+    assert "BERT-base" in published.bytes_table([job], {job.id: said})
+
+
 def test_samplers_hold_their_optimum_against_the_simulator():
     program = importlib.import_module("tests.evidence.samplers.__main__")
     assert "to 1e-9" in program.check(queues=False)
