@@ -1,11 +1,11 @@
 """Sentinels: what forward drops is fingerprinted, and what backward is given in its place is compared with it.
 
-A unit's first calls are checked, afterwards one call in ``WINDOW`` of each, in turns: units that begin to do otherwise
-late are found, too. Of units whose code may write to tensors unseen every call is, and of all units where code around
-them may, as that may write to what a unit returned. Fingerprints are taken when the
-unit's forward has ended, anew when the whole model's has, and once more just before backward makes or fetches a tensor,
-as long as the original lives: so they are of what backward would have read without the choice, changes by ``.data`` or
-NumPy included. What runs again must also leave the unit's parameters and buffers as they were.
+A unit's first calls are checked, afterwards one call in ``WINDOW`` of each, one unit after the other: units that begin
+to do otherwise late are found, too. Of units whose code may write to tensors unseen every call is, and of all units
+where code around them may, as that may write to what a unit returned. Fingerprints are taken when the unit's forward
+has ended, anew when the whole model's has, and once more just before backward makes or fetches a tensor, as long as the
+original lives: so they are of what backward would have read without the choice, changes by ``.data`` or NumPy included.
+What runs again must also leave the unit's parameters and buffers as they were.
 
 All is compared on the device, and read once at the end of a backward in which something was checked; none of it sees
 the user's code, changes a random state, or holds on to more than 64 bits of a tensor.

@@ -195,7 +195,7 @@ class _Counter(TorchDispatchMode):
 def host_costs(clock: Stopwatch, cycles: int) -> tuple[float, float]:
     """Host seconds per op of a training step, and per region that runs again besides its ops.
 
-    Of a real model with next to no arithmetic (eight tokens, tiny layers), in turns plainly and with every layer
+    Of a real model with next to no arithmetic (eight tokens, tiny layers), interleaved: plainly and with every layer
     recomputed.
     """
     spec = WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8, optimizer="sgd")
@@ -215,7 +215,7 @@ def host_costs(clock: Stopwatch, cycles: int) -> tuple[float, float]:
 def watch_seconds(clock: Stopwatch, cycles: int) -> float:
     """Host seconds that an op costs besides where a dispatch mode watches it.
 
-    Of tiny layers, in turns plainly and with ``remake``, which notes every op. The random state is left as it was.
+    Of tiny layers, interleaved: plainly and with ``remake``, which notes every op. The random state is left as it was.
     """
     with all_random_states_kept():
         layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(WATCHED_LAYERS)]

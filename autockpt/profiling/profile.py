@@ -46,7 +46,7 @@ from autockpt.solvers import Checked, Segments, exact, refine
 from autockpt.solvers.segments import Member
 
 TIMED_CYCLES = 2
-ANCHOR_SECONDS = 12.0  # for the uniform plans in turns, at least one round of them and at most five
+ANCHOR_SECONDS = 12.0  # for the uniform plans, interleaved: at least one round of them and at most five
 NUMBERS = re.compile(r"\d+")
 LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
 
@@ -181,8 +181,8 @@ def measure_op_times(
 
     Ops are timed with the leanest of the ``uniform`` plans attached, those of other output heads (``head``, as
     ``head_graphs`` gives them) with these besides; then the uniform plans that fit into ``room`` bytes are timed whole,
-    in turns, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
-    ``listener`` is told of each that was timed.
+    interleaved, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
+    ``listener`` sees each that was timed.
     Raises DeviceOutOfMemory where even the leanest does not run.
     """
     device = runs.environment.device
@@ -220,9 +220,14 @@ def measure_op_times(
     if "save" in anchors and len(anchors) > 1:
         cycle = simulation_of(graph, times).step_seconds
         rounds = round(ANCHOR_SECONDS / (2 * len(anchors) * cycle)) if cycle > 0 else 1
-        listener.stage("time whole plans in turns")
+        rounds = max(1, min(5, rounds))
+        listener.stage("time whole plans, interleaved", rounds)
         with suppress(DeviceOutOfMemory):
-            seconds = runs.compare(anchors, rounds=max(1, min(5, rounds)))
+            seconds: dict[str, list[float]] = {kind: [] for kind in anchors}
+            for _ in range(rounds):
+                for kind, found in runs.compare(anchors, rounds=1).items():
+                    seconds[kind] += found
+                listener.advance()
             times = calibrated(times, graphs, seconds)
     cache.store(times, _key(workload))
     return times
@@ -252,7 +257,7 @@ def cached_op_times(
 ) -> OpTimes | None:
     """Op times of an earlier run on the same device and versions, if they cover the graphs and this workload, and where
     asked for the disk."""
-    known = cache.lookup(environment, _key(workload), {text for graph in graphs for text in graph.signatures})
+    known = cache.lookup(environment, _key(workload), {text for graph in graphs for text in graph.timed})
     return None if known is not None and disk and not known.disk_out_bandwidth else known
 
 

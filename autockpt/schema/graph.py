@@ -154,6 +154,11 @@ class Graph(Data):
         return tuple(self.runs[min(copy.issued, len(self.ops) - 1)] for copy in self.copies)
 
     @property
+    def timed(self) -> set[str]:
+        """Signatures of ops that are timed one by one: all but those of the optimizer, which is timed as a whole."""
+        return {self.signatures[op.signature] for op in self.ops if op.phase != "optimizer"}
+
+    @property
     def flops(self) -> int:
         """FLOPs of the whole cycle."""
         return sum(op.flops * runs for op, runs in zip(self.ops, self.runs, strict=True))

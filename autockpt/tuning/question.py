@@ -31,7 +31,7 @@ class Limits:
         ``reserved`` seconds of the time limit are for something else.
         """
         if spent >= self.trials:
-            return f"all {self.trials} trials are used"
+            return f"as many candidates were tried as --trials allows ({self.trials})"
         if self.seconds_left(clock) <= reserved:
             return f"the time limit of {self.timeout:g} s was reached"
         return ""

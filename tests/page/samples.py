@@ -152,7 +152,7 @@ def make_run(root: Path, *, model: str = "small", budget: str = "60%act", answer
         device=DEVICE,
         rows=rows,
         measured_trials=3,
-        stopped="all 2 trials are used",
+        stopped="as many candidates were tried as --trials allows (2)",
         run_directory=run.path,
         plan_path=run.plan_path,
         stages=(StageTime(name="search", seconds=2.0),),
