@@ -91,6 +91,20 @@ def refuse_late_writes(module: nn.Module, unit: str) -> None:
             )
 
 
+def refuse_scripted(module: nn.Module, unit: str) -> None:
+    """Raise ConflictError where a module is TorchScript's.
+
+    Its interpreter can neither be left in the middle of a second run nor be looked at, and runs other code in its first
+    calls than in later ones.
+    """
+    for path, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise ConflictError(
+                f"{'.'.join(filter(None, (unit, path)))} is a TorchScript module, which cannot run again for backward",
+                remedy=f"Use `save` or `offload` on {unit}, or the module that it was scripted or traced from.",
+            )
+
+
 def refuse_late_written(unit: str) -> None:
     """The same for functional.rrelu, by the autograd node that is about to get one of ``unit``'s saved tensors.
 

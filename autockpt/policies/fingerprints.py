@@ -73,8 +73,8 @@ def why_not(tensor: torch.Tensor) -> str | None:
         return f"a tensor of type {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
-    if tensor.is_quantized:
-        return "a quantized tensor"
+    if tensor.is_quantized or tensor.is_nested:
+        return "a quantized tensor" if tensor.is_quantized else "a nested tensor"
     if tensor.is_meta:
         return "a tensor without data (meta)"
     if tensor.numel() and not tensor.untyped_storage().nbytes():

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
@@ -158,12 +159,12 @@ class Following(TorchFunctionMode):
         """The call does something else: what was dropped is made now, while all that it is made from is as it was.
 
         What is still there is held instead, so that backward meets a change by way of ``.data`` or NumPy as in plain
-        training.
+        training. Dispatch modes and inference mode that the call has entered by now are not what its ops ran under.
         """
         if self.lost:
             return
         self.lost, self._next = True, _END
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
             self._call.settle()
             slots = self._call.waiting()
             met = (ref() for ref in self._met)

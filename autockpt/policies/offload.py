@@ -86,7 +86,10 @@ class OffloadState(Attachment):
 
     def buffers(self, module: nn.Module) -> list[torch.Tensor]:
         if self._cache_buffers is None:
-            self._cache_buffers = [(owner, name) for owner in module.modules() for name in owner._buffers]
+            owners = [
+                owner for owner in module.modules() if isinstance(owner._buffers, dict)
+            ]  # TorchScript has no dict
+            self._cache_buffers = [(owner, name) for owner in owners for name in owner._buffers]
         return [b for owner, name in self._cache_buffers if (b := owner._buffers.get(name)) is not None]
 
 

@@ -127,6 +127,67 @@ def test_a_kernel_that_writes_after_autograd_has_saved(kind):
     assert torch.equal(gradient(), wanted)
 
 
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh())
+        self.linear, self.traced = nn.Linear(64, 64), torch.jit.trace(layers, torch.randn(128, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.traced(self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*TorchScript", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_of_torchscript(kind):
+    """Its interpreter turns what ends a second run into an error of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Scripted(), nn.Linear(64, 64))
+    x = torch.randn(128, 64)
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return model[0].linear.weight.grad.clone()
+
+    _, _, wanted = (gradient() for _ in range(3))  # its first calls run other code than later ones
+    if kind == "offload":
+        with attach(model, dict.fromkeys("01", parse_choice(kind))):
+            assert torch.equal(gradient(), wanted)
+        return
+    with pytest.raises(ConflictError, match=r"0\.traced is a TorchScript module") as raised:
+        attach(model, {"0": parse_choice(kind)})
+    assert "`save` or `offload` on 0" in str(raised.value)
+    with attach(model, {"1": parse_choice(kind)}):  # others are free
+        assert torch.equal(gradient(), wanted)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.nested.as_nested_tensor([self.linear(x)[:3], self.linear(x)[3:]])
+        return torch.nested.to_padded_tensor(parts * parts, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nested_tensors_of_the_strided_layout(kind):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Nested()), torch.randn(8, 64)
+    model(x).sum().backward()
+    wanted, model[0].linear.weight.grad = model[0].linear.weight.grad, None
+    with attach(model, {"0": parse_choice(kind)}):
+        if kind == "offload":
+            model(x).sum().backward()
+            assert torch.equal(model[0].linear.weight.grad, wanted)
+        else:
+            with pytest.raises(ConflictError, match="0 saves nested tensors of the strided layout"):
+                model(x).sum().backward()
+
+
 class Leaky(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies import op_recorder
 from autockpt.runtime import attach
@@ -126,6 +129,31 @@ def _code_of_an_op(h: Tensor, step: int) -> Tensor:
     return torch.ops.autockpt_odd.scale(h).sin()
 
 
+class _Scaling(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 1.5 if func is torch.ops.aten.tanh.default else out
+
+
+def _in_a_mode(mode: Callable[[], Any], late: Callable[[Tensor], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """From the fourth step on ``late`` is made in a mode: what was dropped before was not."""
+
+    def then(h: Tensor, step: int) -> Tensor:
+        h = torch.sigmoid(torch.tanh(h)).exp()
+        if step >= 3:
+            with mode():
+                late(h)
+        return h.sin() * h
+
+    return then
+
+
+def _scaled(h: Tensor, step: int) -> Tensor:
+    h = torch.sigmoid(torch.tanh(h)).exp()
+    with _Scaling() if step >= 3 else nullcontext():
+        return h * torch.tanh(h)
+
+
 ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "the same each time": lambda h, step: torch.tanh(h * 1.5 + 1.0).exp(),
     "a number that changes": lambda h, step: torch.tanh(h * (1 + 0.1 * step) + 1.0).exp(),
@@ -150,6 +178,9 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "what the code of an op does": _code_of_an_op,
     "gradients switched off late": _without_gradient,
     "a gradient taken inside": _inner_gradient,
+    "a dispatch mode of the user's that begins late": _scaled,
+    "inference mode that begins late": _in_a_mode(torch.inference_mode, lambda h: h.norm()),
+    "fake tensors that begin late": _in_a_mode(FakeTensorMode, lambda h: torch.tanh(torch.empty(3))),
     "autocast that begins late": lambda h, step: (
         torch.autocast("cpu", torch.bfloat16, step >= 3).__call__(lambda t: (t @ t.T).sigmoid() @ t)(h * 0.1).float()
     ),

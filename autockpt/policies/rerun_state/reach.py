@@ -199,7 +199,7 @@ class Walk:
             if name != ARGUMENT and (kind in PLAIN_TENSORS or not is_library(kind)):  # others are libraries' own
                 self._attributes(f"{name}.__dict__", attributes(value), step, loose)
         else:
-            how = PARAMETERS if name.endswith("._parameters") else kind_of(value)
+            how = PARAMETERS if name.endswith("._parameters") and issubclass(kind, dict) else kind_of(value)
             if how is not None:
                 self._node(name, value, how, step, loose)
             elif any(is_library(owner) for owner in kind.__mro__):
