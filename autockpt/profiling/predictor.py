@@ -258,5 +258,6 @@ def said_of(hardware: Hardware) -> str:
         return "bytes are those that tensors hold"
     return (
         "peaks are what a caching allocator kept to the budget would reserve, fragmentation included, with the context "
-        f"of {hardware.context_bytes / 1e6:.0f} MB, and {SAFETY:.0%} for safety"
+        f"of {hardware.context_bytes / 1e6:.0f} MB, and {SAFETY:.0%} for safety; where they cannot be verified on the "
+        "card, leave --headroom 5%: peaks that others published are up to a tenth above such"
     )
