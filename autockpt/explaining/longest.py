@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.explaining.build import resolved
-from autockpt.explaining.limits import workload_limits
+from autockpt.explaining.limits import grain, workload_limits
 from autockpt.explaining.subject import ExplainRequest, open_subject
 from autockpt.explaining.why import Answers
 from autockpt.schema import Budget, Listener, Silence, WorkloadSpec, format_bytes
 from autockpt.schema.explanation import Largest
 from autockpt.schema.hardware import Hardware
+
+MOST_ROUNDS = 4
 
 
 def with_longest(
@@ -27,20 +31,29 @@ def with_longest(
     where not even the shortest fits.
     """
     budget.refuse_share("grows with its sequences")
-    question = ExplainRequest(spec=spec, budget=budget, device=device, hardware=hardware)
-    found = _longest(question, listener or Silence())
-    if found is None:
-        raise UsageError(
-            "this workload has no sequence length that could be found", remedy="Leave --seq-len auto and --pad-to out."
-        )
-    if found.value is None:
+    asked = ExplainRequest(spec=spec, budget=budget, device=device, hardware=hardware)
+    longest, value = None, 0
+    for _ in range(MOST_ROUNDS):  # at longer sequences another plan may be the leanest
+        found = _longest(replace(asked, spec=spec), listener or Silence())
+        if found is None:
+            raise UsageError(
+                "this workload has no sequence length that could be found",
+                remedy="Leave --seq-len auto and --pad-to out.",
+            )
+        grown = (found.value or 0) - value
+        if grown <= 0:
+            break
+        longest, value = found, value + grown
+        spec = spec.model_copy(update={"seq_len": value})
+        if grown <= grain(value):
+            break
+    if longest is None:
         raise InfeasibleError(
             f"not even the shortest sequences fit {budget.text}", remedy="Give a larger budget or a smaller batch."
         )
-    peak = f", simulated peak {format_bytes(found.peak_bytes)}" if found.peak_bytes is not None else ""
-    why = f" ({found.why})" if found.open_ended and found.why else ""
-    note = f"the longest sequences that fit with the leanest plan: {found.value:,} tokens{peak}{why}"
-    return spec.model_copy(update={"seq_len": found.value}), note
+    peak = f", simulated peak {format_bytes(longest.peak_bytes)}" if longest.peak_bytes is not None else ""
+    why = f" ({longest.why})" if longest.open_ended and longest.why else ""
+    return spec, f"the longest sequences that fit with the leanest plan: {value:,} tokens{peak}{why}"
 
 
 def _longest(question: ExplainRequest, listener: Listener) -> Largest | None:

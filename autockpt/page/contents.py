@@ -60,6 +60,7 @@ class Contents:
     """One run, ready to be drawn. ``units`` are those that choices are listed for, in order."""
 
     run: str
+    plan_file: str
     model: str
     device: str
     source: str
@@ -115,15 +116,18 @@ def contents_of(run: RunDirectory) -> Contents:
     every = [u for p in plans.points.values() for u in p.choices]
     lines = _lines(plan, profile, base.blocks() if base is not None else ())
     prices = [line.price for line in lines if line.price is not None]
+    name = run.path.resolve().name
+    plan_file = f"{name}/{(run.answer_path or run.plan_path).name}"
     return _tidied(
         Contents(
-            run=run.path.resolve().name,
+            run=name,
+            plan_file=plan_file,
             model=(plan.model.name if plan is not None else "") or run.model or "a model",
             device=device + (" (simulated)" if source == "simulated" else ""),
             source=source,
             state=state,
             sentence=sentence(rows, budget, source, state, refused),
-            next_steps=next_steps(plans, budget, source, state, run.path.resolve().name, simulated_only),
+            next_steps=next_steps(plans, budget, source, state, plan_file, simulated_only),
             more_budget=more_budget(plans, budget),
             budget=budget,
             rows=rows,

@@ -70,9 +70,11 @@ def changes(
         effect = f"takes nearly all of {format_binary(trained)} of gradients and optimizer states off this moment"
         found.append(JobChange("Adapters instead of all weights", effect, "--lora 16"))
     held_by_all = trained + held.get("weights", 0)
-    if held_by_all:
+    spec = plan.workload if plan is not None else None
+    if held_by_all and (spec is None or spec.shard is None):
         effect = f"takes about {format_binary(held_by_all // 2)} off, if weights, gradients and states are split"
-        found.append(JobChange("Sharding over two devices", effect, "--shard 2"))
+        only = "" if plan is not None and plan.status == "simulated" else " --hardware NAME"  # no real step follows it
+        found.append(JobChange("Sharding over two devices", effect, f"--shard 2{only}"))
     return tuple(found)
 
 

@@ -56,7 +56,7 @@ def of_run(contents: Contents) -> dict[str, Any]:
     budget = contents.budget.bytes if contents.budget is not None else 0
     return {
         "answers": answer_rows(contents.rows, budget) if contents.budget is not None else [],
-        "load": loading_lines(f"{contents.run}/plan.yaml", contents.plan.compile if contents.plan else None),
+        "load": loading_lines(contents.plan_file, contents.plan.compile if contents.plan else None),
         "tried": tried,
         "said": SAID,
         "small": _small(contents),

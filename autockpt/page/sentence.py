@@ -79,7 +79,12 @@ def _percent(share: float) -> str:
 
 
 def next_steps(
-    plans: Plans, budget: ResolvedBudget | None, source: str, state: str, run: str, simulated_only: Collection[str] = ()
+    plans: Plans,
+    budget: ResolvedBudget | None,
+    source: str,
+    state: str,
+    plan_file: str,
+    simulated_only: Collection[str] = (),
 ) -> tuple[str, ...]:
     """What is worth doing after this run, most useful first. ``simulated_only``: options that no real step follows."""
     if state == "infeasible":
@@ -93,7 +98,7 @@ def next_steps(
     if state == "stopped":
         steps.append("Run the same command again: it continues where it stopped.")
     if source == "simulated" and not simulated_only:
-        steps.append(f"On the device, hold the plan against real steps: autockpt verify {run}/plan.yaml")
+        steps.append(f"On the device, hold the plan against real steps: autockpt verify {plan_file}")
     else:
         steps.append("Load the plan with the lines above and train.")
     if rivals := _undecided(plans, best):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -230,6 +231,7 @@ def _on_the_device(plan: Plan, path: str) -> str:
         return ""
     if plan.workload is not None and (options := plan.workload.simulated_only()):
         return f"No command here takes real steps with {', '.join(options)}: its numbers stay simulated. "
+    path = shlex.quote(path)
     return (
         f"On the device, `autockpt verify {path}` holds it against real steps, and "
         f"`autockpt search --resume {path}` goes on with measured ones. "

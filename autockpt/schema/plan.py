@@ -270,7 +270,8 @@ class Plan(Data):
     def _at(self, when: When) -> WorkloadSpec | None:
         """The workload with the longest sequences that a set is for."""
         rows = self.settings.get("batch_size") or (self.workload.batch_size if self.workload else None)
-        if self.workload is None or self.workload.seq_len is None or not isinstance(rows, int):
+        length = (self.workload.seq_len if self.workload else None) or self.settings.get("seq_len")
+        if self.workload is None or not isinstance(length, int) or not isinstance(rows, int):
             return self.workload
         return self.workload.model_copy(update={"seq_len": when.longest or max(1, when.tokens // rows)})
 

@@ -12,6 +12,8 @@ from autockpt.schema import SAVE, Estimate, SearchRequest, Silence, WorkloadSpec
 from autockpt.schema.workload import Dtype
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.simulated import simulate_search
+from autockpt.workload.configs import find_config
+from autockpt.workload.factory import is_factory
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
 
@@ -48,6 +50,13 @@ def estimate(
     known = [(card, load_hardware(card)) for card in ([cards] if isinstance(cards, str) else cards)]
     ways: list[tuple[int | None, bool]] = [(None, False)] * full
     ways += [(lora, False), *[(lora, True)] * qlora] if lora > 0 else []
+    if not ways:
+        raise UsageError(
+            "neither full training nor adapters are to be estimated", remedy="Leave --no-full or --lora out."
+        )
+    for name in named:  # a misspelt one is no row
+        if not is_factory(name):
+            find_config(WorkloadSpec(model=name))
     space = load_space("knobs").restricted(CHOICES)
     for model, (card, hardware), batch, length, (rank, in_4bit) in product(named, known, batch_sizes, seq_lens, ways):
         spec = WorkloadSpec(

@@ -81,7 +81,7 @@ def verify(
             "without these options, and verify that plan.",
         )
     with _open(subject, device, measurer, plan, mode) as runs:
-        report = _Verification(plan, subject, runs, device, listener or Silence(), steps, mode).report()
+        report = _Verification(_for(plan, subject), subject, runs, device, listener or Silence(), steps, mode).report()
         if path is not None and report.measured is not None and report.steps is not None:
             said = _unlike(plan, subject, runs) or _note(plan, path, report.steps, report.measured)
             report = report.model_copy(update={"notes": (*report.notes, said)})
@@ -96,6 +96,14 @@ def verify(
         found = verify(each, spec, device=device, listener=listener, steps=steps, compile=compile)
         report = _with_set(report, each, found)
     return report
+
+
+def _for(plan: Plan, subject: WorkloadSpec | Step | None) -> Plan:
+    """The plan, which promises nothing for another workload than its own."""
+    if not isinstance(subject, WorkloadSpec) or plan.workload is None or plan.workload == subject:
+        return plan
+    promised = {"measured": None, "predicted": None, "budget": None, "baselines": ()}
+    return plan.model_copy(update={"source": "unmeasured", **promised})
 
 
 def _with_set(report: VerifyReport, plan: Plan, found: VerifyReport) -> VerifyReport:
@@ -177,6 +185,8 @@ class _Verification:
         self._look_at_the_model()
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
+        elif self.plan.status == "unmeasured" and self.plan.workload not in (None, self.subject):
+            self.notes.append("the workload is not the one that the plan was made for: its promise does not count")
         if self.plan.status == "simulated":
             here = self.measurer.environment.device.name
             self.notes.append(

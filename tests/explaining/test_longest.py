@@ -37,3 +37,17 @@ def test_where_no_length_fits_nothing_does(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(longest, "_longest", lambda *asked: row)
     with pytest.raises(InfeasibleError, match="shortest"):
         with_longest(SPEC, parse_budget("2MB"), device="cpu")
+
+
+def test_it_is_asked_again_at_what_was_found_as_another_plan_may_be_the_leanest_there(monkeypatch) -> None:
+    """At short sequences the optimizer sets the peak, and every plan seems as lean as any other."""
+    asked: list[int | None] = []
+
+    def found(question, listener) -> SimpleNamespace:
+        asked.append(question.spec.seq_len)
+        value = {64: 1_000, 1_000: 4_000, 4_000: 4_032}[question.spec.seq_len]
+        return SimpleNamespace(value=value, peak_bytes=1 << 20, open_ended=False, why="")
+
+    monkeypatch.setattr(longest, "_longest", found)
+    spec, note = with_longest(SPEC, parse_budget("40MB"), device="cpu")
+    assert spec.seq_len == 4_032 and asked == [64, 1_000, 4_000] and "4,032 tokens" in note

@@ -14,6 +14,7 @@ from autockpt.integrations.export import TARGETS, export
 from autockpt.integrations.export.transformers import _supported
 from autockpt.integrations.export.wanted import LayerChoices
 from autockpt.schema import Plan, Structure
+from autockpt.schema.sets import When
 
 LAYERS = 8
 
@@ -192,6 +193,13 @@ def test_a_part_of_a_layer_frees_the_layer():
     assert any("recomputed in place of model.layers.3" in loss for loss in result.losses)
     result = export(plan({"model.layers.0.mlp": "recompute"}), "transformers")
     assert any("`recompute` for a part of a layer" in loss for loss in result.losses)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sets_for_smaller_batches_are_lost_and_the_settings_say_so(target):
+    other = plan({"model.layers.0-7": "save"}).model_copy(update={"when": When(tokens=64)})
+    found = export(plan({"model.layers.0-7": "recompute"}).with_smaller([other]), target)
+    assert not found.exact and "1 more sets of choices, for smaller batches" in found.settings
 
 
 def test_plans_by_hand():

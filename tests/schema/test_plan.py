@@ -321,6 +321,17 @@ def test_the_host_budget_and_what_was_claimed_of_it_are_in_the_file(tmp_path: Pa
     assert Plan.load(tmp_path / "plan.yaml") == plan
 
 
+def test_a_set_is_for_its_own_length_where_the_workload_leaves_that_to_its_shape() -> None:
+    small = Plan(choices={"a": SAVE}).model_copy(update={"when": When(tokens=64)})
+    whole = Plan(
+        choices={"a": RECOMPUTE},
+        workload=WorkloadSpec(model="llama-tiny", batch_size=4),
+        settings={"batch_size": 4, "seq_len": 64},
+    )
+    sets = whole.with_smaller([small]).sets
+    assert [plan.workload.seq_len for plan in sets if plan.workload is not None] == [16, None]
+
+
 def test_a_plan_for_blocks_fits_a_model_whose_parts_are_known_too() -> None:
     units = [Unit(name=f"a.{i}", cls="Block", kind=0) for i in range(2)]
     parts = [Unit(name=f"a.{i}.mlp", cls="MLP", kind=1, role="mlp", parent=f"a.{i}") for i in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autockpt
-from autockpt.errors import UsageError
+from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema import Estimate, parse_size
 from search_spaces.hardware import load_hardware
 
@@ -88,3 +88,7 @@ def test_the_table_fits_eighty_columns():
     assert "QLoRA 16" in lines[1]
     assert "~yes  ~47.0 GiB   ~700 ms" in lines[1] and "24 recompute" in lines[2]
     assert "~no   ~78.0 GiB" in lines[3] and "simulated" in lines[-1]
+    with pytest.raises(WorkloadError, match="lama-8b"):
+        next(autockpt.estimate(["llama-tiny", "./lama-8b"]))
+    with pytest.raises(UsageError, match="neither"):
+        next(autockpt.estimate("llama-tiny", full=False, lora=0))

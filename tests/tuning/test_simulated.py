@@ -109,6 +109,13 @@ def test_other_figures_are_another_question(tmp_path: Path, found: SearchOutcome
     assert other.rows[0].predicted.step_seconds > found.rows[0].predicted.step_seconds  # type: ignore[union-attr,operator]
 
 
+def test_what_only_a_simulation_follows_is_among_the_facts(tmp_path: Path, card: Hardware) -> None:
+    request = ask(tmp_path, card, dry_run=True)
+    sharded = request.workload.model_copy(update={"shard": 2, "master_weights": True})
+    settings = run_search(request.model_copy(update={"workload": sharded})).settings
+    assert settings["shard"] == "2" and settings["master_weights"] is True
+
+
 def test_a_dry_run_solves_and_writes_nothing(tmp_path: Path, card: Hardware) -> None:
     outcome = run_search(ask(tmp_path / "runs", card, dry_run=True))
     assert outcome.dry_run and outcome.plan is not None and outcome.plan.predicted is not None

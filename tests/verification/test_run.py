@@ -110,6 +110,16 @@ def test_real_plans_keep_their_promise(name):
     assert all(p.grad is None for p in work.model.parameters())
 
 
+def test_what_is_promised_for_another_workload_does_not_count():
+    work, spec = workload(), WorkloadSpec(model="llama-tiny", batch_size=4)
+    names = [u.name for u in discover_units(work.model) if u.role == "block"]
+    plan = promised(work, dict.fromkeys(names, RECOMPUTE), peak=10, workload=spec)
+    assert checks(verify(plan, spec, measurer=Beside(work)))["peak"] == "failed"
+    report = verify(plan, spec.model_copy(update={"batch_size": 8}), measurer=Beside(work))
+    assert checks(report) | {"peak": "skipped", "step time": "skipped"} == checks(report) and report.passed
+    assert any("its promise does not count" in note for note in report.notes)
+
+
 def test_a_live_workload_is_measured_here_and_put_back():
     work = workload(optimizer=None)
     before = {n: t.clone() for n, t in work.model.state_dict().items()}

@@ -33,8 +33,4 @@ def export(plan: Plan, target: str) -> Exported:
             f"{target!r} is no trainer that a plan can be exported to",
             remedy=f"{f'Did you mean {near}? ' if near else ''}Known: {', '.join(TARGETS)}.",
         )
-    found = TARGETS[target](read(plan))
-    if not (others := plan.smaller_batches):
-        return found
-    lost = f"{len(others)} more sets of choices, for smaller batches: these settings are those for the largest"
-    return found.model_copy(update={"losses": (*found.losses, lost)})
+    return TARGETS[target](read(plan))

@@ -45,7 +45,8 @@ class LayerChoices:
     ``layers`` are the kinds of choice of all layers by name, in the model's order; a layer that saves and has another
     choice for a part of it counts as that: freeing more than the plan keeps its budget, freeing less breaks it.
     ``parts`` are choices on parts of layers, ``others`` those on anything else (a head, a loss). ``whole`` is False
-    where the plan does not say how many layers there are, ``promises`` whether it has a peak and a step time.
+    where the plan does not say how many layers there are, ``promises`` whether it has a peak and a step time, ``sets``
+    how many sets of choices for smaller batches.
     """
 
     layers: dict[str, str]
@@ -53,6 +54,7 @@ class LayerChoices:
     others: dict[str, str]
     whole: bool = True
     promises: bool = False
+    sets: int = 0
 
     @property
     def freed(self) -> list[str]:
@@ -77,8 +79,11 @@ class LayerChoices:
         return found + self.lost_others()
 
     def lost_others(self) -> list[str]:
-        """Choices on what is no layer, in words."""
-        return [f"{listing(names)}: `{kind}` is left out" for kind, names in _by_kind(self.others)]
+        """Choices on what is no layer, and those for smaller batches, in words."""
+        found = [f"{listing(names)}: `{kind}` is left out" for kind, names in _by_kind(self.others)]
+        if self.sets:
+            found.append(f"{self.sets} more sets of choices, for smaller batches: these settings are for the largest")
+        return found
 
     def _misplaced(self, picked: Collection[str], done: str) -> list[str]:
         more = [n for n in self.layers if n in picked and n not in self.freed]
@@ -119,7 +124,8 @@ def read(plan: Plan) -> LayerChoices:
             remedy="Export a plan that autockpt search wrote, or name layers one by one or as ranges.",
         )
     others = {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"}
-    return LayerChoices(layers, parts, others, whole=bool(known), promises=plan.status != "unmeasured")
+    promises, sets = plan.status != "unmeasured", len(plan.smaller_batches)
+    return LayerChoices(layers, parts, others, whole=bool(known), promises=promises, sets=sets)
 
 
 def _enumerate(pattern: str) -> list[str]:
