@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
@@ -224,7 +225,8 @@ class Packer:
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
 
     def pack(self, tensor: torch.Tensor) -> Moved | Kept:
-        if not self._leaves(tensor):
+        # inside of forward-mode AD what is made here would be its own, without memory to copy
+        if forward_ad._current_level >= 0 or not self._leaves(tensor):
             return Kept(tensor, self._group.unit)
         entry = self._watch.packed(tensor) if self._watch is not None else None
         return Moved(tensor, self._storage_of(tensor), entry)

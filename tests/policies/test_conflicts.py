@@ -188,6 +188,35 @@ def test_nested_tensors_of_the_strided_layout(kind):
                 model(x).sum().backward()
 
 
+class Tangents(nn.Module):
+    """Takes a directional derivative in its forward, of tensors that are large enough to be moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.linear(x))
+        both: Any = torch.func.jvp(lambda t: torch.tanh(self.inner(t)), (hidden,), (hidden.detach(),))
+        return hidden + both[0] + both[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_mode_inside_of_a_unit(kind):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Tangents(), Tangents()), torch.randn(256, 64)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    wanted = gradients()
+    with attach(model, dict.fromkeys("01", parse_choice(kind))):
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(), wanted))
+
+
 class Leaky(nn.Module):
     def __init__(self) -> None:
         super().__init__()
