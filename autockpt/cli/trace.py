@@ -88,7 +88,8 @@ def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -
         if loaded is not None:
             choices = loaded.choices_for(tracer.units, tracer.head)
         graph = tracer.trace(choices)
-        settings = dict(tracer.settings) | ({"device": f"{hardware.name}, simulated"} if hardware else {})
+        settings = dict(tracer.settings) | spec.simulated_settings()
+        settings |= {"device": f"{hardware.name}, simulated"} if hardware else {}
         settings |= {"plan": f"{loaded.file} ({loaded.status})"} if loaded else {}
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)}), settings
 

@@ -12,6 +12,7 @@ from autockpt.explaining.moment import curve, moment, peak_op, telling_op
 from autockpt.explaining.speed import speed_of
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, why
+from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.profiling import said_of
 from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
 from autockpt.schema.device import WITHOUT_STREAMS
@@ -91,9 +92,9 @@ def _chosen(
 ) -> _Chosen:
     question = subject.question
     if question.plan is not None and subject.choices is not None:
-        same = question.plan.workload is None or question.plan.workload == question.spec
+        same = made_for(question.plan, question.spec)
         status = question.plan.status if same else "unmeasured"
-        notes = () if same else ("the workload is not the one that the plan was made for: its promise does not count",)
+        notes = () if same else (OTHER_WORKLOAD,)
         if others := question.plan.smaller_batches:
             notes = (*notes, f"the choices explained are those for the largest batches; {len(others)} more for smaller")
         return _Chosen(dict(subject.choices), str(question.plan_path or "a plan"), status, notes)

@@ -10,6 +10,7 @@ from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
 from autockpt.schema.verification import Check, CheckState
+from autockpt.schema.workload import WorkloadSpec
 
 PEAK_SLACK = 0.01
 """A measured peak may exceed a promised one by this share: allocators differ a little from run to run."""
@@ -17,6 +18,14 @@ TIME_SLACK = 0.10
 """A step may be slower than promised by this share, and the noise of both measurements."""
 SIMULATED_PEAK_SLACK = 0.05
 """The same for a peak that was simulated for a GPU: its allocator is modelled."""
+
+
+OTHER_WORKLOAD = "the workload is not the one that the plan was made for: its promise does not count"
+
+
+def made_for(plan: Plan, spec: WorkloadSpec) -> bool:
+    """Whether what a plan promises is about this workload; a plan that names none is taken at its word."""
+    return plan.workload is None or plan.workload == spec
 
 
 def simulated_for(plan: Plan) -> str:

@@ -153,7 +153,7 @@ class Graph(Data):
         """How often the cycle makes each copy."""
         return tuple(self.runs[min(copy.issued, len(self.ops) - 1)] for copy in self.copies)
 
-    @property
+    @cached_property
     def timed(self) -> set[str]:
         """Signatures of ops that are timed one by one: all but those of the optimizer, which is timed as a whole."""
         return {self.signatures[op.signature] for op in self.ops if op.phase != "optimizer"}

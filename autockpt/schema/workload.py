@@ -56,9 +56,12 @@ class WorkloadSpec(Data):
     ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; simulated")
     shard: int | None = Field(default=None, gt=0, description="ranks that FSDP2 (ZeRO-3) shards over; simulated")
 
+    def simulated_settings(self) -> dict[str, bool | str | int]:
+        """Settings given here that only simulated hardware can follow, by their fields' names."""
+        names = ("master_weights", "keep_gradients", "ddp", "shard")
+        return {name: value for name in names if (value := getattr(self, name))}
+
     def simulated_only(self) -> dict[str, str]:
-        """Options given here that only simulated hardware can follow, with their values, as a user writes them."""
-        given = {"--master-weights": self.master_weights, "--keep-gradients": self.keep_gradients}
-        names = [name for name, value in given.items() if value]
-        values = {"--ddp": self.ddp, "--shard": self.shard}
-        return dict.fromkeys(names, "") | {name: str(value) for name, value in values.items() if value is not None}
+        """The same as a user writes them: options, with their values."""
+        given = self.simulated_settings().items()
+        return {f"--{name.replace('_', '-')}": "" if value is True else str(value) for name, value in given}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autockpt.errors import ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
-from autockpt.history.promises import judge_peak, judge_ratio, judge_time, simulated_for
+from autockpt.history.promises import OTHER_WORKLOAD, judge_peak, judge_ratio, judge_time, made_for, simulated_for
 from autockpt.history.statistics import Interval, ratio_interval
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.runtime import Proof, UnitRuns
@@ -99,10 +99,11 @@ def verify(
 
 
 def _for(plan: Plan, subject: WorkloadSpec | Step | None) -> Plan:
-    """The plan, which promises nothing for another workload than its own."""
-    if not isinstance(subject, WorkloadSpec) or plan.workload is None or plan.workload == subject:
+    """The plan, which promises nothing for another workload than its own; a budget in bytes holds for any."""
+    if not isinstance(subject, WorkloadSpec) or made_for(plan, subject):
         return plan
-    promised = {"measured": None, "predicted": None, "budget": None, "baselines": ()}
+    share = plan.budget is not None and "%" in plan.budget.asked
+    promised = {"measured": None, "predicted": None, "baselines": (), "budget": None if share else plan.budget}
     return plan.model_copy(update={"source": "unmeasured", **promised})
 
 
@@ -185,8 +186,8 @@ class _Verification:
         self._look_at_the_model()
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
-        elif self.plan.status == "unmeasured" and self.plan.workload not in (None, self.subject):
-            self.notes.append("the workload is not the one that the plan was made for: its promise does not count")
+        if isinstance(self.subject, WorkloadSpec) and not made_for(self.plan, self.subject):
+            self.notes.append(OTHER_WORKLOAD)
         if self.plan.status == "simulated":
             here = self.measurer.environment.device.name
             self.notes.append(

@@ -5,7 +5,8 @@
 Reads ``results/published_gpu_202611/measurements.yaml``: jobs with the card, how layers keep their activations, what
 was measured and where it was published. Each job is ghost-run and priced by the roofline of its card. Nothing of what
 was measured enters but the host's time per op of four cards, which was fitted to the jobs marked so. Prints Markdown:
-bytes, seconds, and what recomputing every layer cost next to the same job without.
+bytes, how much headroom would have covered them, seconds, and what recomputing every layer cost next to the same job
+without.
 
 This is no measurement of ours: software of other versions ran, and each row says what is not known of it. Where
 another implementation of the same architecture was measured, bytes are not comparable to the percent.
@@ -25,7 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from autockpt.profiling import device_peak, roofline_times, tracer_for
-from autockpt.profiling.predictor import simulation_of
+from autockpt.profiling.predictor import SAFETY, simulation_of
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
 from autockpt.workload import Step, build
 from search_spaces.hardware import load_hardware
@@ -213,6 +214,14 @@ def seconds_table(jobs: list[Job], found: dict[str, Predicted]) -> str:
     return f"{table(heads, rows)}\n\n{spread(errors)}"
 
 
+def covered(jobs: list[Job], found: dict[str, Predicted]) -> str:
+    """How many of the peaks a headroom would have left room for, beside the share that every promise has for safety."""
+    above = [job.gib * GIB / found[job.id].bytes[job.kind] for job in jobs if job.gib is not None]
+    rows = [[f"{h} %", str(sum(a <= (1 + SAFETY) / (1 - h / 100) for a in above))] for h in (0, 5, 10, 15)]
+    said = f"The largest is {100 * (max(above) - 1):.0f} % above what is simulated."
+    return f"{table(['headroom', f'peaks within budget, of {len(above)}'], rows)}\n\n{said}"
+
+
 def ratios_table(jobs: list[Job], found: dict[str, Predicted]) -> str:
     """Seconds and bytes with every layer recomputed, over those of the same job without."""
     known, rows = {job.id: job for job in jobs}, []
@@ -245,6 +254,7 @@ def main() -> None:
             print(f"{job.id}: {found[job.id]}", file=sys.stderr, flush=True)
     own, others = ([job for job in jobs if job.own is own] for own in (True, False))
     print(f"## Bytes, transformers' own models\n\n{bytes_table(own, found)}\n")
+    print(f"{covered(own, found)}\n")
     print(f"## Seconds, transformers' own models\n\n{seconds_table(own, found)}\n")
     print(f"## What recomputing every layer costs and saves\n\n{ratios_table(jobs, found)}\n")
     print(f"## Other implementations of the same architectures: bytes\n\n{bytes_table(others, found)}\n")

@@ -113,7 +113,7 @@ def test_what_only_a_simulation_follows_is_among_the_facts(tmp_path: Path, card:
     request = ask(tmp_path, card, dry_run=True)
     sharded = request.workload.model_copy(update={"shard": 2, "master_weights": True})
     settings = run_search(request.model_copy(update={"workload": sharded})).settings
-    assert settings["shard"] == "2" and settings["master_weights"] is True
+    assert settings["shard"] == 2 and settings["master_weights"] is True
 
 
 def test_a_dry_run_solves_and_writes_nothing(tmp_path: Path, card: Hardware) -> None:

@@ -120,6 +120,16 @@ def test_what_is_promised_for_another_workload_does_not_count():
     assert any("its promise does not count" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(("asked", "state"), [("60B", "failed"), ("45%act", "skipped")])
+def test_a_budget_in_bytes_holds_for_another_workload_and_a_share_does_not(asked, state):
+    work, spec = workload(), WorkloadSpec(model="llama-tiny", batch_size=4)
+    names = [u.name for u in discover_units(work.model) if u.role == "block"]
+    budget = ResolvedBudget(asked=asked, bytes=60)
+    plan = promised(work, dict.fromkeys(names, RECOMPUTE), peak=50, workload=spec, budget=budget)
+    report = verify(plan, spec.model_copy(update={"batch_size": 8}), measurer=Beside(work))
+    assert checks(report)["peak"] == state
+
+
 def test_a_live_workload_is_measured_here_and_put_back():
     work = workload(optimizer=None)
     before = {n: t.clone() for n, t in work.model.state_dict().items()}

@@ -87,9 +87,7 @@ def simulate_search(
             limit = {"timeout": request.timeout}
             stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
         question = question_of(request, found, budget, (*capped, said_of(hardware)))
-        given = {name[2:].replace("-", "_"): value or True for name, value in request.workload.simulated_only().items()}
-        settings = {**question.settings, **given, "device": f"{hardware.name}, simulated"}
-        question = replace(question, settings=settings)
+        question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
         with clock.stage("profile"):
             profiled = _profiled(found, hardware, budget, request.host_budget)
         environment = profiled.profile.op_times.environment
