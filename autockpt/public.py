@@ -19,7 +19,7 @@ from autockpt.errors import UsageError, python_door
 from autockpt.explaining import ExplainRequest
 from autockpt.explaining import explain as explained
 from autockpt.explaining.longest import with_longest
-from autockpt.explaining.subject import hardware_for
+from autockpt.explaining.subject import budget_for, hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
 from autockpt.page import compare_page, write_page, write_text
@@ -93,8 +93,9 @@ def search(
     step's batch must be as long as the longest; it is cut for the others.
 
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto" (all there is), ``headroom`` ("2%", "500MB") is left
-    free of it, ``host_budget`` ("8GB", or bytes) bounds what offloading may claim of host memory. With
-    ``allow_inexact`` output head and loss may run over chunks of tokens: gradients are then equal up to rounding.
+    free of it (by default 5% of bytes of simulated ``hardware``, else nothing), ``host_budget`` ("8GB", or bytes)
+    bounds what offloading may claim of host memory. With ``allow_inexact`` output head and loss may run over chunks of
+    tokens: gradients are then equal up to rounding.
     ``timeout`` is in seconds, ``out`` the folder that keeps the run and its page (None: nothing is kept). A search that
     came to its end there answers from its record, unless ``again``. ``progress`` is a bar on a terminal's standard
     error, lines elsewhere; ``log_to`` ("tensorboard", "wandb" or both) also logs every trial by these packages' own
@@ -137,7 +138,7 @@ def search(
                 f"a {type(step).__name__} is no training step",
                 remedy="Give autockpt.Step(model, batch, optimizer=optimizer), or a model's name.",
             )
-        asked = parse_budget(budget).with_headroom(headroom)
+        asked = parse_budget(budget).with_headroom(headroom, simulated=hardware is not None)
         described = None if hardware is None else load_hardware(hardware)
         if workload.get("seq_len") == "auto":
             spec = _workload(step, {name: value for name, value in workload.items() if name != "seq_len"}, seed)
@@ -185,6 +186,7 @@ def explain(
     *,
     model: str | None = None,
     budget: str | Budget | None = None,
+    headroom: str | None = None,
     hardware: str | None = None,
     device: str | None = None,
     limits: bool = True,
@@ -194,8 +196,9 @@ def explain(
     """Where a step's bytes go, why a plan does what it does, and what other plans would cost. No step is measured.
 
     ``plan`` is a plan, its file, or a run's directory; without one, what fits ``budget`` is explained for ``model``, or
-    plain training. What ``model`` and ``workload`` do not say is as in the plan. ``limits`` also looks for the largest
-    batch and sequence. ``show`` prints it as the command line does. Bytes and seconds in what is returned.
+    plain training. ``headroom`` is left free of it, as in ``search``. What ``model`` and ``workload`` do not say is as
+    in the plan. ``limits`` also looks for the largest batch and sequence. ``show`` prints it as the command line does.
+    Bytes and seconds in what is returned.
     """
     _refuse_both(hardware, device)
     loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
@@ -203,13 +206,14 @@ def explain(
     if name is None:
         raise UsageError("no model was named", remedy='Give model="llama-8b", or a plan that a search made.')
     base = loaded.workload.model_dump() if loaded is not None and loaded.workload is not None else {}
+    spec, card = _workload(name, {**base, **workload}), hardware_for(hardware, device, loaded)
     question = ExplainRequest(
-        spec=_workload(name, {**base, **workload}),
+        spec=spec,
         plan=loaded,
         plan_path=None if plan is None or isinstance(plan, Plan) else Path(plan),
-        budget=None if budget is None else parse_budget(budget),
+        budget=budget_for(budget, headroom, loaded, spec, card),
         device=device,
-        hardware=hardware_for(hardware, device, loaded),
+        hardware=card,
         limits=limits,
     )
     said = explained(question)

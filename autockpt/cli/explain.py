@@ -26,6 +26,10 @@ def explain(
         str | None,
         opt("--budget SIZE", "Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's."),
     ] = None,
+    headroom: Annotated[
+        str | None,
+        opt("--headroom SIZE", "Leave this much of it free: 2%, 500MB. Default: as for search."),
+    ] = None,
     device: DeviceName = None,
     hardware: Annotated[
         str | None,
@@ -48,17 +52,16 @@ def explain(
     runs, seconds from op times where any are known. Options that are not given are those that the plan was made with.
     Exits with 3 where nothing fits the budget, after explaining the leanest plan.
     """
-    from autockpt.schema import parse_budget
-
     if measure and not rules:
         raise UsageError("--measure belongs to --rules", remedy="Add --rules; `autockpt verify` measures a plan.")
     if plan is not None and not plan.exists():
         raise UsageError(
             f"there is no plan or run {plan}", remedy=f"Check the path; of a model: autockpt explain --model {plan}."
         )
-    if rules and (plan is not None or budget is not None):
+    if rules and (plan is not None or budget is not None or headroom is not None):
         raise UsageError(
-            "--rules looks at the model alone", remedy="Leave the plan and --budget out, and name the --model."
+            "--rules looks at the model alone",
+            remedy="Leave the plan, --budget and --headroom out, and name the --model.",
         )
     if hardware is not None and (device is not None or measure):
         other = "--device" if device is not None else "--measure"
@@ -66,19 +69,19 @@ def explain(
             f"--hardware models a device that is not at hand; {other} needs one", remedy="Give one of them."
         )
     from autockpt.explaining import ExplainRequest
-    from autockpt.explaining.subject import hardware_for
+    from autockpt.explaining.subject import budget_for, hardware_for
     from autockpt.history.trialplan import plan_at
 
-    asked = parse_budget(budget) if budget is not None else None
     loaded = plan_at(plan) if plan is not None else None
     spec = workload_spec(workload, base=loaded.workload if loaded else None, seed=seed)
+    card = hardware_for(hardware, device, loaded)
     question = ExplainRequest(
         spec=spec,
         plan=loaded,
         plan_path=plan,
-        budget=asked,
+        budget=budget_for(budget, headroom, loaded, spec, card),
         device=device,
-        hardware=hardware_for(hardware, device, loaded),
+        hardware=card,
         limits=limits,
     )
     from autockpt.explaining import explain as explained

@@ -54,8 +54,8 @@ def search(
         str | None,
         opt(
             "--headroom SIZE",
-            "Leave this much of the budget free: 2% (of it), 500MB. Default: 0%; simulated peaks hold a margin "
-            "for safety besides.",
+            "Leave this much of the budget free: 2% (of it), 500MB. Default: 5% of a budget in bytes with --hardware, "
+            "whose peaks no card has confirmed; else 0%.",
         ),
     ] = None,
     host_budget: Annotated[
@@ -157,15 +157,17 @@ def search(
 
     start = None if resume is None else plan_at(resume)
     if budget is None and start is not None and start.budget is not None:
-        budget, headroom = start.budget.asked, headroom or start.budget.headroom or None
+        budget = start.budget.asked
+        if (hardware is not None) == (start.source == "simulated"):  # real steps need no simulation's margin
+            headroom = headroom or start.budget.headroom or "0%"
     if budget is None and hardware is None:
         raise UsageError("no budget was given", remedy="Add --budget with 24GB, 24GiB, 60%, 60%act or auto.")
-    asked = parse_budget("auto" if budget is None else budget).with_headroom(headroom)
     limit = duration(timeout)
     allowed = _space(space, choices)
     _refuse_contradictions(workload, hardware, device)
     base = start.workload if start is not None else None
     simulate = hardware or (None if "model" in workload or base or device else _stand_in())
+    asked = parse_budget("auto" if budget is None else budget).with_headroom(headroom, simulated=simulate is not None)
     open_length = workload.get("seq_len") == AUTO
     asked_for = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
     spec, notes = _workload(asked_for, device, seed, simulate, base)

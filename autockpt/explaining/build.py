@@ -14,7 +14,7 @@ from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, why
 from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.profiling import said_of
-from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, covers, format_bytes
+from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, format_bytes
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Explanation, Largest, Reach, Speed
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
@@ -103,7 +103,7 @@ def _chosen(
         return _Chosen(answers.save_all.choices, said, "simulated")
     found = min((reach for reach in reaches if reach is not None), key=lambda r: r.step_seconds, default=None)
     if found is not None:
-        return _Chosen(found.choices, f"the solver's plan for {budget.asked}", "simulated")
+        return _Chosen(found.choices, f"the solver's plan for {budget.words}", "simulated")
     needs = subject.profiled.needs(answers.lean.peak_bytes)
     smallest = format_bytes(answers.lean.peak_bytes)
     note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
@@ -116,8 +116,7 @@ def resolved(question: ExplainRequest, answers: Answers) -> ResolvedBudget | Non
     if question.budget is None:
         return question.plan.budget if question.plan is not None else None
     capacity = device.capacity_bytes - answers.profiled.used_by_others
-    size = question.budget.resolve(answers.save_all.peak_bytes, answers.lean.peak_bytes, capacity)
-    return ResolvedBudget(asked=question.budget.text, bytes=size, covers=covers(device.kind))
+    return question.budget.resolved(answers.save_all.peak_bytes, answers.lean.peak_bytes, capacity, device.kind)
 
 
 def _speed(subject: Subject, graph: Graph, measured: float | None) -> Speed | None:

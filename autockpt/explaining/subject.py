@@ -12,7 +12,7 @@ from autockpt.errors import UsageError
 from autockpt.explaining.times import Times, of_device, of_hardware
 from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.profiling import CostModel, simulated_memory, tracer_for
-from autockpt.schema import SAVE, Budget, Choice, Graph, Listener, Plan, Remake, Selective, WorkloadSpec
+from autockpt.schema import SAVE, Budget, Choice, Graph, Listener, Plan, Remake, Selective, WorkloadSpec, parse_budget
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning.opening import Traced, traced, traced_for
@@ -43,7 +43,7 @@ class ExplainRequest:
     def limit(self) -> int | None:
         """The budget in bytes, where it is known before anything is traced."""
         if self.budget is not None:
-            return self.budget.size if self.budget.kind == "bytes" else None
+            return self.budget.budget_bytes
         return self.plan.budget.bytes if self.plan is not None and self.plan.budget is not None else None
 
     def tracer(self, spec: WorkloadSpec, *, fallback: bool = True) -> Tracer:
@@ -71,6 +71,30 @@ def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Har
             remedy="Add --hardware with the file that describes it, or --device to explain the plan for this machine.",
         )
     return load_hardware(planned)
+
+
+def budget_for(
+    asked: str | Budget | None, headroom: str | None, plan: Plan | None, spec: WorkloadSpec, hardware: Hardware | None
+) -> Budget | None:
+    """What a plan is held against: the budget as asked for, by default the plan's own as it stands (None).
+
+    A share is of the job's own peak, and ``auto`` all that a device has: of another workload or device they are another
+    size. Raises UsageError for what is no budget, and for a headroom without one.
+    """
+    if asked is not None:
+        return parse_budget(asked).with_headroom(headroom, simulated=hardware is not None)
+    planned = None if plan is None else plan.budget
+    if headroom is not None and planned is None:
+        raise UsageError("a headroom is left free of a budget, and none was given", remedy="Give --budget, too.")
+    if plan is None or planned is None:
+        return None
+    simulated = plan.environment.versions.get("simulated") if plan.environment is not None else None
+    elsewhere = simulated != (hardware.name if hardware is not None else None)
+    again = elsewhere if planned.asked == "auto" else "%" in planned.asked and (elsewhere or spec != plan.workload)
+    if headroom is None and not again:
+        return None
+    same = Budget(text=planned.asked, kind="bytes", size=planned.whole)
+    return (parse_budget(planned.asked) if again else same).with_headroom(headroom or planned.headroom or "0%")
 
 
 @dataclass(frozen=True)

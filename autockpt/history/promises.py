@@ -51,8 +51,8 @@ def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Ch
         parts.append(said)
         state = "passed" if measured.peak_bytes <= promise.peak_bytes * (1 + slack) else "failed"
     if plan.budget is not None:
-        parts.append(f"budget {format_bytes(plan.budget.bytes)}")
-        if measured.peak_bytes > plan.budget.bytes:
+        parts.append(f"budget {format_bytes(plan.budget.whole)}")
+        if measured.peak_bytes > plan.budget.whole:
             state = "failed"
         elif state == "skipped":
             state = "passed"

@@ -38,8 +38,9 @@ def sentence(
     if score is None or budget is None:
         return STATES.get(state, "No plan was found.")
     spare = budget.bytes - score.peak_bytes
-    asked = budget.asked if not budget.asked.endswith(("%", "act", "auto")) else f"{format_binary(budget.bytes)} "
+    asked = budget.asked if not budget.asked.endswith(("%", "act", "auto")) else f"{format_binary(budget.whole)} "
     asked = asked if asked == budget.asked else f"{asked.strip()} ({budget.asked})"
+    asked = f"{asked} less {budget.headroom}" if budget.headroom else asked
     fits = f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
     said = [fits]
     against = {name: _score(next((r for r in rows if r.name == name), None)) for name in (ALL, NONE)}

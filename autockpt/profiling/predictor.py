@@ -261,6 +261,6 @@ def said_of(hardware: Hardware) -> str:
         return "bytes are those that tensors hold"
     return (
         "peaks are what a caching allocator kept to the budget would reserve, fragmentation included, with the context "
-        f"of {hardware.context_bytes / 1e6:.0f} MB, and {SAFETY:.0%} for safety; where they cannot be verified on the "
-        "card, leave --headroom: peaks that others published, mostly of older software, are 7 % above in the median"
+        f"of {hardware.context_bytes / 1e6:.0f} MB, and {SAFETY:.0%} for safety; peaks that others published, mostly "
+        "of older software, are 7 % above in the median: where you cannot verify on the card, leave more --headroom"
     )

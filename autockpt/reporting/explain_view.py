@@ -75,7 +75,7 @@ def _heading(said: Explanation) -> Text:
     if said.budget is not None:
         room = said.budget.bytes - said.peak_bytes
         state = f"{format_binary(room)} free" if room >= 0 else f"{format_binary(-room)} too much"
-        text.append(f" of {format_binary(said.budget.bytes)} (budget {said.budget.asked}): ")
+        text.append(f" of {format_binary(said.budget.bytes)} (budget {said.budget.words}): ")
         text.append(state, style="green" if room >= 0 else "red")
     head = any("block" not in choice.roles for choice in said.choices.values())  # the same in all plans here
     text.append(f"; {'every layer on save' if head else 'save everything'} {format_binary(said.save_all_peak)}, ")

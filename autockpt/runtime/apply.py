@@ -198,7 +198,7 @@ def _limit(adaptive: bool | str, plan: Plan, model: nn.Module) -> int:
     if isinstance(adaptive, str):
         asked = _asked_limit(adaptive)
     else:
-        asked = plan.budget.bytes if plan.budget is not None else None
+        asked = plan.budget.whole if plan.budget is not None else None
     return asked or get_device(str(device_of(model))).capacity()
 
 

@@ -72,7 +72,7 @@ def _choices(plan: Plan) -> dict[str, Choice]:
 
 def _made_for(plan: Plan) -> str:
     where = plan.environment.device.name if plan.environment is not None else ""
-    budget = f", budget {plan.budget.asked} = {format_bytes(plan.budget.bytes)}" if plan.budget is not None else ""
+    budget = f", budget {plan.budget.words} = {format_bytes(plan.budget.bytes)}" if plan.budget is not None else ""
     on = {"measured": f" on {where}", "simulated": f" for {where}"}.get(plan.status, "") if where else ""
     return f"Plan {plan.hash or 'by hand'} for {plan.model.name or 'any model'}: {plan.status}{on}{budget}"
 

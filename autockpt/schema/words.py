@@ -84,6 +84,10 @@ def job(settings: Mapping[str, object]) -> str:
         "attention",
         "lora",
         "quantization",
+        "shard",
+        "ddp",
+        "master_weights",
+        "keep_gradients",
     )
     return facts({name: settings.get(name) for name in shown})
 

@@ -64,7 +64,11 @@ def estimate(
             load_in_4bit=in_4bit, prepare_kbit=prepare_kbit and in_4bit,
         )  # fmt: skip
         request = SearchRequest(
-            budget=parse_budget("auto"), workload=spec, space=space, hardware=hardware, dry_run=True
+            budget=parse_budget("auto").with_headroom(None, simulated=True),
+            workload=spec,
+            space=space,
+            hardware=hardware,
+            dry_run=True,
         )
         row = Estimate(
             model=model, card=card, batch_size=batch, seq_len=length, lora=rank, load_in_4bit=in_4bit, fits=False

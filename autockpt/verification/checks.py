@@ -134,8 +134,8 @@ def compared_peak(plan: Plan, measured: Measurement, saving: Measurement | None)
         )
     if saving is not None:
         parts.append(f"saving everything alike takes {format_bytes(saving.peak_bytes)}")
-    if plan.budget is not None and measured.peak_bytes > plan.budget.bytes:
-        parts.append(f"over the budget of {format_bytes(plan.budget.bytes)}")
+    if plan.budget is not None and measured.peak_bytes > plan.budget.whole:
+        parts.append(f"over the budget of {format_bytes(plan.budget.whole)}")
     return Check(name="peak", state="measured", detail="; ".join(parts))
 
 

@@ -285,7 +285,7 @@ class _Verification:
     # --- peak and step time
 
     def _promises(self) -> Iterator[Check]:
-        budget = self.plan.budget.bytes if self.plan.budget is not None else None
+        budget = self.plan.budget.whole if self.plan.budget is not None else None
         yield from self._measure(budget)
         if self.measured is not None:
             yield judge_peak(self.plan, self.measured, self.measurer.environment.device.kind)

@@ -75,6 +75,40 @@ def test_a_simulated_plan_is_explained_on_the_device_that_it_was_simulated_for(
     assert result.code == 2 and "my-card" in result.err and "--hardware" in result.err
 
 
+def test_a_plans_own_budget_stands_but_a_share_is_another_jobs_anew(autockpt, asked: Asked, tmp_path: Path) -> None:
+    def explained(budget: str, *arguments: str, headroom: str = "") -> Any:
+        plan = Plan.create(
+            {"h.0": SAVE},
+            [Unit(name="h.0", cls="Block", kind=0)],
+            source="simulated",
+            predicted=Prediction(peak_bytes=1, step_seconds=0.1),
+            workload=WorkloadSpec(model="llama-tiny"),
+            environment=Environment(
+                device=DeviceInfo(kind="cuda", name="Card", capacity_bytes=1), versions={"simulated": "rtx4090"}
+            ),
+            budget=ResolvedBudget(asked=budget, bytes=950, headroom=headroom, headroom_bytes=50),
+        )
+        plan.save(tmp_path / "plan.yaml", existing="replace")
+        assert autockpt("explain", "plan.yaml", *arguments).code == 0
+        return asked.questions[-1].budget
+
+    assert explained("60%") is None and explained("1KB", "--hardware", "h100") is None
+    assert explained("auto", "-b", "4") is None
+    for budget, arguments in (("60%act", ("-b", "4")), ("60%", ("--hardware", "h100")), ("auto", ("--device", "cpu"))):
+        again = explained(budget, *arguments)
+        assert again.text == budget and again.headroom is None
+    assert explained("auto", "--hardware", "h100", headroom="2%").headroom.text == "2%"
+    lent = explained("1KB", "--headroom", "10%")
+    assert lent.budget_bytes == 900 and lent.text == "1KB"
+
+
+def test_a_budget_of_a_simulated_device_has_the_headroom_that_a_search_leaves(autockpt, asked: Asked) -> None:
+    given = ("explain", "--model", "llama-tiny", "--hardware", "rtx4090", "--budget", "10GB")
+    for more, size in (((), 95 * 10**8), (("--headroom", "0%"), 10**10)):
+        assert autockpt(*given, *more).code == 0
+        assert asked.questions[-1].budget.budget_bytes == size
+
+
 def test_json_is_the_whole_answer(autockpt, asked: Asked) -> None:
     result = autockpt("explain", "--model", "llama-tiny", "--json")
     assert result.code == 0 and result.json == asked.answer.model_dump(mode="json")
@@ -102,6 +136,7 @@ def test_a_plan_brings_its_workload(autockpt, asked: Asked, tmp_path: Path) -> N
         (("nothing.yaml",), "nothing.yaml"),
         ((".",), ""),
         (("--model", "llama-tiny", "--budget", "24"), "budget"),
+        (("--model", "llama-tiny", "--headroom", "2%"), "--budget"),
         (("--model", "llama-tiny", "--measure"), "--rules"),
         (("--model", "llama-tiny", "--rules", "--budget", "24GB"), "--rules"),
         (("--model", "llama-tiny", "--hardware", "rtx4090", "--device", "cpu"), "--device"),

@@ -11,7 +11,7 @@ from autockpt.schema.choices import RECOMPUTE
 UNITS = [Unit(name="layers.0", cls="Layer", kind=0)]
 
 
-def simulated(kind: str, budget: int | None = None) -> Plan:
+def simulated(kind: str, budget: int | None = None, headroom: int = 0) -> Plan:
     device = DeviceInfo(kind=kind, name="a card", capacity_bytes=10_000)
     return Plan.create(
         {"layers.0": RECOMPUTE},
@@ -19,7 +19,7 @@ def simulated(kind: str, budget: int | None = None) -> Plan:
         source="simulated",
         environment=Environment(device=device, versions={}),
         predicted=Prediction(peak_bytes=1000, step_seconds=0.1),
-        budget=None if budget is None else ResolvedBudget(asked=f"{budget}B", bytes=budget),
+        budget=None if budget is None else ResolvedBudget(asked="1KB", bytes=budget, headroom_bytes=headroom),
     )
 
 
@@ -44,6 +44,11 @@ def test_a_simulated_peak_is_compared_and_named_as_such(
     check = judge_peak(simulated(planned, budget), measured(peak), here)
     assert check.state == state
     assert "simulated" in check.detail and "a card" in check.detail and "promised" not in check.detail
+
+
+def test_a_headroom_is_there_to_be_used_by_what_no_simulation_knew() -> None:
+    assert judge_peak(simulated("cuda", 1030, headroom=10), measured(1040), "cuda").state == "passed"
+    assert judge_peak(simulated("cuda", 1030, headroom=9), measured(1040), "cuda").state == "failed"
 
 
 def test_a_simulated_step_time_is_shown_beside_the_measured_one_and_fails_nothing() -> None:

@@ -209,6 +209,17 @@ def test_other_headrooms_are_refused_with_a_remedy(text: str) -> None:
     assert error.value.remedy
 
 
+def test_a_simulation_leaves_a_headroom_of_bytes_unless_asked_otherwise() -> None:
+    for text in ("24GB", "auto"):
+        budget = parse_budget(text).with_headroom(None, simulated=True)
+        found = budget.resolved(0, 0, 24 * 10**9, "cuda")
+        assert (found.bytes, found.headroom, found.whole) == (228 * 10**8, "5%", 24 * 10**9)
+        assert found.words == f"{text} less 5%"
+    for unchanged, headroom in (("60%", None), ("60%act", None), ("24GB", "0%")):
+        assert parse_budget(unchanged).with_headroom(headroom, simulated=True) == parse_budget(unchanged)
+    assert parse_budget("24GB").with_headroom(None) == parse_budget("24GB")
+
+
 def test_a_headroom_as_large_as_the_budget_is_refused() -> None:
     with pytest.raises(UsageError, match="leaves nothing"):
         parse_budget("1GB").with_headroom("1GB")

@@ -63,3 +63,8 @@ def test_a_plan_in_one_line() -> None:
 def test_settings_in_one_line() -> None:
     settings = {"dtype": "fp32", "batch_size": 4, "packed": False, "lora": None, "tied": True, "params": 1235814400}
     assert words.facts(settings) == "dtype fp32, batch size 4, tied, params 1,235,814,400"
+
+
+def test_a_job_is_known_by_what_only_simulated_hardware_follows_too() -> None:
+    settings = {"dtype": "bf16", "shard": 8, "ddp": "views", "master_weights": True, "keep_gradients": False}
+    assert words.job(settings) == "dtype bf16, shard 8, ddp views, master weights"
