@@ -109,12 +109,16 @@ class RunDirectory:
 
     @classmethod
     def alike(cls, root: str | Path, question: Mapping[str, Any]) -> Iterator[RunDirectory]:
-        """Runs under ``root`` of this question, whatever the model's structure: only tracing tells that."""
-        question = {**json.loads(json.dumps(question)), "model_fingerprint": None}
+        """Runs under ``root`` of this question, whatever the model's structure: only tracing tells that.
+
+        Of any device, where the question names none.
+        """
+        question = json.loads(json.dumps(question))
+        open_ = {"model_fingerprint"} | ({"device", "versions"} - set(question))
         for path in sorted(Path(root).glob(f"*/{_QUESTION}")):
             with suppress(RunDirectoryError):
                 run = cls.open(path.parent)
-                if {**run.question, "model_fingerprint": None} == question:
+                if {name: value for name, value in run.question.items() if name not in open_} == question:
                     yield run
 
     def _check_question(self, found: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -19,6 +21,11 @@ _ALLOCATOR = {
     "cpu": ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
 }
 _ANY_ALLOCATOR = ("PYTORCH_ALLOC_CONF",)
+_PATIENCE = 60.0  # seconds
+_SAY = (
+    "import sys; from autockpt.measuring.environment import environment_to_measure_in as known;"
+    "print(known(sys.argv[1] or None).model_dump_json())"
+)
 
 
 def environment_of(device: Device, variables: Mapping[str, str] = os.environ) -> Environment:
@@ -36,6 +43,29 @@ def environment_of(device: Device, variables: Mapping[str, str] = os.environ) ->
 def environment_to_measure_in(name: str | None) -> Environment:
     """The named device, as a process of autockpt's that measures on it sees it."""
     return environment_of(get_device(name), {**process_environment(name), **os.environ})
+
+
+def environment_without_context(name: str | None) -> Environment | None:
+    """The same without a context of this process's, which it would keep: a GPU is asked in a process of its own.
+
+    None where that fails.
+    """
+    if get_device(name).kind == "cpu":
+        return environment_to_measure_in(name)
+    from autockpt.measuring.process import child_environment
+
+    command = [sys.executable, "-c", _SAY, name or ""]
+    try:
+        told = subprocess.run(
+            command,
+            env=child_environment(process_environment(name)),
+            capture_output=True,
+            check=True,
+            timeout=_PATIENCE,
+        )
+        return Environment.model_validate_json(told.stdout)
+    except (subprocess.SubprocessError, ValueError):
+        return None
 
 
 def installed_versions() -> dict[str, str]:

@@ -55,11 +55,16 @@ class SearchRequest(Data):
         default=(), description="what was decided for the user, to be repeated with the answer"
     )
 
-    def question(self, environment: Environment, **more: Any) -> dict[str, Any]:
+    @property
+    def key(self) -> str:
+        """What names the question as it was asked, before anything is known of model and device."""
+        return question_hash(self.question(on=self.device))
+
+    def question(self, environment: Environment | None = None, **more: Any) -> dict[str, Any]:
         """All that changes the answer, as JSON: runs of one question share a directory and continue one another.
 
         How long to search, where to write and what was printed is not part of it. ``more`` adds facts found on the way,
-        such as the model's structure fingerprint.
+        such as the model's structure fingerprint. Without ``environment`` it is that of any device.
         """
         return identity_of(
             environment,
@@ -76,7 +81,7 @@ class SearchRequest(Data):
 
 
 def identity_of(
-    environment: Environment, space: SearchSpace, budget: Budget | None = None, **asked: Any
+    environment: Environment | None, space: SearchSpace, budget: Budget | None = None, **asked: Any
 ) -> dict[str, Any]:
     """What makes two questions the same, as JSON: what is asked, of which device, with which versions.
 
@@ -87,10 +92,13 @@ def identity_of(
     left_out = {"overhead_bytes"} if whole else {"overhead_bytes", "capacity_bytes"}
     if budget is not None:
         asked |= {"budget": budget.text, "headroom": budget.headroom.text if budget.headroom else None}
+    measured: dict[str, Any] = {}
+    if environment is not None:
+        measured["device"] = environment.device.model_dump(mode="json", exclude=left_out)
+        measured["versions"] = {k: v for k, v in environment.versions.items() if k in _VERSIONS}
     return {
         "space": space.model_dump(mode="json", exclude={"description"}),
-        "device": environment.device.model_dump(mode="json", exclude=left_out),
-        "versions": {k: v for k, v in environment.versions.items() if k in _VERSIONS},
+        **measured,
         **{name: value for name, value in asked.items() if value is not None and value is not False},
     }
 

@@ -20,6 +20,7 @@ from typing import Any
 from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.measuring import Measurer, WorkerMeasurer, environment_of
+from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
 from autockpt.profiling import uniform_graphs
 from autockpt.schema import (
     Budget,
@@ -36,7 +37,7 @@ from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
 from autockpt.tuning.alternatives import WhatIf, on_device, predictions
 from autockpt.tuning.jobs import Described, Job, Live, with_rows
-from autockpt.tuning.opening import blocks_of, environment_here
+from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.rows import dependent_rows
 from autockpt.tuning.search import live_measurer, search_step
 from autockpt.tuning.side_by_side import Meet, put_right, timed_together
@@ -351,10 +352,7 @@ def judge_of(request: SearchRequest, kinds: list[str]) -> WhatIf:
     """What variants of the job are judged by, on the device or simulated."""
     if request.hardware is not None:
         return on_hardware(request, request.hardware, kinds)
-    environment = environment_here(request.device)
-    if environment is None:
-        with WorkerMeasurer(request.workload, request.device) as worker:
-            environment = worker.environment
+    environment = environment_without_context(request.device) or environment_to_measure_in(request.device)
     device = get_device(request.device)
     return on_device(request.budget, device.torch_device, environment, device.used_by_others(), kinds)
 

@@ -7,9 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autockpt.devices import get_device
 from autockpt.errors import AutockptError, UsageError
-from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.profiling import (
     CostModel,
     Heads,
@@ -24,7 +22,6 @@ from autockpt.schema import (
     RECOMPUTE,
     SAVE,
     Choice,
-    Environment,
     Graph,
     Hardware,
     OpTimes,
@@ -138,11 +135,6 @@ class _Counted:
             return self._tracer.trace(choices)
         finally:
             self._listener.advance()
-
-
-def environment_here(device: str | None) -> Environment | None:
-    """What steps would run on; None where saying so takes a process of its own: asking a GPU opens a context."""
-    return environment_to_measure_in(device) if get_device(device).kind == "cpu" else None
 
 
 def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:

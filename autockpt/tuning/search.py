@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any
 
 from autockpt.devices import Device, get_device
 from autockpt.errors import DeviceOutOfMemory, RunDirectoryError, UsageError, python_door
+from autockpt.history.lock import reserved
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
-from autockpt.measuring.environment import environment_to_measure_in
+from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
 from autockpt.profiling import (
     CostModel,
     cached_op_times,
@@ -49,7 +50,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
 from autockpt.tuning.jobs import Described, Live
-from autockpt.tuning.opening import Traced, environment_here, traced
+from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock, Limits, Question
@@ -70,9 +71,16 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     best plan so far.
     """
     _refuse_unwritable(request)
-    simulated = simulated_environment(request.hardware) if request.hardware is not None else None
-    known = answered(request, simulated or environment_here(request.device))
-    return save_plan_copy(request, known or _answer(request, Clock(listener or Silence())))
+    with nullcontext() if request.dry_run else reserved(request.out, request.key):
+        known = answered(request, _environment)
+        return save_plan_copy(request, known or _answer(request, Clock(listener or Silence())))
+
+
+def _environment(request: SearchRequest) -> Environment | None:
+    """What the search would run on, as far as that can be said before it does."""
+    if request.hardware is not None:
+        return simulated_environment(request.hardware)
+    return environment_without_context(request.device)
 
 
 def _answer(request: SearchRequest, clock: Clock) -> SearchOutcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -126,14 +126,21 @@ def enter_run(
     return run, recorded(run, request)
 
 
-def answered(request: SearchRequest, environment: Environment | None) -> SearchOutcome | None:
+def answered(
+    request: SearchRequest, environment_of: Callable[[SearchRequest], Environment | None]
+) -> SearchOutcome | None:
     """The answer that is on record already, found without tracing; None where there is none to rely on.
 
-    Whoever's code or files make the model may have changed them, which only tracing tells; ``environment`` None: it
-    takes a process of its own to know. Raises RunDirectoryError where a search of this question is at work.
+    Whoever's code or files make the model may have changed them, which only tracing tells. ``environment_of``, which
+    may take a process of its own, is asked where a run could be the one. Raises RunDirectoryError where a search of
+    this question is at work.
     """
     model = request.workload.model
-    if request.dry_run or environment is None or ":" in model or Path(model).expanduser().exists():
+    if request.dry_run or ":" in model or Path(model).expanduser().exists():
+        return None
+    perhaps = any(True for _ in RunDirectory.alike(request.out, request.question()))
+    environment = environment_of(request) if perhaps else None
+    if environment is None:
         return None
     for run in RunDirectory.alike(request.out, request.question(environment)):
         with run.lock():

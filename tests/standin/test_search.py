@@ -18,7 +18,7 @@ def test_search_and_verify(inside, tmp_path):
     report = tmp_path / "report"
     environment = build.environment("random:3", report, AUTOCKPT_CACHE=str(tmp_path / "cache"))
 
-    def autockpt(*arguments: str, codes: tuple[int, ...] = (0,)) -> str:
+    def run(*arguments: str, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "autockpt", *arguments],
             env=environment,
@@ -28,15 +28,19 @@ def test_search_and_verify(inside, tmp_path):
             timeout=900,
         )
         assert done.returncode in codes, done.stdout[-4000:] + done.stderr[-4000:]
-        return done.stdout
+        return done
 
     question = ["--model", "llama-tiny", "-b", "16", "-s", "128", "--choices", "save,recompute,offload"]
-    autockpt("search", "--budget", "75%", *question, "--device", "standin", "--trials", "2", "--plan-out", "plan.yaml")
+    command = ["search", "--budget", "75%", *question, "--device", "standin", "--trials", "2"]
+    first = run(*command, "--plan-out", "plan.yaml")
+    again = run(*command)
+    assert "trace" in first.stderr and "trace" not in again.stderr, "answered before anything is traced"
+    assert "This is the answer of" in again.stdout
     plan = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     assert plan["source"] == "measured" and plan["environment"]["device"]["kind"] == "standin"
     for row in plan["baselines"]:  # by the allocator's own rules
         assert row["predicted"]["peak_bytes"] == pytest.approx(row["measured"]["peak_bytes"], rel=0.1), row
-    answer = json.loads(autockpt("verify", "plan.yaml", "--device", "standin", "--json", codes=(0, 4)))
+    answer = json.loads(run("verify", "plan.yaml", "--device", "standin", "--json", codes=(0, 4)).stdout)
     states = {check["name"]: check["state"] for check in answer["checks"]}
     # what the machine's load makes of the step time is no promise of the device's
     assert {states.pop(name) for name in ("gradients", "recomputed ops", "peak")} == {"passed"}

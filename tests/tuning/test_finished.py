@@ -29,12 +29,12 @@ class Stages(Silence):
         self.begun.append(name)
 
 
-def ask(out: Path, **more: Any) -> tuple[SearchOutcome, list[str]]:
+def ask(out: Path, stages: Stages | None = None, **more: Any) -> tuple[SearchOutcome, list[str]]:
     """The outcome, and the stages that it took."""
     space = load_space("knobs").restricted(("recompute", "offload"))
     asked = {"budget": parse_budget("60%act"), "workload": WorkloadSpec(model="llama-tiny"), "space": space}
     hardware = load_hardware("rtx4090")
-    stages = Stages()
+    stages = stages or Stages()
     request = SearchRequest.model_validate(asked | {"hardware": hardware, "trials": 2, "out": out} | more)
     return run_search(request, stages), stages.begun
 
@@ -94,6 +94,21 @@ def test_a_second_search_of_the_same_question_is_refused_at_once(finished: tuple
     assert first.run_directory is not None
     with RunDirectory.open(first.run_directory).lock(), pytest.raises(RunDirectoryError, match="at work"):
         ask(out, again=True)
+
+
+def test_a_second_search_is_refused_before_the_first_has_a_directory(tmp_path: Path) -> None:
+    class AskingAgain(Stages):
+        def stage(self, name: str, total: int | None = None) -> None:
+            super().stage(name, total)
+            if name == "trace":
+                assert not list(out.glob("*/question.json"))
+                with pytest.raises(RunDirectoryError, match="at work"):
+                    ask(out)
+
+    out = tmp_path / "runs"
+    first, stages = ask(out, AskingAgain())
+    assert "trace" in stages and first.run_directory is not None
+    assert list(out.iterdir()) == [first.run_directory], "nothing else stays"
 
 
 def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
