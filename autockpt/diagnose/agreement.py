@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autockpt.diagnose.frames import OPTIMIZER, STAGES, WEIGHTS
-from autockpt.explaining.holdings import LOGITS, Ledger
+from autockpt.explaining.holdings import LOGITS, PointBytes
 from autockpt.profiling import simulated_memory
 from autockpt.schema import Graph, format_binary
 from autockpt.schema.diagnosis import Agreement, DeviceFailure, Room, SnapshotReading, Stage, Tensor
@@ -31,7 +31,7 @@ def compare(
 
     Holdings are those at the peak where it does not. Bytes include the context.
     """
-    ledger = Ledger(graph, head, room.overhead)
+    held = PointBytes(graph, head, room.overhead)
     line = [size + room.overhead for size in graph.timeline()]
     peak = max(line, default=graph.resident_bytes + room.overhead)
     over = next((i for i, size in enumerate(line) if size > room.budget), None)
@@ -44,12 +44,12 @@ def compare(
         simulated_peak=peak,
         simulated_reserved=promised,
         overflows=overflows,
-        stage=_stage(graph, ledger, over) if over is not None else None,
+        stage=_stage(graph, held, over) if over is not None else None,
         place=graph.ops[over].module if over is not None else "",
         asked=tuple(_of_size(graph, tried)) if tried else (),
     )
     reported = evidence.place.stage if evidence is not None else "unknown"
-    holdings = ledger.holdings(at)
+    holdings = held.holdings(at)
     verdicts = [*_verdicts(agreement, room, reported, tried, over_peak=over is None)]
     if snapshot is not None:
         verdicts += _beside(snapshot, holdings)
@@ -69,11 +69,11 @@ def _beside(snapshot: SnapshotReading, holdings: Sequence[Holding]) -> Iterator[
         yield f"{name.capitalize()}: {sizes}; {verdict}."
 
 
-def _stage(graph: Graph, ledger: Ledger, at: int) -> Stage:
+def _stage(graph: Graph, held: PointBytes, at: int) -> Stage:
     op = graph.ops[at]
     if op.phase == "optimizer":
         return "optimizer"
-    if any(ledger.purposes.get(out.storage) == LOGITS for out in op.outputs):
+    if any(held.purposes.get(out.storage) == LOGITS for out in op.outputs):
         return "loss"
     return "forward" if op.phase == "forward" else "recompute" if op.phase == "recompute" else "backward"
 

@@ -10,7 +10,7 @@ from autockpt.errors import InfeasibleError
 from autockpt.schema import Budget, Choice, SearchOutcome, SearchRequest, Unit, WorkloadSpec, parse_choice
 from autockpt.schema.diagnosis import Room
 from autockpt.schema.hardware import Hardware
-from autockpt.schema.remedy import WayOut
+from autockpt.schema.remedy import Alternative
 from autockpt.tuning.question import Clock
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import simulate_search
@@ -24,7 +24,7 @@ class Prescription:
     """What helps: an outcome with a plan, or the ways out and the least peak that any plan reaches, in bytes."""
 
     outcome: SearchOutcome | None = None
-    ways: tuple[WayOut, ...] = ()
+    ways: tuple[Alternative, ...] = ()
     smallest_peak: int | None = None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autockpt.explaining.fronts import fronts
-from autockpt.explaining.holdings import Ledger
+from autockpt.explaining.holdings import PointBytes
 from autockpt.explaining.limits import workload_limits
 from autockpt.explaining.moment import curve, moment, peak_op, telling_op
 from autockpt.explaining.speed import speed_of
@@ -40,8 +40,8 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         graph = subject.tracer.trace(chosen.choices)
         peak = subject.needs(graph)
         reserved = peak - graph.peak_bytes - answers.overhead
-        ledger = Ledger(graph, subject.head, answers.overhead, reserved)
-        at, telling = peak_op(graph), telling_op(ledger)
+        held = PointBytes(graph, subject.head, answers.overhead, reserved)
+        at, telling = peak_op(graph), telling_op(held)
         device = subject.profiled.predictor.device
         measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
         reasons = why(answers, chosen.choices, budget.bytes if budget else None)
@@ -63,11 +63,11 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             measured_peak=measured.peak_bytes if measured else None,
             measured_seconds=measured.step_seconds if measured else None,
             beside=tuple(row for row in question.plan.baselines if row.measured) if question.plan and measured else (),
-            holdings=ledger.holdings(at),
-            units=ledger.by_unit(telling),
-            ops=ledger.by_kind(telling),
-            curve=curve(ledger),
-            moment=moment(ledger, telling),
+            holdings=held.holdings(at),
+            units=held.by_unit(telling),
+            ops=held.by_kind(telling),
+            curve=curve(held),
+            moment=moment(held, telling),
             fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, chosen.choices),
             why=reasons,
             speed=_speed(subject, graph, measured.step_seconds if measured else None),

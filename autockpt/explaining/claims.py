@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autockpt.errors import AutockptError
-from autockpt.explaining.holdings import Ledger
+from autockpt.explaining.holdings import PointBytes
 from autockpt.explaining.moment import peak_op
 from autockpt.explaining.speed import FEED_FORWARD, SCORES, part_namer, speed_of
 from autockpt.explaining.subject import Subject
@@ -222,10 +222,10 @@ class Claims:
 
     def _largest(self, graph: Graph) -> Counter[str]:
         """Bytes of the largest tensor kept for backward at the peak of a plain step, by part of a layer."""
-        ledger, part_of = Ledger(graph, self.subject.head), part_namer(graph)
+        held, part_of = PointBytes(graph, self.subject.head), part_namer(graph)
         made: Counter[str] = Counter()
-        for storage in ledger.alive_at(peak_op(graph)):
-            if (op := ledger.makers.get(storage.id)) is not None and op.phase == "forward":
+        for storage in held.alive_at(peak_op(graph)):
+            if (op := held.makers.get(storage.id)) is not None and op.phase == "forward":
                 made[part_of(op)] = max(made[part_of(op)], storage.bytes)
         return made
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autockpt.explaining.holdings import COME_AND_GO, GROWING, Ledger, joined
+from autockpt.explaining.holdings import COME_AND_GO, GROWING, PointBytes, joined
 from autockpt.explaining.kinds import within
 from autockpt.reporting.area import resampled
 from autockpt.schema import Graph, Storage
@@ -24,12 +24,12 @@ def peak_op(graph: Graph) -> int:
     return int(np.argmax(timeline)) if len(timeline) else 0
 
 
-def curve(ledger: Ledger, points: int = POINTS) -> Curve:
+def curve(held: PointBytes, points: int = POINTS) -> Curve:
     """The bytes of a cycle in at most ``points`` runs of ops, each at its worst op, so that no peak is lost."""
-    graph = ledger.graph
+    graph = held.graph
     n = len(graph.ops)
-    total = bytes_timeline(graph) + ledger.overhead + ledger.reserved
-    growing, moving = ledger.together(GROWING), ledger.together(COME_AND_GO)
+    total = bytes_timeline(graph) + held.overhead + held.reserved
+    growing, moving = held.together(GROWING), held.together(COME_AND_GO)
     at = resampled(total.tolist(), min(points, n))
     at_peak = peak_op(graph)
     op = graph.ops[at_peak] if graph.ops else None
@@ -46,21 +46,21 @@ def curve(ledger: Ledger, points: int = POINTS) -> Curve:
     )
 
 
-def telling_op(ledger: Ledger) -> int:
+def telling_op(held: PointBytes) -> int:
     """The op whose storages are worth a look: that of the peak, or where nothing comes and goes then, of the most."""
-    at = peak_op(ledger.graph)
-    moving = ledger.together(COME_AND_GO)
+    at = peak_op(held.graph)
+    moving = held.together(COME_AND_GO)
     return at if not len(moving) or moving[at] else int(np.argmax(moving))
 
 
-def moment(ledger: Ledger, at: int, listed: int = LISTED) -> Moment:
+def moment(held: PointBytes, at: int, listed: int = LISTED) -> Moment:
     """The op ``at``, and the largest groups of alike storages that come and go and are alive then."""
     groups: dict[tuple, list[Storage]] = defaultdict(list)
-    for s in ledger.alive_at(at):
-        if ledger.purposes[s.id] in COME_AND_GO:
-            groups[_alike(ledger, s)].append(s)
+    for s in held.alive_at(at):
+        if held.purposes[s.id] in COME_AND_GO:
+            groups[_alike(held, s)].append(s)
     ranked = sorted(groups.items(), key=lambda item: -sum(s.bytes for s in item[1]))
-    op = ledger.graph.ops[at] if ledger.graph.ops else None
+    op = held.graph.ops[at] if held.graph.ops else None
     return Moment(
         op=at,
         target=op.target if op else "",
@@ -72,20 +72,20 @@ def moment(ledger: Ledger, at: int, listed: int = LISTED) -> Moment:
     )
 
 
-def _alike(ledger: Ledger, s: Storage) -> tuple:
+def _alike(held: PointBytes, s: Storage) -> tuple:
     """What storages of different units have in common when they are the same tensor of equal layers."""
-    op = ledger.makers.get(s.id)
+    op = held.makers.get(s.id)
     meta = max((o for o in op.outputs if o.storage == s.id), key=lambda o: len(o.shape), default=None) if op else None
     place = within(op.module, s.unit) if op else ""
     return (
-        ledger.kind_of(s),
+        held.kind_of(s),
         op.target if op else "",
         place,
         s.unit is not None,
         meta.shape if meta else (),
         meta.dtype if meta else "",
         s.bytes,
-        ledger.purposes[s.id],
+        held.purposes[s.id],
     )
 
 

@@ -56,7 +56,7 @@ class Answers:
         for _ in range(FRAGMENTED):
             found = refine_segmented(
                 self.profiled.problem(size),
-                self.profiled.rule,
+                self.profiled.check,
                 self.profiled.segments,
                 max_calls=calls,
                 offsets=self._offsets,
@@ -73,14 +73,14 @@ class Answers:
 
     def least(self, choices: Mapping[str, Choice]) -> int:
         """Bytes that a plan needs, without what a caching allocator holds and could give back."""
-        return self.profiled.rule(choices).peak_bytes + self.overhead
+        return self.profiled.check(choices).peak_bytes + self.overhead
 
     def _gains(self) -> bool:
         """Whether any choice is faster than saving, by the op times: noise may say so."""
         return any(option.seconds < 0 for unit in self.profiled.problem(0).units for option in unit.options)
 
     def _leanest(self, known: Mapping[str, Mapping[str, Choice]]) -> Reach:
-        found = refine(self.profiled.problem(0), self.profiled.rule, max_calls=CALLS, remembered=self._remembered)
+        found = refine(self.profiled.problem(0), self.profiled.check, max_calls=CALLS, remembered=self._remembered)
         plans = [self.reach(choices) for choices in (self.profiled.plan(found.choices), *known.values())]
         return min(plans, key=lambda r: (r.peak_bytes, r.step_seconds))
 

@@ -14,7 +14,7 @@ from autockpt.schema import Plan, ResolvedBudget, format_binary, words
 from autockpt.schema.batches import SizesTimed
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.outlook import Outlook
-from autockpt.schema.remedy import WayOut
+from autockpt.schema.remedy import Alternative
 
 STATES = "optimizer states"
 CHUNKED = "Head and loss in chunks"
@@ -94,7 +94,7 @@ def _sizes(sizes: SizesTimed | None) -> Iterator[JobChange]:
         )
 
 
-def _ghost_run(way: WayOut) -> JobChange:
+def _ghost_run(way: Alternative) -> JobChange:
     """A change that makes a job fit, with its figures."""
     fits = (
         f", {format_binary(way.spare_bytes)} to spare" if way.spare_bytes is not None and way.spare_bytes >= 0 else ""

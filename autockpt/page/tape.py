@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autockpt.explaining.holdings import COME_AND_GO, GROWING, Ledger
+from autockpt.explaining.holdings import COME_AND_GO, GROWING, PointBytes
 from autockpt.explaining.kinds import base_name, within
 from autockpt.explaining.speed import op_seconds
 from autockpt.reporting.area import resampled
@@ -53,19 +53,19 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
     if not graph.ops:
         return None
     overhead = times.environment.device.overhead_bytes if times is not None else 0
-    ledger = Ledger(graph, overhead=overhead)
+    held = PointBytes(graph, overhead=overhead)
     total = bytes_timeline(graph) + overhead
     begins, seconds = _clock(graph, times)
     n = len(graph.ops)
-    growing, moving = ledger.together(GROWING), ledger.together(COME_AND_GO)
+    growing, moving = held.together(GROWING), held.together(COME_AND_GO)
     ops = resampled(total.tolist(), min(SAMPLES, n))
-    listed, rest = _ranked(ledger)
+    listed, rest = _ranked(held)
     small = np.zeros(n, dtype=np.int64)
     for s in rest:
         small[s.birth : n if s.death is None else s.death + 1] += s.bytes
     units = _Index()
     kinds, words = _Index(), _Index()
-    rows = _rows(ledger, listed, units, kinds, words)
+    rows = _rows(held, listed, units, kinds, words)
     lasts = np.diff(np.append(begins, 1.0))
     return Timeline(
         name=name,
@@ -86,7 +86,7 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
         ),
         peak=int(total.max()),
         average=int((total * lasts).sum() / max(lasts.sum(), 1e-12)),
-        held=tuple((h.name, h.peak_bytes) for h in ledger.holdings(int(np.argmax(total))) if h.peak_bytes),
+        held=tuple((h.name, h.peak_bytes) for h in held.holdings(int(np.argmax(total))) if h.peak_bytes),
         repeated=graph.repeated,
     )
 
@@ -103,10 +103,10 @@ def _clock(graph: Graph, times: OpTimes | None) -> tuple[np.ndarray, float | Non
     return np.concatenate([[0.0], np.cumsum(step)[:-1]]) / whole, whole
 
 
-def _ranked(ledger: Ledger) -> tuple[list[Storage], list[Storage]]:
+def _ranked(held: PointBytes) -> tuple[list[Storage], list[Storage]]:
     """What comes and goes: the storages that matter most by bytes and life, in order of birth; and all others."""
-    n = len(ledger.graph.ops)
-    moving = [s for s in ledger.own if ledger.purposes[s.id] in COME_AND_GO and s.bytes]
+    n = len(held.graph.ops)
+    moving = [s for s in held.own if held.purposes[s.id] in COME_AND_GO and s.bytes]
     moving.sort(key=lambda s: -s.bytes * (1 + (n if s.death is None else s.death) - s.birth))
     return sorted(moving[:LISTED], key=lambda s: s.birth), moving[LISTED:]
 
@@ -126,9 +126,9 @@ class _Index:
 
 
 def _rows(
-    ledger: Ledger, storages: Sequence[Storage], unit: Callable[[str], int], kind: _Index, word: _Index
+    held: PointBytes, storages: Sequence[Storage], unit: Callable[[str], int], kind: _Index, word: _Index
 ) -> tuple[tuple[int, ...], ...]:
-    graph = ledger.graph
+    graph = held.graph
     n = len(graph.ops)
     reads: dict[int, list[int]] = defaultdict(list)
     for op in graph.ops:
@@ -136,7 +136,7 @@ def _rows(
             reads[storage].append(op.index)
     rows = []
     for s in storages:
-        maker = ledger.makers.get(s.id)
+        maker = held.makers.get(s.id)
         readers = [i for i in reads[s.id] if i > (maker.index if maker else s.birth)]
         rows.append(
             (
@@ -144,8 +144,8 @@ def _rows(
                 s.birth,
                 n - 1 if s.death is None else s.death,
                 unit(s.unit or ""),
-                kind(ledger.kind_of(s)),
-                COME_AND_GO.index(ledger.purposes[s.id]),
+                kind(held.kind_of(s)),
+                COME_AND_GO.index(held.purposes[s.id]),
                 word(_said(maker, s.unit)) if maker else -1,
                 word(_said(graph.ops[readers[-1]], s.unit)) if readers else -1,
                 readers[-1] if readers else -1,

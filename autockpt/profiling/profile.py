@@ -75,7 +75,7 @@ class CostModel:
     used_by_others: int = 0
     head: Unit | None = None
     segments: Segments | None = None
-    _rulings: dict[str, Checked] = field(default_factory=dict, repr=False, compare=False)
+    _checks: dict[str, Checked] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def host_budget(self) -> int | None:
@@ -118,21 +118,21 @@ class CostModel:
             head=self.head,
         )
 
-    def rule(self, choices: Mapping[str, Choice]) -> Checked:
+    def check(self, choices: Mapping[str, Choice]) -> Checked:
         """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""
         key = plan_hash(choices)
-        if key not in self._rulings:
+        if key not in self._checks:
             graph = self.predictor.graph(choices)
             said = self.predictor.known(choices) or self.predictor.learn(choices, graph)
             peak = self.predictor.least_bytes(graph, said.peak_bytes)
-            self._rulings[key] = Checked(peak, point_bytes(self.base, graph, self.head), said.host_bytes)
-        return self._rulings[key]
+            self._checks[key] = Checked(peak, point_bytes(self.base, graph, self.head), said.host_bytes)
+        return self._checks[key]
 
     def keep_within(self, budget: int) -> None:
         """From now on rule and predict for a device whose allocator is kept to ``budget`` bytes."""
         if self.predictor.needs is not None:
             self.predictor.keep_within(budget)
-            self._rulings.clear()
+            self._checks.clear()
 
     def smallest_peak(
         self, known: Iterable[Mapping[str, Choice]], calls: int = LEAN_CALLS, *, plain_head: bool = False
@@ -144,7 +144,7 @@ class CostModel:
         """
         known = [*known, {}]
         self.predictor.ahead(known)
-        lean = refine(self.problem(0, plain_head=plain_head), self.rule, max_calls=calls)
+        lean = refine(self.problem(0, plain_head=plain_head), self.check, max_calls=calls)
         plans = (lean.choices, *known)
         return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
 

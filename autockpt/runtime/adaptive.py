@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autockpt.runtime.needs import Needs
+from autockpt.runtime.needs import LearnedPeaks
 from autockpt.schema.choices import RECOMPUTE, Choice
 from autockpt.schema.names import ancestors, outermost
 from autockpt.schema.sizes import format_binary
@@ -145,7 +145,7 @@ class Adaptive:
         self._model = weakref.ref(model)
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, bool]()  # whether they are the model's
         self._hook: Any = register_optimizer_step_post_hook(self._stepped)
-        self._needs, self._step = Needs(), _Step()
+        self._needs, self._step = LearnedPeaks(), _Step()
         self._ended = self._began = False
         self._batch: tuple[int, int] | None = None  # set and tokens of the forward since which peaks are counted
         self._base = self._after = 0  # bytes held before this accumulation, and after the last optimizer step

@@ -10,7 +10,7 @@ UNSEEN = 0.75
 """A set that was never used is taken to need so much of what a richer one does beyond what a leaner one does."""
 
 
-class Needs:
+class LearnedPeaks:
     """Bytes above what was held when an accumulation began, by set (the richest first) and tokens of the batch."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from autockpt.schema.base import Data
 from autockpt.schema.choices import Choice
 from autockpt.schema.explanation import Holding
 from autockpt.schema.plan import Comparison
-from autockpt.schema.remedy import WayOut
+from autockpt.schema.remedy import Alternative
 
 Stage = Literal["loading", "batch", "forward", "loss", "backward", "recompute", "optimizer", "evaluation", "unknown"]
 """What a program was doing: building the model, moving a batch, forward, logits and loss, backward, …."""
@@ -199,7 +199,7 @@ class Diagnosis(Data):
     plan_path: Path | None = None
     fits_already: bool = Field(default=False, description="saving everything fits, by the simulation")
     smallest_peak: int | None = None
-    ways: tuple[WayOut, ...] = ()
+    ways: tuple[Alternative, ...] = ()
     unprescribed: str = Field(default="", description="why nothing could be simulated")
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from autockpt.schema.base import Data
 from autockpt.schema.choices import Choice
-from autockpt.schema.remedy import WayOut
+from autockpt.schema.remedy import Alternative
 from autockpt.schema.trial import Prediction
 
 
@@ -24,5 +24,5 @@ class Outlook(Data):
     chunked_peak_bytes: int | None = Field(
         default=None, description="of the answer with head and loss in chunks, where that was not allowed"
     )
-    changes: tuple[WayOut, ...] = Field(default=(), description="what would make the job fit, where nothing fits")
+    changes: tuple[Alternative, ...] = Field(default=(), description="what would make the job fit, where nothing fits")
     infeasible: str = Field(default="", description="why no plan was found, where nothing fits")

@@ -9,7 +9,7 @@ from pydantic import Field
 from autockpt.schema.base import Data
 
 
-class WayOut(Data):
+class Alternative(Data):
     """A change of the job that fits the budget, ghost-run. Nothing of it was measured."""
 
     options: str = Field(description="what to write where the job is described, as --batch-size 1 --accumulate 2")

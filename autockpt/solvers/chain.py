@@ -1,6 +1,6 @@
 """The structure that makes planning easy: execution in order, so that only the bytes kept so far matter.
 
-A ledger keeps the bytes of every point under an assignment up to date, change by change.
+A held keeps the bytes of every point under an assignment up to date, change by change.
 """
 
 from __future__ import annotations

@@ -31,17 +31,17 @@ def greedy(problem: Problem) -> Assignment:
 
 def polish(problem: Problem, picks: Sequence[int]) -> list[int]:
     """Option indices after every single change that saves seconds and still fits has been taken, best first."""
-    ledger = PointBytes(problem, picks)
+    held = PointBytes(problem, picks)
     for _ in range(PASSES):
         changed = False
-        for i, j in _ranked_gains(problem, ledger.picks):
-            saves = problem.units[i].options[j].seconds < problem.units[i].options[ledger.picks[i]].seconds
-            if saves and ledger.peak_after(i, j) <= problem.budget:
-                ledger.take(i, j)
+        for i, j in _ranked_gains(problem, held.picks):
+            saves = problem.units[i].options[j].seconds < problem.units[i].options[held.picks[i]].seconds
+            if saves and held.peak_after(i, j) <= problem.budget:
+                held.take(i, j)
                 changed = True
         if not changed:
             break
-    return ledger.picks
+    return held.picks
 
 
 def _ranked_gains(problem: Problem, picks: Sequence[int]) -> list[tuple[int, int]]:
@@ -58,15 +58,15 @@ def _ranked_gains(problem: Problem, picks: Sequence[int]) -> list[tuple[int, int
 def _descend(problem: Problem) -> list[int]:
     """Local descent on the peak, from the assignment that keeps least."""
     start = [min(range(len(u.options)), key=lambda j, u=u: (u.options[j].kept, j)) for u in problem.units]
-    ledger = PointBytes(problem, start)
+    held = PointBytes(problem, start)
     for _ in range(PASSES):
         changed = False
         for i, unit in enumerate(problem.units):
-            peaks = [ledger.peak_after(i, j) for j in range(len(unit.options))]
+            peaks = [held.peak_after(i, j) for j in range(len(unit.options))]
             best = int(np.argmin(peaks))
-            if peaks[best] < peaks[ledger.picks[i]]:
-                ledger.take(i, best)
+            if peaks[best] < peaks[held.picks[i]]:
+                held.take(i, best)
                 changed = True
         if not changed:
             break
-    return ledger.picks
+    return held.picks

@@ -1,6 +1,6 @@
-"""Solve, ask the referee, correct, solve again: a plan whose *real* peak fits and that no single change improves.
+"""Solve, check, correct, solve again: a plan whose *real* peak fits and that no single change improves.
 
-A Problem adds bytes up linearly; the referee (a ghost run of the very plan) knows better, but costs 50 to 250 ms a
+A Problem adds bytes up linearly; the check (a ghost run of the very plan) knows better, but costs 50 to 250 ms a
 call. Its readings shift the points' base bytes, so that the linear model is exact at the plan just seen and nearly so
 around it. Plans whose output heads differ are not near one another (logits are the largest blocks there are, and an
 allocator's fragmentation goes by them), so the readings of each head correct the model for that head alone.
@@ -29,7 +29,7 @@ FAR_OFF = 0.05  # share of the least peak seen: where the model missed by more, 
 
 
 class Checked(NamedTuple):
-    """What the referee says of a plan.
+    """What the check says of a plan.
 
     ``point_bytes``, where it can say, holds the bytes at each of the problem's points, in their order (None: unseen).
     ``host_bytes`` are those on the host, held against the problem's ``host_budget`` where it has one. Which of two
@@ -46,15 +46,15 @@ Checker = Callable[[Plan], Checked]
 
 @dataclass(frozen=True)
 class Refined:
-    """The best plan that the referee let pass. ``assignment.peak`` and ``feasible`` are the referee's, not the model's.
+    """The best plan that the check let pass. ``assignment.peak`` and ``feasible`` are the check's, not the model's.
 
-    ``calls`` counts referee calls, remembered rulings not included; ``settled`` says that no single change is left
+    ``calls`` counts checks, remembered ones not included; ``settled`` says that no single change is left
     that the corrected model deems possible (False: the calls ran out first). ``offsets`` (bytes per point) correct the
     linear model around the plan and may be handed to the next ``refine`` of the same graph; by the head's choice.
     """
 
     assignment: Assignment
-    ruling: Checked
+    checked: Checked
     offsets: Offsets
     calls: int
     settled: bool
@@ -66,13 +66,13 @@ class Refined:
 
     @property
     def feasible(self) -> bool:
-        """Whether the referee found the plan within the budget."""
+        """Whether the check found the plan within the budget."""
         return self.assignment.feasible
 
 
 def refine(
     problem: Problem,
-    referee: Checker,
+    check: Checker,
     *,
     solve: Solver = exact,
     max_calls: int = 12,
@@ -81,19 +81,19 @@ def refine(
     faster: float = FASTER,
     ahead: Callable[[Sequence[Plan]], None] | None = None,
 ) -> Refined:
-    """The fastest plan that fits by the referee's count, with at most ``max_calls`` of its calls.
+    """The fastest plan that fits by the check, with at most ``max_calls`` of these.
 
-    ``ahead`` is told of several plans that the referee will probably be asked about, which can be looked at side by
-    side. ``remembered`` maps plans (choices in unit order) to rulings, is consulted first and added to; share it
+    ``ahead`` is told of several plans that the check will probably be asked about, which can be looked at side by
+    side. ``remembered`` maps plans (choices in unit order) to checks, is consulted first and added to; share it
     between calls for the same graph. Gains below a share ``faster`` of the step time are not looked for. Where the
-    referee passes no plan, the result is infeasible, holds the leanest plan seen and names its peak as
+    check passes no plan, the result is infeasible, holds the leanest plan seen and names its peak as
     ``smallest_peak``; one call more is spent on the plan that keeps least where the model was far off. Raises
     ValueError for ``max_calls`` < 1.
     """
     if max_calls < 1:
-        raise ValueError(f"refine needs at least one referee call, got max_calls={max_calls}")
+        raise ValueError(f"refine needs at least one check, got max_calls={max_calls}")
     memory = {} if remembered is None else remembered
-    search = _Refinement(problem, referee, solve, max_calls, dict(offsets or {}), memory, faster, ahead or _at_once)
+    search = _Refinement(problem, check, solve, max_calls, dict(offsets or {}), memory, faster, ahead or _at_once)
     settled = search.run()
     return search.result(settled)
 
@@ -101,7 +101,7 @@ def refine(
 @dataclass
 class _Refinement:
     problem: Problem
-    referee: Checker
+    check: Checker
     solve: Solver
     limit: int
     offsets: dict[Choice | None, Sequence[int]]
@@ -144,11 +144,11 @@ class _Refinement:
             self.method, self.gap = proposal.method, proposal.gap
             if self.best is not None and not (proposal.feasible and self._is_faster(proposal.seconds)):
                 return True
-            ruling = self._ask(proposal.choices)
-            if ruling is None:
+            checked = self._ask(proposal.choices)
+            if checked is None:
                 return False
-            fits = self._note(proposal.choices, ruling)
-            observed = self._observed(proposal.choices, ruling)
+            fits = self._note(proposal.choices, checked)
+            observed = self._observed(proposal.choices, checked)
             key = self._key(proposal.choices)
             if key in seen and (fits or not proposal.feasible):
                 return True
@@ -164,24 +164,24 @@ class _Refinement:
                 known = self._offsets(proposal.choices)
                 observed = tuple(max(a, b) for a, b in zip(known, observed, strict=True))
             self.offsets[_head(self.problem, proposal.choices)] = observed
-            if not self._fits_host(ruling):
-                self.host_offset = max(self.host_offset, self._host_excess(proposal.choices, ruling))
+            if not self._fits_host(checked):
+                self.host_offset = max(self.host_offset, self._host_excess(proposal.choices, checked))
         return False
 
     def _plan_that_keeps_least_fits(self) -> bool:
         """Whether it does where none proposed did, asked only where the model is far off: corrected by what it missed
         of one plan, it may deem all others with that head impossible."""
         assert self.leanest is not None
-        if self.largest_error <= FAR_OFF * self._ruling(self.leanest).peak_bytes:
+        if self.largest_error <= FAR_OFF * self._checked(self.leanest).peak_bytes:
             return False
         # fewer bytes on the host: fewer are on their way there at any moment
         order = operator.attrgetter("kept", "host", "backward", "forward")
         plan = {unit.name: min(unit.options, key=order).choice for unit in self.problem.units}
         self.limit = max(self.limit, self.calls + 1)
-        ruling = self._ask(plan)
-        assert ruling is not None
-        self.offsets[_head(self.problem, plan)] = self._observed(plan, ruling)
-        return self._note(plan, ruling)
+        checked = self._ask(plan)
+        assert checked is not None
+        self.offsets[_head(self.problem, plan)] = self._observed(plan, checked)
+        return self._note(plan, checked)
 
     def _solve_between(self, weak: Offsets, strong: Offsets) -> bool:
         """Solve under corrections between those of a plan that was refused and those of one that fits.
@@ -197,10 +197,10 @@ class _Refinement:
                 break
             self.ahead([plan for _, plan in better])
             for at, plan in better:
-                ruling = self._ask(plan)
-                if ruling is None:
+                checked = self._ask(plan)
+                if checked is None:
                     return False
-                if self._note(plan, ruling):
+                if self._note(plan, checked):
                     strong = at
                     break
                 weak = at
@@ -211,38 +211,38 @@ class _Refinement:
         return True
 
     def _offsets(self, plan: Plan) -> Sequence[int]:
-        """What rulings on plans with the same head taught about the points' bytes."""
+        """What checks on plans with the same head taught about the points' bytes."""
         return self.offsets.get(_head(self.problem, plan), (0,) * len(self.problem.points))
 
     def _within_host(self) -> Problem:
-        """The problem with what rulings taught about the host's bytes."""
+        """The problem with what checks taught about the host's bytes."""
         problem = self.problem
         if problem.host_budget is None or not self.host_offset:
             return problem
         return problem.model_copy(update={"host_budget": max(0, problem.host_budget - self.host_offset)})
 
-    def _fits_host(self, ruling: Checked) -> bool:
-        return self.problem.host_budget is None or ruling.host_bytes <= self.problem.host_budget
+    def _fits_host(self, checked: Checked) -> bool:
+        return self.problem.host_budget is None or checked.host_bytes <= self.problem.host_budget
 
-    def _host_excess(self, plan: Plan, ruling: Checked) -> int:
+    def _host_excess(self, plan: Plan, checked: Checked) -> int:
         """Bytes that the host's pools round up by, which the problem's own numbers do not know."""
-        return ruling.host_bytes - host_of(self.problem, plan)
+        return checked.host_bytes - host_of(self.problem, plan)
 
     def _key(self, plan: Plan) -> tuple[Choice, ...]:
         return tuple(plan[unit.name] for unit in self.problem.units)
 
     def _ask(self, plan: Plan) -> Checked | None:
-        """The ruling on a plan; None where it is unknown and no call is left."""
+        """The checked on a plan; None where it is unknown and no call is left."""
         key = self._key(plan)
         if key not in self.remembered:
             if self.calls >= self.limit:
                 return None
             self.calls += 1
-            self.remembered[key] = self.referee(plan)
-        ruling = self.remembered[key]
-        self.error = abs(ruling.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
+            self.remembered[key] = self.check(plan)
+        checked = self.remembered[key]
+        self.error = abs(checked.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
         self.largest_error = max(self.largest_error, self.error)
-        return ruling
+        return checked
 
     @property
     def _slack(self) -> int:
@@ -257,36 +257,36 @@ class _Refinement:
         assert self.best is not None
         return seconds < seconds_of(self.problem, self.best) - self._worthwhile()
 
-    def _note(self, plan: Plan, ruling: Checked) -> bool:
-        """Remember a refereed plan; True where it fits."""
-        if self.leanest is None or self._is_leaner(ruling, self._ruling(self.leanest)):
+    def _note(self, plan: Plan, checked: Checked) -> bool:
+        """Remember a checked plan; True where it fits."""
+        if self.leanest is None or self._is_leaner(checked, self._checked(self.leanest)):
             self.leanest = dict(plan)
-        if ruling.peak_bytes > self.problem.budget or not self._fits_host(ruling):
+        if checked.peak_bytes > self.problem.budget or not self._fits_host(checked):
             return False
         if self._is_better(seconds_of(self.problem, plan)):
             self.best = dict(plan)
         return True
 
-    def _is_leaner(self, ruling: Checked, other: Checked) -> bool:
+    def _is_leaner(self, checked: Checked, other: Checked) -> bool:
         """Whether it needs less, among plans within the host budget first of all."""
-        return (not self._fits_host(ruling), ruling.peak_bytes) < (not self._fits_host(other), other.peak_bytes)
+        return (not self._fits_host(checked), checked.peak_bytes) < (not self._fits_host(other), other.peak_bytes)
 
     def _improve_by_one_change(self) -> bool | None:
         """Try single changes to cheaper options; True at the first that passes, None where calls ran out."""
         assert self.best is not None
         head = _head(self.problem, self.best)
-        self.offsets[head] = self._observed(self.best, self._ruling(self.best))
+        self.offsets[head] = self._observed(self.best, self._checked(self.best))
         before = self.best
         changes = self._changes()
         for number, plan in enumerate(changes):
             if number % 2 == 0:
                 self.ahead(changes[number : number + 2])
-            ruling = self._ask(plan)
-            if ruling is None:
+            checked = self._ask(plan)
+            if checked is None:
                 return None
-            self._note(plan, ruling)
+            self._note(plan, checked)
             if self.best is not before:
-                self.offsets[head] = self._observed(self.best, ruling)
+                self.offsets[head] = self._observed(self.best, checked)
                 return True
         return False
 
@@ -298,9 +298,9 @@ class _Refinement:
         """
         assert self.best is not None
         picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
-        ledger = PointBytes(shifted(self.problem, self._offsets(self.best)), picks)
+        held = PointBytes(shifted(self.problem, self._offsets(self.best)), picks)
         ceiling = self.problem.budget + min(self.error, self._slack)
-        host = self._ruling(self.best).host_bytes
+        host = self._checked(self.best).host_bytes
         host_room = None if self.problem.host_budget is None else self.problem.host_budget - host
         kinds: dict[tuple[object, int, int], tuple[int, int, float]] = {}
         for i, unit in enumerate(self.problem.units):
@@ -310,7 +310,7 @@ class _Refinement:
                 gain = unit.options[picks[i]].seconds - option.seconds
                 if host_room is not None and option.host - unit.options[picks[i]].host > host_room:
                     continue
-                if gain > self._worthwhile() and (peak := ledger.peak_after(i, j)) <= ceiling:
+                if gain > self._worthwhile() and (peak := held.peak_after(i, j)) <= ceiling:
                     kind, change = (unit.options, picks[i], j), (peak, i, gain)
                     kinds[kind] = min(change, kinds.get(kind, change))
         tried = [(gain, peak, i, j) for (_, _, j), (peak, i, gain) in kinds.items()]
@@ -318,14 +318,14 @@ class _Refinement:
         units = self.problem.units
         return [{**self.best, units[i].name: units[i].options[j].choice} for _, _, i, j in tried]
 
-    def _observed(self, plan: Plan, ruling: Checked) -> tuple[int, ...]:
-        """Offsets per point that make the linear model agree with a ruling."""
-        if ruling.point_bytes is None:
-            error = ruling.peak_bytes - peak_of(self.problem, plan)
+    def _observed(self, plan: Plan, checked: Checked) -> tuple[int, ...]:
+        """Offsets per point that make the linear model agree with a checked."""
+        if checked.point_bytes is None:
+            error = checked.peak_bytes - peak_of(self.problem, plan)
             return (error,) * len(self.problem.points)
-        unseen = self._unseen(ruling.peak_bytes, ruling.point_bytes)
+        unseen = self._unseen(checked.peak_bytes, checked.point_bytes)
         linear = point_values(self.problem, plan)
-        points = zip(self._offsets(plan), ruling.point_bytes, linear, self.problem.points, strict=True)
+        points = zip(self._offsets(plan), checked.point_bytes, linear, self.problem.points, strict=True)
         return tuple(
             old if seen is None else seen - value + (unseen if _depends(point) else 0)
             for old, seen, value, point in points
@@ -342,7 +342,7 @@ class _Refinement:
         at = [v for v, point in zip(seen, self.problem.points, strict=True) if v is not None and _depends(point)]
         return peak - max(at, default=peak)
 
-    def _ruling(self, plan: Plan) -> Checked:
+    def _checked(self, plan: Plan) -> Checked:
         return self.remembered[self._key(plan)]
 
     def _worthwhile(self) -> float:
@@ -350,19 +350,19 @@ class _Refinement:
 
     def result(self, settled: bool) -> Refined:
         plan = self.best or self.leanest
-        assert plan is not None, "the first plan is always refereed"
-        ruling = self._ruling(plan)
+        assert plan is not None, "the first plan is always checked"
+        checked = self._checked(plan)
         assignment = Assignment(
             choices=plan,
             feasible=self.best is not None,
             seconds=seconds_of(self.problem, plan),
-            peak=ruling.peak_bytes,
-            smallest_peak=None if self.best is not None else ruling.peak_bytes,
+            peak=checked.peak_bytes,
+            smallest_peak=None if self.best is not None else checked.peak_bytes,
             gap=self.gap,
             method=f"{self.method}, refined",
         )
-        self.offsets[_head(self.problem, plan)] = self._observed(plan, ruling)
-        return Refined(assignment, ruling, self.offsets, self.calls, settled)
+        self.offsets[_head(self.problem, plan)] = self._observed(plan, checked)
+        return Refined(assignment, checked, self.offsets, self.calls, settled)
 
 
 def solved(problem: Problem, offsets: Offsets, solve: Solver = exact) -> Assignment:

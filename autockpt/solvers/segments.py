@@ -21,7 +21,7 @@ from autockpt.solvers.refine import FASTER, Checked, Checker, Offsets, Plan, Ref
 SIZES = (2, 3, 4, 6, 8, 12)
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)  # of the units that may be in segments
 WORTH = 0.002  # share of the step by which a plan with segments has to be faster: others are easier to read
-CALLS = 4  # of the referee, for plans with segments
+CALLS = 4  # of the check, for plans with segments
 
 
 class Member(NamedTuple):
@@ -80,7 +80,7 @@ class Segments:
 
 def refine_segmented(
     problem: Problem,
-    referee: Checker,
+    check: Checker,
     segments: Segments | None,
     *,
     max_calls: int,
@@ -91,11 +91,11 @@ def refine_segmented(
 ) -> Refined:
     """``refine``, and where the numbers say that segments are worth it, once more with these: the better of the two.
 
-    That is asked of the numbers alone, as the referee has corrected them, in some milliseconds; only then up to
+    That is asked of the numbers alone, as the check has corrected them, in some milliseconds; only then up to
     ``CALLS`` more plans go to it.
     ``offsets`` are taken and given as by ``refine``: for the problem without segments.
     """
-    asking = partial(refine, referee=referee, remembered=remembered, faster=faster, ahead=ahead)
+    asking = partial(refine, check=check, remembered=remembered, faster=faster, ahead=ahead)
     plain = asking(problem, max_calls=max_calls, offsets=offsets)
     if segments is None:
         return plain

@@ -25,7 +25,7 @@ from autockpt.profiling import (
     uniform_graphs,
 )
 from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, OpTimes, Prediction
-from autockpt.schema.remedy import WayOut
+from autockpt.schema.remedy import Alternative
 from autockpt.tracing import Tracer
 from autockpt.tuning.jobs import Described, Job
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
@@ -81,7 +81,7 @@ def on_device(
 
 def alternatives(
     job: Job, settings: Mapping[str, Any], base: UniformRuns, bench: WhatIf, *, chunked: bool = False
-) -> tuple[WayOut, ...]:
+) -> tuple[Alternative, ...]:
     """What makes a job fit, at most three ways: on one device first, those that change training least before others.
 
     Where no single change helps, changes are combined; shorter sequences come last, for they are another job.
@@ -94,11 +94,11 @@ def alternatives(
     held = next(graph.resident for _, graph in base.values())
     lighter = held.get("weights", 0) + held.get("optimizer states", 0) > bench.budget_bytes
 
-    def mildest(families: Iterable[Iterator[Change]], most: int | None = None) -> list[WayOut]:
+    def mildest(families: Iterable[Iterator[Change]], most: int | None = None) -> list[Alternative]:
         ways = (_mildest(family, bench, standard) for family in families if not bench.late())
         return [*islice((way for way in ways if way is not None), most)]
 
-    def alone(ways: Sequence[WayOut]) -> bool:
+    def alone(ways: Sequence[Alternative]) -> bool:
         return any(SHARD not in way.options for way in ways)
 
     found = mildest(_families(job, settings, chunked, lighter))
@@ -210,7 +210,7 @@ def _together(job: Job, settings: Mapping[str, Any], chunked: bool, shared: bool
         yield from _sharded(start)
 
 
-def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float, hopeful: bool = False) -> WayOut | None:
+def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float, hopeful: bool = False) -> Alternative | None:
     """The first change that fits, where all behind one that fits do; None where none does, or this sort of change is
     not possible for this job. ``hopeful``: the very first is likely to, and tried before all others."""
     with ExitStack() as stack:
@@ -257,7 +257,7 @@ class _Variant:
                 return False
         return False
 
-    def way(self, standard: float) -> WayOut | None:
+    def way(self, standard: float) -> Alternative | None:
         """The change with the fastest uniform plan that fits; ``standard``: seconds per token."""
         for kind in self._bench.kinds:
             self._run(kind)
@@ -267,8 +267,8 @@ class _Variant:
         kind = min(fitting, key=lambda kind: fitting[kind].step_seconds or 0.0)
         return self._described(kind, fitting[kind], _work(self._tracer.settings), standard)
 
-    def _described(self, kind: str, best: Prediction, work: float, standard: float) -> WayOut:
-        return WayOut(
+    def _described(self, kind: str, best: Prediction, work: float, standard: float) -> Alternative:
+        return Alternative(
             options=self._change.options,
             effect=self._change.effect,
             plan=f"every layer on {kind}{self._words_of_head}",

@@ -11,7 +11,7 @@ from autockpt.profiling import CostModel, uniform_graphs
 from autockpt.schema import SAVE, Budget, Choice, Graph, ResolvedBudget, format_bytes
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import Outlook
-from autockpt.schema.remedy import COMMAND_LINE, Terms, WayOut
+from autockpt.schema.remedy import COMMAND_LINE, Alternative, Terms
 from autockpt.tuning.alternatives import WhatIf, alternatives
 from autockpt.tuning.jobs import Job
 from autockpt.tuning.opening import LEANEST_CHUNKS, Traced, blocks_of
@@ -105,7 +105,7 @@ def head_of_alternatives(found: Traced) -> Choice:
     return next((choice for choice in (LEANEST_CHUNKS, CHUNKED_SOFTMAX) if choice in known), SAVE)
 
 
-def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[WayOut] = ()) -> InfeasibleError:
+def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[Alternative] = ()) -> InfeasibleError:
     """The same error with another remedy, and ``ways`` besides those that it has."""
     ways = (*error.ways, *ways)
     found = InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak, ways=ways)
@@ -135,7 +135,7 @@ def in_chunks(error: InfeasibleError, found: Traced, needs: Callable[[Graph], in
 
 
 def with_alternatives(
-    error: InfeasibleError, ways: Sequence[WayOut], terms: Terms, ended: float | None = None
+    error: InfeasibleError, ways: Sequence[Alternative], terms: Terms, ended: float | None = None
 ) -> InfeasibleError:
     """The same error; its remedy is the alternatives, which the run that it is on record in keeps.
 
@@ -166,7 +166,7 @@ def with_notes(error: InfeasibleError, notes: Sequence[str]) -> InfeasibleError:
     return _remedied(error, f"{error.remedy}\nHow the job was counted:\n{listed}")
 
 
-def describe(way: WayOut) -> str:
+def describe(way: Alternative) -> str:
     """One line for people."""
     step = f", {way.step_seconds:.3g} s a step" if way.step_seconds is not None else ""
     about = "" if way.step_seconds is not None else "about "

@@ -40,19 +40,10 @@ def scored_rows(
     return (*rows, _row(OURS, best, host_budget)) if best is not None else tuple(rows)
 
 
-def simulated_rows(
-    predictions: Mapping[str, Prediction], *, seconds: bool, host_budget: int | None = None
-) -> tuple[Comparison, ...]:
-    """Rows of a dry run. Without ``seconds`` only bytes are shown: nothing was ever timed here."""
-    return tuple(
-        Comparison(
-            name=name,
-            verdict="not_measured",
-            predicted=p if seconds else p.model_copy(update={"step_seconds": None}),
-            note=_over_host(p, host_budget),
-        )
-        for name, p in predictions.items()
-    )
+def without_seconds(rows: Sequence[Comparison]) -> tuple[Comparison, ...]:
+    """Rows of a simulation where nothing was ever timed: only bytes are shown."""
+    predicted = [row.predicted and row.predicted.model_copy(update={"step_seconds": None}) for row in rows]
+    return tuple(row.model_copy(update={"predicted": p}) for row, p in zip(rows, predicted, strict=True))
 
 
 def make_plan(

@@ -54,10 +54,10 @@ from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock, Limits, Question
-from autockpt.tuning.stages import answered, enter_run, find_plan, foresee_plan, question_of, save_plan_copy
+from autockpt.tuning.stages import answered, enter_run, find_plan, question_of, save_plan_copy
 from autockpt.tuning.targets.compiled import compiled_search
 from autockpt.tuning.targets.measured import RealSteps, confirmation
-from autockpt.tuning.targets.simulated import simulate_search, simulated_environment
+from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun, simulate_search, simulated_environment
 from autockpt.workload import Step, fingerprint, refuse_simulated
 from search_spaces.spaces import load_space
 
@@ -335,6 +335,8 @@ def _dry_run(
         question = replace(question, notes=(*question.notes, note))
     used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
     others, needs = device.used_by_others(), memory_at_hand(environment.device)
-    with clock.stage("solve"):
+    with clock.stage("profile"):
         profiled = found.cost_model(used, used_by_others=others, host_budget=question.host_budget, needs=needs)
-    return foresee_plan(question, found.tracer, profiled, clock, seconds=times is not None)
+    target = DryRun(knows_seconds=times is not None)
+    outcome = find_plan(question, found.tracer, profiled, target, None, None, clock, checks=DRY_CALLS)
+    return outcome.model_copy(update={"dry_run": True})

@@ -19,32 +19,26 @@ from autockpt.schema import (
     FinishedSearch,
     Plan,
     PlanStatus,
-    Prediction,
     SearchOutcome,
     SearchRequest,
-    SearchSpace,
     StageTime,
     Trial,
     Unit,
 )
-from autockpt.schema.known import ALL, NONE, OURS, known_plans
+from autockpt.schema.known import ALL
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.request import question_hash
-from autockpt.solvers import refine_segmented
 from autockpt.tracing import Tracer
-from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Traced
-from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, simulated_rows
+from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, without_seconds
 from autockpt.tuning.outlook import ghost_runs, look_around
 from autockpt.tuning.proposers.sampler import show_trials
-from autockpt.tuning.proposers.solver import REFEREE_CALLS, SolverProposer, smallest_peaks
+from autockpt.tuning.proposers.solver import CHECKS, SolverProposer
 from autockpt.tuning.question import Clock, Limits, Question
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint
-
-DRY_CALLS = 20  # ghost runs that a dry run may spend on refining its plan
 
 
 def question_of(request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = ()) -> Question:
@@ -234,11 +228,11 @@ def find_plan(
     storage: str | None,
     clock: Clock,
     *,
-    referee_calls: int = REFEREE_CALLS,
+    checks: int = CHECKS,
 ) -> SearchOutcome:
     """Search a profiled workload and write the plan; ``target`` says what is measured. Raises InfeasibleError.
 
-    ``referee_calls`` are the ghost runs that may be spent on refining one candidate.
+    ``checks`` are the ghost runs that may be spent on refining one candidate.
     """
     environment = profiled.profile.op_times.environment
     if run is not None:
@@ -249,9 +243,10 @@ def find_plan(
     title = _title(question, environment, run)
     study = f"{title}: sampler"
     with _refusal_on_record(run, profiled):
-        proposer = SolverProposer(question, profiled, target, trials, storage, calls=referee_calls, study=study)
+        proposer = SolverProposer(question, profiled, target, trials, storage, calls=checks, study=study)
         found = Loop(proposer, target, trials, question.limits, clock).run()
     rows = scored_rows(proposer.known, found.trials, found.best, question.host_budget)
+    rows = rows if target.knows_seconds else without_seconds(rows)
     plan = None
     if found.best is not None:
         found.notes.extend(said_of_head(tracer.head, found.best.choices))
@@ -300,59 +295,3 @@ def _shown(storage: str, title: str, found: SearchResult) -> tuple[str, ...]:
     except RunDirectoryError as error:
         return (f"the study for Optuna's tools was not written: {error.message}",)
     return ()
-
-
-def foresee_plan(
-    question: Question,
-    tracer: Tracer,
-    profiled: CostModel,
-    clock: Clock,
-    *,
-    seconds: bool,
-    referee_calls: int = DRY_CALLS,
-) -> SearchOutcome:
-    """The solver's plan and what ghost runs say of it and of the well-known ones; nothing is tried or written.
-
-    ``seconds``: whether op times are good for more than ranking. ``referee_calls`` as for ``find_plan``. Raises
-    InfeasibleError.
-    """
-    with clock.stage("solve"):
-        found, predictions, choices = foresee(profiled, question.budget, question.space, referee_calls)
-    environment, said = profiled.profile.op_times.environment, said_of_head(tracer.head, choices)
-    rows = simulated_rows(predictions, seconds=seconds, host_budget=question.host_budget)
-    notes = (*question.notes, *said)
-    plan = make_plan(question, tracer, choices, environment, found.budget, source="simulated", rows=rows, notes=notes)
-    outcome = outcome_of(
-        question, found, rows, plan, environment.device, None, source="simulated", stages=clock.stages, notes=said
-    )
-    return outcome.model_copy(update={"dry_run": True})
-
-
-def foresee(
-    profiled: CostModel, budget: Budget, space: SearchSpace, referee_calls: int = DRY_CALLS
-) -> tuple[SearchResult, dict[str, Prediction], dict[str, Choice]]:
-    """Predict the known plans, resolve the budget by simulated peaks, and solve: no step is measured.
-
-    What was found, predictions of the known plans and of the solver's, by name, and the solver's choices. Raises
-    InfeasibleError, with the smallest reachable peak, where no plan fits by its ghost run.
-    """
-    predictor, device = profiled.predictor, profiled.predictor.device
-    known = known_plans([u.name for u in profiled.blocks], space.choices)
-    smallest, plain = smallest_peaks(profiled, budget, known)
-    predictions = {name: predictor.predict(choices) for name, choices in known.items()}
-    room = device.capacity_bytes - profiled.used_by_others
-    resolved = budget.resolved(predictions[NONE].peak_bytes, plain, room, device.kind)
-    binding = predictions[NONE].peak_bytes > resolved.bytes
-    choices = known[NONE]
-    if binding:
-        problem = profiled.problem(resolved.bytes - device.overhead_bytes)
-        refined = refine_segmented(problem, profiled.rule, profiled.segments, max_calls=referee_calls)
-        choices = profiled.plan(refined.choices)
-        if not refined.feasible:  # an allocator's fragmentation may be kinder to a well-known plan
-            fitting = {n: p for n, p in predictions.items() if p.peak_bytes <= resolved.bytes}
-            fitting = {n: p for n, p in fitting.items() if not predictor.over_host(known[n])}
-            if not fitting:
-                raise nothing_fits(profiled, resolved, smallest)
-            choices = known[min(fitting, key=lambda name: fitting[name].step_seconds or 0.0)]
-    predictions[OURS] = predictor.predict(choices)
-    return SearchResult(resolved, None, [], binding, smallest, stopped="dry run"), predictions, choices

@@ -102,7 +102,7 @@ def ours(profiles: Sequence[CostModel], budget: int, plans: list[dict[str, Choic
     The plans are added to ``plans``.
     """
     for profiled in profiles:
-        plan = dict(refine(profiled.problem(budget), profiled.rule).choices)
+        plan = dict(refine(profiled.problem(budget), profiled.check).choices)
         plans.append(plan)
         said = profiled.predictor.predict(plan)
         assert said.step_seconds is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
-from autockpt.explaining.holdings import Ledger
+from autockpt.explaining.holdings import PointBytes
 from autockpt.explaining.kinds import OTHER
 from autockpt.explaining.moment import curve, moment, peak_op
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, WorkloadSpec
@@ -37,13 +37,13 @@ def head(tracer: Tracer) -> str | None:
 def test_every_byte_of_the_peak_is_told_exactly_once(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     for graph in graphs.values():
-        ledger, at = Ledger(graph, head(tracer), overhead=1234), peak_op(graph)
-        holdings = ledger.holdings(at)
+        held, at = PointBytes(graph, head(tracer), overhead=1234), peak_op(graph)
+        holdings = held.holdings(at)
         assert sum(h.peak_bytes for h in holdings) == graph.peak_bytes + 1234
         moving = sum(h.peak_bytes for h in holdings if h.comes_and_goes)
-        assert sum(s.total for s in ledger.by_unit(at)) == moving > 0
-        assert sum(s.total for s in ledger.by_kind(at)) == moving
-        m = moment(ledger, at, listed=5)
+        assert sum(s.total for s in held.by_unit(at)) == moving > 0
+        assert sum(s.total for s in held.by_kind(at)) == moving
+        m = moment(held, at, listed=5)
         assert sum(a.total for a in m.alive) + m.other_bytes == moving and len(m.alive) == 5
         assert all(h.most_bytes >= h.peak_bytes >= 0 for h in holdings)
 
@@ -51,7 +51,7 @@ def test_every_byte_of_the_peak_is_told_exactly_once(traced: tuple[Tracer, dict[
 def test_every_byte_of_every_moment_is_told_exactly_once(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     for graph in graphs.values():
-        lines = Ledger(graph, head(tracer)).timelines
+        lines = PointBytes(graph, head(tracer)).timelines
         assert [int(v) for v in np.sum(list(lines.values()), axis=0)] == list(graph.timeline())
         assert all(int(line.min()) >= 0 for line in lines.values())
 
@@ -59,16 +59,17 @@ def test_every_byte_of_every_moment_is_told_exactly_once(traced: tuple[Tracer, d
 def test_hardly_anything_is_made_by_an_unknown_op(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     for graph in graphs.values():
-        ledger = Ledger(graph, head(tracer))
-        own = [s for s in ledger.own if s.kind == "activation"]
-        unknown = sum(s.bytes for s in own if ledger.kind_of(s) == OTHER)
+        held = PointBytes(graph, head(tracer))
+        own = [s for s in held.own if s.kind == "activation"]
+        unknown = sum(s.bytes for s in own if held.kind_of(s) == OTHER)
         assert unknown <= 0.01 * sum(s.bytes for s in own)
 
 
 def test_purposes_follow_the_plan(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     most = {
-        plan: {h.name: h.most_bytes for h in Ledger(g, head(tracer)).holdings(peak_op(g))} for plan, g in graphs.items()
+        plan: {h.name: h.most_bytes for h in PointBytes(g, head(tracer)).holdings(peak_op(g))}
+        for plan, g in graphs.items()
     }
     assert "made again" not in most["none"] and "brought back" not in most["none"]
     assert most["recompute"]["made again"] > 0 and "brought back" not in most["recompute"]
@@ -86,7 +87,7 @@ def test_the_curve_keeps_the_peak(traced: tuple[Tracer, dict[str, Graph]]) -> No
     tracer, graphs = traced
     for graph in graphs.values():
         for points in (7, 360):
-            c = curve(Ledger(graph, head(tracer), overhead=10), points)
+            c = curve(PointBytes(graph, head(tracer), overhead=10), points)
             assert max(c.total) == graph.peak_bytes + 10 and len(c.total) == len(c.fixed) == len(c.growing) <= points
             assert all(t >= f + g >= 0 for t, f, g in zip(c.total, c.fixed, c.growing, strict=True))
             assert c.spans[0].start == 0 and c.spans[-1].stop == c.ops == len(graph.ops)
@@ -95,16 +96,16 @@ def test_the_curve_keeps_the_peak(traced: tuple[Tracer, dict[str, Graph]]) -> No
 
 def test_equal_units_are_one_line() -> None:
     graph = small_graph()
-    ledger = Ledger(graph, "head")
+    held = PointBytes(graph, "head")
     at = 9  # both blocks are through their forward
-    by_unit = {s.name: (s.bytes, s.count) for s in ledger.by_unit(at)}
+    by_unit = {s.name: (s.bytes, s.count) for s in held.by_unit(at)}
     assert by_unit["h.0-1"] == (150, 2)
-    inner = next(a for a in moment(ledger, at).alive if a.place == "attn" and a.bytes == 100)
+    inner = next(a for a in moment(held, at).alive if a.place == "attn" and a.bytes == 100)
     assert (inner.units, inner.count, inner.total, inner.purpose) == ("h.0-1", 2, 200, "kept for backward")
 
 
 def test_a_graph_without_ops_is_no_error() -> None:
     graph = Graph(resident_bytes=5, signatures=(), ops=(), storages=())
-    ledger = Ledger(graph)
+    held = PointBytes(graph)
     assert peak_op(graph) == 0
-    assert curve(ledger).total == () and moment(ledger, 0).alive == ()
+    assert curve(held).total == () and moment(held, 0).alive == ()

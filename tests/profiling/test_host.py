@@ -7,11 +7,24 @@ import torch
 
 from autockpt.devices.hostpool import AREA_BYTES
 from autockpt.errors import InfeasibleError
-from autockpt.profiling import build_profile, nominal_op_times, uniform_graphs, wants_disk
+from autockpt.profiling import CostModel, build_profile, nominal_op_times, uniform_graphs, wants_disk
 from autockpt.runtime import attach
-from autockpt.schema import OFFLOAD, DeviceInfo, Environment, Offload, WorkloadSpec, parse_budget
+from autockpt.schema import (
+    OFFLOAD,
+    DeviceInfo,
+    Environment,
+    Offload,
+    SearchSpace,
+    Silence,
+    WorkloadSpec,
+    parse_budget,
+)
 from autockpt.tracing import Tracer
-from autockpt.tuning.stages import foresee
+from autockpt.tuning.loop import Loop, SearchResult
+from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
+from autockpt.tuning.trials import Trials
 from autockpt.workload import build
 from search_spaces.spaces import load_space
 
@@ -95,12 +108,22 @@ def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
     assert not wants_disk(uniform, environment("cpu").device, needed // 2)  # there it is a file anyway
 
 
+def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
+    """What a dry run finds."""
+    question = Question("llama", None, {}, parse_budget(budget), space, Limits(1), host_budget=known.host_budget)
+    target, trials, clock = DryRun(), Trials(None), Clock(Silence())
+    proposer = SolverProposer(question, known, target, trials, None, calls=DRY_CALLS)
+    return Loop(proposer, target, trials, question.limits, clock).run()
+
+
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_plans_stay_within_both_budgets(on_gpu: Tracer, share: float):
     limit = int(host_needed(on_gpu) * share)
     known = profiled(on_gpu, "cuda", limit, ("save", "offload"))
     space = load_space("knobs").restricted(("save", "offload"))
-    found, _, choices = foresee(known, parse_budget("20%act"), space)
+    found = solved(known, "20%act", space)
+    assert found.best is not None
+    choices = found.best.choices
     predicted = known.predictor.predict(choices)
     assert predicted.host_bytes <= limit
     assert predicted.peak_bytes <= found.budget.bytes
@@ -112,7 +135,7 @@ def test_a_host_budget_that_makes_a_budget_unreachable_is_named(on_cpu: Tracer):
     free = profiled(on_cpu, "cpu", None, ("save", "offload"))
     lean = free.smallest_peak([])
     with pytest.raises(InfeasibleError, match="with at most") as caught:
-        foresee(profiled(on_cpu, "cpu", 4096, ("save", "offload")), parse_budget(f"{lean / 1e9:.6f}GB"), space)
+        solved(profiled(on_cpu, "cpu", 4096, ("save", "offload")), f"{lean / 1e9:.6f}GB", space)
     assert "--host-budget" in caught.value.remedy
     assert caught.value.smallest_peak is not None and caught.value.smallest_peak > lean
 

@@ -140,7 +140,7 @@ def test_point_bytes_tell_where_another_plan_differs():
 
 
 def test_refined_plans_fit_by_the_ghost_run():
-    """Bytes under way make the linear bound wrong for mixed plans; the referee's word is what counts."""
+    """Bytes under way make the linear bound wrong for mixed plans; the check's word is what counts."""
     rng = random.Random(0)
     base, problem = problem_of(lag=True)
     lean = min(step(NAMES, dict.fromkeys(NAMES, c), lag=True).peak_bytes for c in CHOICES)
@@ -148,11 +148,11 @@ def test_refined_plans_fit_by_the_ghost_run():
         budget = rng.randint(lean, base.peak_bytes)
         asked = problem.model_copy(update={"budget": budget})
 
-        def referee(choices) -> Checked:
+        def check(choices) -> Checked:
             graph = step(NAMES, choices, lag=True)
             return Checked(graph.peak_bytes, point_bytes(base, graph))
 
-        refined = refine(asked, referee)
+        refined = refine(asked, check)
         assert refined.feasible
         assert step(NAMES, refined.choices, lag=True).peak_bytes == refined.assignment.peak <= budget
         if exact(asked).feasible:

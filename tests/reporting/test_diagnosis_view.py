@@ -15,7 +15,7 @@ from autockpt.schema import Comparison, Prediction
 from autockpt.schema.choices import parse_choice
 from autockpt.schema.diagnosis import Agreement, Diagnosis, Room
 from autockpt.schema.explanation import Holding
-from autockpt.schema.remedy import WayOut
+from autockpt.schema.remedy import Alternative
 from tests.diagnose.logs import FORWARD, message
 from tests.diagnose.snapshots import training_oom
 
@@ -62,7 +62,7 @@ def planned() -> Diagnosis:
 def no_plan_fits() -> Diagnosis:
     """A diagnosis with ways out."""
     ways = (
-        WayOut(
+        Alternative(
             options="--batch-size 1 --accumulate 4",
             effect="the same rows in every optimizer step",
             plan="every layer on recompute",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.runtime.needs import Needs
+from autockpt.runtime.needs import LearnedPeaks
 
 sizes = st.integers(1, 100_000)
 
@@ -15,7 +15,7 @@ def test_no_batch_is_taken_for_smaller_than_it_is(seen, asked, fixed, linear, sq
     def takes(tokens: int, square: int = square) -> int:
         return fixed + linear * tokens + square * tokens * tokens
 
-    within, beyond = Needs(), Needs()
+    within, beyond = LearnedPeaks(), LearnedPeaks()
     for size in seen:
         within.learn(0, size, takes(size), 0)
         beyond.learn(0, size, takes(size, 0), 0)
@@ -29,7 +29,7 @@ def test_no_batch_is_taken_for_smaller_than_it_is(seen, asked, fixed, linear, sq
 
 
 def test_a_set_that_was_never_used_lies_between_its_neighbours() -> None:
-    needs = Needs()
+    needs = LearnedPeaks()
     assert needs.of(1, 10) is needs.at_most(1, 10) is None
     needs.learn(0, 10, 1000, None)
     assert needs.of(1, 10) is None and needs.at_most(1, 10) == 1000
@@ -38,7 +38,7 @@ def test_a_set_that_was_never_used_lies_between_its_neighbours() -> None:
 
 
 def test_what_ran_proves_itself_for_no_larger_batch_in_no_less_room() -> None:
-    needs = Needs()
+    needs = LearnedPeaks()
     needs.learn(0, 100, 1000, 5000)
     needs.learn(0, 100, 1000, None)  # the allocator had to give its cache back
     assert needs.proven(0, 90, 5000) and not needs.proven(0, 101, 9000) and not needs.proven(0, 90, 4999)

@@ -67,7 +67,7 @@ def test_out_of_time_nothing_goes_to_the_host():
 
 @pytest.mark.parametrize("rounding", [0, 3, 12])
 def test_refine_learns_what_the_pools_round_up_by(rounding: int):
-    """The referee counts more on the host than the problem does; plans over the host budget never pass."""
+    """The check counts more on the host than the problem does; plans over the host budget never pass."""
     plain = uniform_problem(4, 125)
     dear = tuple(
         unit.model_copy(
@@ -82,15 +82,15 @@ def test_refine_learns_what_the_pools_round_up_by(rounding: int):
     )
     problem = plain.model_copy(update={"units": dear, "host_budget": 30})
 
-    def referee(plan):
+    def check(plan):
         host = host_of(problem, plan)
         return Checked(peak_of(problem, plan), None, host + rounding if host else 0)
 
-    refined = refine(problem, referee)
-    assert refined.feasible and refined.ruling.host_bytes <= 30
+    refined = refine(problem, check)
+    assert refined.feasible and refined.checked.host_bytes <= 30
     allowed = [
         dict(zip([u.name for u in problem.units], picked, strict=True))
         for picked in itertools.product((SAVE, RECOMPUTE, OFFLOAD), repeat=4)
     ]
-    fitting = [p for p in allowed if referee(p).peak_bytes <= 125 and referee(p).host_bytes <= 30]
+    fitting = [p for p in allowed if check(p).peak_bytes <= 125 and check(p).host_bytes <= 30]
     assert seconds_of(problem, refined.choices) == min(seconds_of(problem, p) for p in fitting)

@@ -28,24 +28,24 @@ class Checker:
         return Checked(self.peak(choices), values)
 
 
-def check_locally_best(problem: Problem, referee: Checker, choices) -> None:
-    """No single unit can take a cheaper option and still pass the referee."""
+def check_locally_best(problem: Problem, check: Checker, choices) -> None:
+    """No single unit can take a cheaper option and still pass the check."""
     for unit in problem.units:
         now = option_of(unit, choices[unit.name])
         for option in unit.options:
             if option.seconds < now.seconds - 1e-6 * problem.base_seconds:
-                assert referee.peak({**choices, unit.name: option.choice}) > problem.budget
+                assert check.peak({**choices, unit.name: option.choice}) > problem.budget
 
 
 @settings(max_examples=150)
 @given(small_problems(), st.data())
 def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
     offsets = data.draw(st.lists(st.integers(-30, 30), min_size=len(problem.points), max_size=len(problem.points)))
-    referee = Checker(problem, offsets)
-    refined = refine(problem, referee, max_calls=30)
-    best = milp(referee.truth, gap=0.0)
+    check = Checker(problem, offsets)
+    refined = refine(problem, check, max_calls=30)
+    best = milp(check.truth, gap=0.0)
     assert refined.feasible == best.feasible
-    assert refined.assignment.peak == referee.peak(refined.choices)
+    assert refined.assignment.peak == check.peak(refined.choices)
     if best.feasible:
         assert refined.settled
         assert refined.assignment.seconds == pytest.approx(best.seconds, abs=1e-4)
@@ -54,13 +54,13 @@ def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
 @settings(max_examples=100)
 @given(small_problems(), st.integers(-8, 8), st.integers(-20, 20), st.booleans())
 def test_whatever_the_model_gets_wrong_the_plan_passes_the_referee(problem, per_change, error, by_point):
-    referee = Checker(problem, [error] * len(problem.points), per_change, by_point)
-    refined = refine(problem, referee, max_calls=40)
-    assert len(referee.seen) == refined.calls <= 40
-    assert refined.assignment.peak == referee.peak(refined.choices)
+    check = Checker(problem, [error] * len(problem.points), per_change, by_point)
+    refined = refine(problem, check, max_calls=40)
+    assert len(check.seen) == refined.calls <= 40
+    assert refined.assignment.peak == check.peak(refined.choices)
     assert refined.feasible == (refined.assignment.peak <= problem.budget)
     if not refined.feasible:
-        assert refined.assignment.smallest_peak == min(referee.peak(c) for c in referee.seen)
+        assert refined.assignment.smallest_peak == min(check.peak(c) for c in check.seen)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.45, 0.7])
@@ -69,39 +69,37 @@ def test_whatever_the_model_gets_wrong_the_plan_passes_the_referee(problem, per_
 def test_a_transformer_settles_within_few_calls(share: float, error: float, by_point: bool):
     problem = transformer(32, 6, seed=7, share=share)
     offsets = [int(p.base * error * (1 + (i % 3) / 10)) for i, p in enumerate(problem.points)]
-    referee = Checker(problem, offsets, by_point=by_point)
-    refined = refine(problem, referee)
+    check = Checker(problem, offsets, by_point=by_point)
+    refined = refine(problem, check)
     assert refined.feasible
     assert refined.calls <= 12
     if by_point:
         assert refined.settled
-        check_locally_best(problem, referee, refined.choices)
+        check_locally_best(problem, check, refined.choices)
 
 
 def test_an_exact_model_needs_one_call():
     problem = transformer(16, 4, seed=8, share=0.5)
-    referee = Checker(problem, [0] * len(problem.points))
-    assert refine(problem, referee).calls == 1
+    check = Checker(problem, [0] * len(problem.points))
+    assert refine(problem, check).calls == 1
 
 
 def test_what_is_known_is_not_asked_again():
     problem = transformer(16, 4, seed=9, share=0.5)
-    referee = Checker(problem, [5_000_000] * len(problem.points))
+    check = Checker(problem, [5_000_000] * len(problem.points))
     remembered: dict = {}
-    first = refine(problem, referee, remembered=remembered)
-    asked = len(referee.seen)
-    second = refine(problem, referee, remembered=remembered, offsets=first.offsets)
-    assert (second.calls, len(referee.seen)) == (0, asked)
+    first = refine(problem, check, remembered=remembered)
+    asked = len(check.seen)
+    second = refine(problem, check, remembered=remembered, offsets=first.offsets)
+    assert (second.calls, len(check.seen)) == (0, asked)
     assert second.choices == first.choices
 
 
 def test_offsets_carry_over_to_other_prices():
     problem = transformer(16, 4, seed=10, share=0.5)
-    referee = Checker(problem, [3_000_000 * (i % 2) for i in range(len(problem.points))])
-    offsets = refine(problem, referee).offsets
-    assert (
-        refine(problem.model_copy(update={"budget": problem.budget + 50_000_000}), referee, offsets=offsets).calls == 1
-    )
+    check = Checker(problem, [3_000_000 * (i % 2) for i in range(len(problem.points))])
+    offsets = refine(problem, check).offsets
+    assert refine(problem.model_copy(update={"budget": problem.budget + 50_000_000}), check, offsets=offsets).calls == 1
 
 
 def test_a_peak_alone_is_a_ruling():
@@ -113,11 +111,11 @@ def test_nothing_fits():
     problem = uniform_problem(4, budget=60)
     refined = refine(problem, Checker(problem, [0] * len(problem.points)))
     assert not refined.feasible
-    assert refined.assignment.smallest_peak == refined.ruling.peak_bytes == milp(problem).smallest_peak
+    assert refined.assignment.smallest_peak == refined.checked.peak_bytes == milp(problem).smallest_peak
 
 
 def test_a_pessimistic_model_does_not_give_up():
-    """The model thinks nothing fits; the referee sees 60 bytes less."""
+    """The model thinks nothing fits; the check sees 60 bytes less."""
     problem = uniform_problem(4, budget=80)
     refined = refine(problem, Checker(problem, [-60] * len(problem.points)))
     assert refined.feasible
@@ -142,26 +140,26 @@ def test_where_the_model_misses_mixtures_by_much_the_plan_that_keeps_least_is_as
 
 def test_another_solver_and_too_few_calls():
     problem = transformer(12, 4, seed=11, share=0.4, identical=False)
-    referee = Checker(problem, [40_000_000] * len(problem.points))
-    hasty = refine(problem, referee, solve=greedy, max_calls=1)
+    check = Checker(problem, [40_000_000] * len(problem.points))
+    hasty = refine(problem, check, solve=greedy, max_calls=1)
     assert hasty.calls == 1 and not hasty.settled
     with pytest.raises(ValueError, match="max_calls"):
-        refine(problem, referee, max_calls=0)
+        refine(problem, check, max_calls=0)
 
 
 def test_where_the_model_misses_to_both_sides_plans_in_between_are_tried_two_at_a_time():
     problem = transformer(32, 6, seed=1, share=0.8)
-    referee = Checker(problem, [0] * len(problem.points))
+    check = Checker(problem, [0] * len(problem.points))
     announced: list[list] = []
 
     def torn(choices) -> Checked:
         """Plans that save in many places tear memory into pieces, the others need less than the model says."""
         saving = sum(option_of(unit, choices[unit.name]) == unit.options[0] for unit in problem.units)
         extra = int(problem.budget * (0.08 if saving > 8 else -0.06))
-        ruling = referee(choices)
-        return Checked(ruling.peak_bytes + extra, [(value or 0) + extra for value in ruling.point_bytes or ()])
+        checked = check(choices)
+        return Checked(checked.peak_bytes + extra, [(value or 0) + extra for value in checked.point_bytes or ()])
 
     refined = refine(problem, torn, max_calls=8, faster=1e-3, ahead=lambda plans: announced.append([*plans]))
     assert refined.feasible and refined.assignment.seconds < 0.04 * problem.base_seconds  # 0.053 by jumping
     assert max(map(len, announced)) == 2
-    assert all(plan in referee.seen for plans in announced for plan in plans[:1])
+    assert all(plan in check.seen for plans in announced for plan in plans[:1])

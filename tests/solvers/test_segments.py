@@ -55,20 +55,20 @@ def test_their_linear_peak_covers_the_ghost_peak_and_they_fit_where_nothing_else
         segments = segments_of(base, menus)
         assert segments is not None and len(segments.members) == DEPTH
 
-        def referee(choices: dict[str, Choice]) -> Checked:
+        def check(choices: dict[str, Choice]) -> Checked:
             return Checked(tracer.trace(choices).peak_bytes)
 
         seen = set()
         for problem in segments.problems(free):
             plan = {u.name: u.options[0].choice for u in problem.units}  # what is not in a segment saves
             seen.add(plan[problem.units[0].name])
-            assert 0.999 * peak_of(problem, plan) <= referee(plan).peak_bytes <= 1.001 * peak_of(problem, plan)
+            assert 0.999 * peak_of(problem, plan) <= check(plan).peak_bytes <= 1.001 * peak_of(problem, plan)
         assert Segment(size=2) in seen and Segment(size=6) in seen
-        recomputing = referee(dict.fromkeys(segments.members, RECOMPUTE)).peak_bytes
+        recomputing = check(dict.fromkeys(segments.members, RECOMPUTE)).peak_bytes
         tight = free.model_copy(update={"budget": recomputing - WIDTH * ROWS * 4})
-        assert not refine(tight, referee, max_calls=6).feasible
-        found = refine_segmented(tight, referee, segments, max_calls=6)
-        assert found.feasible and referee(found.choices).peak_bytes <= tight.budget
+        assert not refine(tight, check, max_calls=6).feasible
+        found = refine_segmented(tight, check, segments, max_calls=6)
+        assert found.feasible and check(found.choices).peak_bytes <= tight.budget
         assert {c.kind for c in found.choices.values()} >= {"segment"}
 
 
@@ -94,20 +94,20 @@ def test_they_are_taken_where_they_are_faster_and_only_there(budget: int, rest: 
     problem = uniform_problem(12, budget)
     segments = Segments({u.name: Member(rest, 1) for u in problem.units})
 
-    def referee(choices: dict[str, Choice]) -> Checked:
+    def check(choices: dict[str, Choice]) -> Checked:
         asked = next((p for p in [problem, *segments.problems(problem)] if _offers(p, choices)), None)
         assert asked is not None
         return Checked(peak_of(asked, choices))
 
-    plain = refine(problem, referee, max_calls=12)
-    found = refine_segmented(problem, referee, segments, max_calls=12)
+    plain = refine(problem, check, max_calls=12)
+    found = refine_segmented(problem, check, segments, max_calls=12)
     if plain.feasible:
         assert found.feasible
         gain = plain.assignment.seconds - found.assignment.seconds
         assert gain == 0 or gain > 0.002 * problem.base_seconds
     if found.feasible:
         assert found.assignment.seconds == pytest.approx(priced(problem, found.choices, rest))
-        assert referee(found.choices).peak_bytes <= budget
+        assert check(found.choices).peak_bytes <= budget
     if rest == 5.0 and plain.feasible:
         assert found.choices == plain.choices
     if rest == 0.0 and budget == 132:

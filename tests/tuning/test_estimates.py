@@ -23,7 +23,7 @@ def small_card(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_rows_come_one_by_one_with_a_plan_where_one_is_needed(small_card):
-    small_card("560MB")
+    small_card("590MB")
     rows = autockpt.estimate(
         "gpt2-tiny", cards=["small"], batch_sizes=[1, 64], seq_lens=[64], lora=2, full=False, qlora=False
     )
@@ -32,7 +32,7 @@ def test_rows_come_one_by_one_with_a_plan_where_one_is_needed(small_card):
     large = next(rows)
     assert large.batch_size == 64 and large.fits and sum(large.choices.values()) > 0
     assert small.peak_bytes and large.peak_bytes
-    assert small.peak_bytes < large.peak_bytes <= parse_size("560MB")
+    assert small.peak_bytes < large.peak_bytes <= 0.95 * parse_size("590MB"), "a simulation leaves headroom"
     assert next(rows, None) is None
 
 

@@ -11,7 +11,7 @@ import pytest
 from autockpt.errors import ConflictError, InfeasibleError
 from autockpt.schema import SAVE, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
-from autockpt.schema.remedy import COMMAND_LINE, WayOut
+from autockpt.schema.remedy import COMMAND_LINE, Alternative
 from autockpt.tuning import alternatives, infeasible
 from autockpt.tuning.jobs import Described
 
@@ -26,11 +26,11 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
 ) -> None:
     asked: list[str] = []
 
-    def mildest(changes: Any, bench: Any, standard: float, hopeful: bool = False) -> WayOut | None:
+    def mildest(changes: Any, bench: Any, standard: float, hopeful: bool = False) -> Alternative | None:
         for change in changes:
             asked.append(change.options)
             if all(option in change.options for option in needed):
-                return WayOut(
+                return Alternative(
                     options=change.options, effect=change.effect, plan="p", peak_bytes=1, step_seconds=None,
                     relative_cost=1.0,
                 )  # fmt: skip
@@ -91,7 +91,7 @@ def test_headroom_is_named_where_it_is_what_makes_nothing_fit(smallest: int, sai
 
 
 def test_what_was_assumed_is_said_with_the_alternatives() -> None:
-    way = WayOut(options="--lora 16", effect="e", plan="p", peak_bytes=1, step_seconds=None, relative_cost=1.0)
+    way = Alternative(options="--lora 16", effect="e", plan="p", peak_bytes=1, step_seconds=None, relative_cost=1.0)
     error = infeasible.with_alternatives(InfeasibleError("nothing fits"), [way], COMMAND_LINE)
     noted = infeasible.with_notes(error, ("Experts is not quantised",))
     assert "--lora 16" in noted.remedy and noted.remedy.endswith("\n• Experts is not quantised")

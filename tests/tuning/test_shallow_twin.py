@@ -110,14 +110,14 @@ def test_remembered_ghost_runs_are_not_repeated() -> None:
             asked.append(plan_hash(choices))
             return Graph()
 
-    remembering = depth.Remembering(Traces())  # type: ignore[arg-type]
-    first = remembering.trace({})
-    assert remembering.trace({"a": SAVE}) is first and len(asked) == 1
-    remembering.trace({"a": RECOMPUTE})
-    assert remembering.trace({}) is first and len(asked) == 2  # both are kept
-    remembering.trace({"b": RECOMPUTE})  # the third sends off the one that was asked for longest ago
-    assert remembering.trace({}) is first and len(asked) == 3
-    remembering.trace({"a": RECOMPUTE})
+    recent = depth.RecentTraces(Traces())  # type: ignore[arg-type]
+    first = recent.trace({})
+    assert recent.trace({"a": SAVE}) is first and len(asked) == 1
+    recent.trace({"a": RECOMPUTE})
+    assert recent.trace({}) is first and len(asked) == 2  # both are kept
+    recent.trace({"b": RECOMPUTE})  # the third sends off the one that was asked for longest ago
+    assert recent.trace({}) is first and len(asked) == 3
+    recent.trace({"a": RECOMPUTE})
     assert len(asked) == 4
-    remembering.always[plan_hash({"c": RECOMPUTE})] = first
-    assert remembering.trace({"c": RECOMPUTE}) is first and len(asked) == 4
+    recent.always[plan_hash({"c": RECOMPUTE})] = first
+    assert recent.trace({"c": RECOMPUTE}) is first and len(asked) == 4

@@ -28,7 +28,8 @@ from autockpt.schema import (
 from autockpt.schema.hardware import Hardware
 from autockpt.solvers import Refined, refine_segmented
 from autockpt.tracing import Tracer
-from autockpt.tuning import run_search, stages
+from autockpt.tuning import run_search
+from autockpt.tuning.proposers import solver
 from autockpt.tuning.targets.simulated import within
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -127,9 +128,9 @@ def test_a_dry_run_answers_with_a_well_known_plan_where_the_solvers_do_not_fit(
 ) -> None:
     def too_large(*args: Any, **kwargs: Any) -> Refined:  # as where the allocator's segments are torn
         refined = refine_segmented(*args, **kwargs)
-        return replace(refined, assignment=refined.assignment.model_copy(update={"feasible": False}))
+        return replace(refined, checked=refined.checked._replace(peak_bytes=1 << 50))
 
-    monkeypatch.setattr(stages, "refine_segmented", too_large)
+    monkeypatch.setattr(solver, "refine_segmented", too_large)
     outcome = run_search(ask(tmp_path, card, dry_run=True))
     assert outcome.plan is not None and outcome.plan.predicted is not None
     assert outcome.plan.predicted.peak_bytes <= outcome.budget.bytes

@@ -42,7 +42,7 @@ Checker = Callable[[Mapping[str, Choice]], Checked]
 Size = Callable[[Problem, Mapping[str, Choice]], int]  # bytes of a plan, by the problem's own numbers
 MakeProblem = Callable[[Mapping[str, float], int], Problem]  # prices by kind, bytes left free -> problem
 
-REFEREE_CALLS = 8
+CHECKS = 8
 REPAIRS = 4
 COPY_PRICES = (0.5, 0.2, 0.1)  # of the profile's, for copies that hide behind other units' compute than their own
 LADDER_CALLS = 3  # ghost runs spent on each
@@ -67,20 +67,20 @@ class SolverProposer(Proposer):
         trials: Trials,
         storage: str | None,
         *,
-        calls: int = REFEREE_CALLS,
+        calls: int = CHECKS,
         study: str = "search",
     ) -> None:
         self.question, self.profiled, self.target, self.trials = question, profiled, target, trials
         self.space, self.storage, self.calls, self.study_name = question.space, storage, calls, study
         self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
-        self.rulings: dict[tuple[Choice, ...], Checked] = {}
+        self.checks: dict[tuple[Choice, ...], Checked] = {}
         self.device = profiled.predictor.device
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
         self.notes: list[str] = []
         self.fresh = 0
         self.smallest_peak, self._plain_smallest = smallest_peaks(
-            profiled, question.budget, self.known, calls=max(2, calls // 2)
+            profiled, question.budget, self.known, calls=min(LEAN_CALLS, max(2, calls // 2))
         )
         # Until the baselines have run, the best guess of what the budget is in bytes.
         top = self._predict(self.known[NONE]).peak_bytes
@@ -155,7 +155,7 @@ class SolverProposer(Proposer):
         """The plan at the sampler's next point."""
         number, parameters = self.study.ask()
         if self.space.encoding == "layers":
-            found = from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.rule)
+            found = from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.check)
         else:
             found = self._solved(parameters)
         encoding, name = self.space.encoding, f"{self.space.encoding} #{number}"
@@ -253,9 +253,9 @@ class SolverProposer(Proposer):
             self._most,
             self._prices.scale,
             self._problem,
-            self.profiled.rule,
+            self.profiled.check,
             segments=self.profiled.segments,
-            remembered=self.rulings,
+            remembered=self.checks,
             calls=calls or self.calls,
             faster=self.target.worthwhile,
             ahead=self.profiled.predictor.ahead,
@@ -295,7 +295,7 @@ def stands_still(tried: Sequence[Trial], patience: int, gain: float) -> bool:
     return math.isfinite(before) and before <= best * (1 + gain)
 
 
-def smallest_peaks(profiled: CostModel, budget: Budget, known: Plans, calls: int = LEAN_CALLS) -> tuple[int, int]:
+def smallest_peaks(profiled: CostModel, budget: Budget, known: Plans, calls: int) -> tuple[int, int]:
     """The least reachable peak in bytes, and that of plans with a plain head.
 
     A share of the activation range is of plans as everybody knows them; the second is only looked for where it counts,
@@ -343,18 +343,18 @@ def from_knobs(
     budget: int,
     scale: Mapping[str, float],
     make_problem: MakeProblem,
-    referee: Checker,
+    check: Checker,
     *,
     segments: Segments | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
-    calls: int = REFEREE_CALLS,
+    calls: int = CHECKS,
     faster: float = FASTER,
     ahead: Callable[[Sequence[Mapping[str, Choice]]], None] | None = None,
 ) -> Candidate:
     """The solver's plan under these knobs, refined until its ghost run fits ``budget``.
 
     ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them. ``remembered``
-    holds the rulings of earlier calls; at most ``calls`` new ones are asked for,
+    holds the checks of earlier calls; at most ``calls`` new ones are asked for,
     for plans that are faster by a share ``faster`` of the step. ``ahead`` as for ``refine``.
     """
     kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
@@ -362,14 +362,14 @@ def from_knobs(
     free = int(budget * float(parameters.get("margin", 0.0)))
     problem = make_problem(prices, free)
     refined = refine_segmented(
-        problem, referee, segments, max_calls=calls, remembered=remembered, faster=faster, ahead=ahead
+        problem, check, segments, max_calls=calls, remembered=remembered, faster=faster, ahead=ahead
     )
-    fits_host = problem.host_budget is None or refined.ruling.host_bytes <= problem.host_budget
-    return Candidate(dict(refined.choices), fits=fits_host and refined.ruling.peak_bytes <= problem.budget + free)
+    fits_host = problem.host_budget is None or refined.checked.host_bytes <= problem.host_budget
+    return Candidate(dict(refined.choices), fits=fits_host and refined.checked.peak_bytes <= problem.budget + free)
 
 
 def from_layers(
-    parameters: Mapping[str, float | int | str], budget: int, problem: Problem, referee: Checker
+    parameters: Mapping[str, float | int | str], budget: int, problem: Problem, check: Checker
 ) -> Candidate:
     """One choice per unit as sampled, repaired to the budgets: cheapest bytes first, until the ghost run fits."""
     choices = {name: from_label(str(text)) for name, text in parameters.items()}
@@ -378,9 +378,9 @@ def from_layers(
         if host is not None:
             choices = _repaired(problem, choices, host, host_of, "host")
         choices = _repaired(problem, choices, target, peak_of, "kept", math.inf if host is None else host)
-        ruling = referee(choices)
-        excess = ruling.peak_bytes - budget
-        over_host = 0 if problem.host_budget is None else ruling.host_bytes - problem.host_budget
+        checked = check(choices)
+        excess = checked.peak_bytes - budget
+        over_host = 0 if problem.host_budget is None else checked.host_bytes - problem.host_budget
         if excess <= 0 and over_host <= 0:
             return Candidate(choices)
         if excess > 0:

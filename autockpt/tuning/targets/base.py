@@ -23,7 +23,8 @@ class Target:
 
     The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
     below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given, and so do
-    ``patience`` candidates in a row that bring no such gain. Finals have at most ``final_rounds`` rounds, None: they
+    ``patience`` candidates in a row that bring no such gain. Where ``knows_seconds`` is False they rank plans and are
+    shown to nobody. Finals have at most ``final_rounds`` rounds, None: they
     take no time.
     """
 
@@ -32,6 +33,7 @@ class Target:
     worthwhile: float = 0.0
     most_candidates: int | None = None
     patience: int | None = None
+    knows_seconds: bool = True
     final_rounds: int | None = MOST_ROUNDS
     notes: list[str] = field(default_factory=list)
 

@@ -37,7 +37,7 @@ from autockpt.tuning.trials import Trials
 
 IN_GRAPHS = ("save", "recompute")
 """Choices that can be part of a compiled graph, compile_budget besides."""
-REFEREE_CALLS = 8
+CHECKS = 8
 EAGER_STEPS = 3
 _NOT_PREDICTED = (
     "compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
@@ -119,7 +119,7 @@ def _searched(
             peaks = [profiled.predictor.predict(choices).peak_bytes for choices, _ in uniform.values()]
             budget_bytes = min(peaks) + int((max(peaks) - min(peaks)) * min(max(share, 0.0), 1.0))
             problem = profiled.problem(budget_bytes - info.overhead_bytes)
-            refined = refine(problem, profiled.rule, max_calls=REFEREE_CALLS)
+            refined = refine(problem, profiled.check, max_calls=CHECKS)
         return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
 
     trials = Trials(run)

@@ -55,9 +55,9 @@ def transplanted(small: CostModel, base: Graph, traces: Traces, needs: MemoryMod
     ``needs`` says what a ghost run of the whole model takes of the device.
     """
     times = small.profile.op_times
-    remembering = Remembering(traces)
-    remembering.always[plan_hash({})] = base
-    predictor = Predictor(remembering, times, small.host_budget, needs)
+    recent = RecentTraces(traces)
+    recent.always[plan_hash({})] = base
+    predictor = Predictor(recent, times, small.host_budget, needs)
     predictor.learn({}, base)
     by_kind = {menu.kind: menu for menu in small.profile.menus}
     twins = _matching(small.base, base) or {}
@@ -72,7 +72,7 @@ def transplanted(small: CostModel, base: Graph, traces: Traces, needs: MemoryMod
     lean = {
         unit.name: RECOMPUTE if RECOMPUTE in offered[unit.kind] else offered[unit.kind][-1] for unit in base.blocks()
     }
-    leanest = remembering.always[plan_hash(lean)] = predictor.graph(lean)
+    leanest = recent.always[plan_hash(lean)] = predictor.graph(lean)
     predictor.learn(lean, leanest)
     if head is not None:
         menus = (*menus, small.profile.menus[-1].model_copy(update={"kind": head.kind}))
@@ -86,7 +86,7 @@ def transplanted(small: CostModel, base: Graph, traces: Traces, needs: MemoryMod
     )
     segments = None if small.segments is None else segments_of(base, menus)
     profiled = CostModel(profile, base, predictor, small.used_by_others, head, segments)
-    profiled.rule(lean)  # its graph is at hand
+    profiled.check(lean)  # its graph is at hand
     return profiled
 
 
@@ -95,7 +95,7 @@ def calls_per_candidate(base: Graph) -> int:
     return max(FEWEST_CALLS, min(MOST_CALLS, OPS_PER_CANDIDATE // max(1, len(base.ops))))
 
 
-class Remembering:
+class RecentTraces:
     """Ghost runs by plan, the last few remembered; those in ``always`` (by hash of their plan) for good."""
 
     def __init__(self, traces: Traces) -> None:

@@ -29,20 +29,23 @@ from autockpt.schema import (
     format_bytes,
 )
 from autockpt.schema.hardware import Hardware
+from autockpt.solvers.refine import FASTER
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.alternatives import WhatIf
 from autockpt.tuning.infeasible import naming_alternatives
 from autockpt.tuning.jobs import Described
 from autockpt.tuning.opening import Traced, traced_for
 from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import DRY_CALLS, enter_run, find_plan, foresee_plan, question_of
+from autockpt.tuning.stages import enter_run, find_plan, question_of
 from autockpt.tuning.targets.base import MOST_REPEATS, Target
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.tuning.trials import Candidate, Score
 
 CANDIDATES = 1
-"""Plans of the solver that are refined where ghost runs of the whole model are dear. In a simulation prices are what
-the solver takes them for, so its plan is what any other candidate would come to."""
+"""Plans of the solver that are refined in a dry run, or where ghost runs of the whole model are dear. In a simulation
+prices are what the solver takes them for, so its plan is what any other candidate would come to."""
+DRY_CALLS = 20
+"""Ghost runs that a dry run may spend on refining it."""
 
 
 PATIENCE = 10
@@ -63,6 +66,15 @@ class Simulated(Target):
     def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score:
         """The prediction stands."""
         return Score("simulated")
+
+
+@dataclass(kw_only=True)
+class DryRun(Simulated):
+    """One plan of the solver's next to the well-known ones. It is refined to its end: no other candidate makes up for
+    what is left."""
+
+    worthwhile: float = FASTER
+    most_candidates: int | None = CANDIDATES
 
 
 def simulate_search(
@@ -93,14 +105,15 @@ def simulate_search(
         environment = profiled.profile.op_times.environment
         calls = calls_per_candidate(profiled.base)
         if request.dry_run:
-            few = DRY_CALLS if found.twin is None else calls
-            return foresee_plan(question, tracer, profiled, clock, seconds=True, referee_calls=few)
+            calls = DRY_CALLS if found.twin is None else calls
+            outcome = find_plan(question, tracer, profiled, DryRun(), None, None, clock, checks=calls)
+            return outcome.model_copy(update={"dry_run": True})
         run, known = enter_run(stack, request, question, environment, tracer.units, device=hardware.name)
         if known is not None:
             return known
         storage = request.storage or run.storage
         target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
-        return find_plan(question, tracer, profiled, target, run, storage, clock, referee_calls=calls)
+        return find_plan(question, tracer, profiled, target, run, storage, clock, checks=calls)
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:

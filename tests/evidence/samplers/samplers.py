@@ -66,7 +66,7 @@ class Run:
         self.device = MadeUpDevice(q.truth, noise=NOISE, seed=seed)
         self.tried = Trials(None)
         self.tried.judge(q.budget)
-        self.rulings: dict[tuple[Choice, ...], Checked] = {}
+        self.checks: dict[tuple[Choice, ...], Checked] = {}
         self.unpriced = self.profiled.problem(0)
         menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
         space = self.space
@@ -99,13 +99,13 @@ class Run:
             return self._solved(parameters)
         if self.method.repaired:
             problem = self.profiled.problem(self.q.budget)
-            return from_layers(parameters, self.q.budget, problem, self.profiled.rule).choices
+            return from_layers(parameters, self.q.budget, problem, self.profiled.check).choices
         return {name: from_label(str(text)) for name, text in parameters.items()}
 
     def _solved(self, parameters: Parameters) -> dict[str, Choice]:
         scale = fit(self.unpriced, self.tried.scored).scale if self.method.refitted else {}
         return from_knobs(
-            parameters, self.q.budget, scale, self._problem, self.profiled.rule, remembered=self.rulings
+            parameters, self.q.budget, scale, self._problem, self.profiled.check, remembered=self.checks
         ).choices
 
     def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
@@ -187,6 +187,6 @@ def _solver_alone(q: Question) -> str:
 def _refined(q: Question) -> str:
     def solve(seed: int) -> Mapping[str, Choice]:
         p = q.beliefs[seed]
-        return from_knobs({}, q.budget, {}, lambda prices, free: p.problem(q.budget, prices, free), p.rule).choices
+        return from_knobs({}, q.budget, {}, lambda prices, free: p.problem(q.budget, prices, free), p.check).choices
 
     return _over_beliefs(q, solve)

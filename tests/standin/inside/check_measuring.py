@@ -100,8 +100,8 @@ def test_variants_of_a_job_are_judged_by_what_the_allocator_takes(monkeypatch):
     spec = WorkloadSpec(model="llama-tiny", seq_len=128)
     space = load_space("knobs").restricted(("save", "recompute"))
     asked = SearchRequest(budget=parse_budget("1GB"), workload=spec, space=space, device="standin")
-    # a worker would say the same, after seconds of imports
-    monkeypatch.setattr(batches, "environment_here", lambda name: environment_of(get_device(name)))
+    # a process of its own would say the same, after seconds of imports
+    monkeypatch.setattr(batches, "environment_without_context", lambda name: environment_of(get_device(name)))
     judge = batches.judge_of(asked, ["save", "recompute"])
     known = batches.foreseen_sizes(
         lambda size: Live(build(batches.variant(spec, 16, size), "standin")), judge, [8, 16], Silence()
