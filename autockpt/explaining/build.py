@@ -14,7 +14,7 @@ from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, why
 from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.profiling import said_of
-from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, format_bytes
+from autockpt.schema import Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, format_bytes
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Explanation, Largest, Reach, Speed
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
@@ -31,11 +31,10 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         listener.stage("solving")
         answers = Answers(subject.profiled, subject.uniform)
         budget = resolved(question, answers)
-        asked = question.budget or (Budget(text=budget.asked, kind="bytes", size=budget.bytes) if budget else None)
         found = None
         if budget is not None and question.plan is None:
             found = answers.at(budget.bytes, calls_per_candidate(subject.base))  # as a search would
-        steps = budget_steps(answers, asked, budget.bytes if budget else None)
+        steps = budget_steps(answers, budget)
         chosen = _chosen(subject, answers, budget, [found, *(step.reach for step in steps if step.ours)])
         graph = subject.tracer.trace(chosen.choices)
         peak = subject.needs(graph)

@@ -10,6 +10,7 @@ from pathlib import Path
 from autockpt.devices import get_device
 from autockpt.errors import UsageError
 from autockpt.explaining.times import Times, of_device, of_hardware
+from autockpt.history.promises import made_for
 from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.profiling import CostModel, simulated_memory, tracer_for
 from autockpt.schema import SAVE, Budget, Choice, Graph, Listener, Plan, Remake, Selective, WorkloadSpec, parse_budget
@@ -90,7 +91,7 @@ def budget_for(
         return None
     simulated = plan.environment.versions.get("simulated") if plan.environment is not None else None
     elsewhere = simulated != (hardware.name if hardware is not None else None)
-    again = elsewhere if planned.asked == "auto" else "%" in planned.asked and (elsewhere or spec != plan.workload)
+    again = elsewhere if planned.asked == "auto" else "%" in planned.asked and (elsewhere or not made_for(plan, spec))
     if headroom is None and not again:
         return None
     same = Budget(text=planned.asked, kind="bytes", size=planned.whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.profiling import CostModel
-from autockpt.schema import Assignment, Budget, Choice, format_binary, plan_hash
+from autockpt.schema import Assignment, Choice, ResolvedBudget, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans
 from autockpt.solvers import Checked, refine, refine_segmented
@@ -150,20 +150,21 @@ def _faster(answers: Answers, chosen: Reach, room: int) -> Reach | None:
     return None
 
 
-def budget_steps(answers: Answers, budget: Budget | None, budget_bytes: int | None) -> tuple[BudgetStep, ...]:
+def budget_steps(answers: Answers, budget: ResolvedBudget | None) -> tuple[BudgetStep, ...]:
     """What budgets between saving everything and the leanest plan buy, and the one asked for, most bytes first."""
     high, low = answers.save_all.peak_bytes, answers.lean.peak_bytes
     asked = {low + (high - low) * share // 100: f"{share}%act" for share in SHARES}
-    if budget_bytes is not None and budget is not None:
-        asked = {s: label for s, label in asked.items() if s != budget_bytes and label != budget.text}
-        asked[budget_bytes] = budget.text
+    ours = None if budget is None else budget.bytes
+    if budget is not None:
+        asked = {s: label for s, label in asked.items() if s != ours and label != budget.words}
+        asked[budget.bytes] = budget.words
     steps: list[BudgetStep] = []
     best: Reach | None = None
     for size in sorted(asked):
         found = answers.lean if size == low else answers.at(size, TABLE_CALLS)
         # what fits less is not beaten by a slower plan: few ghost runs do not always find the best one
         best = min((r for r in (found, best) if r is not None), key=lambda r: r.step_seconds, default=None)
-        steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=size == budget_bytes))
+        steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=size == ours))
     return _distinct(steps[::-1])
 
 

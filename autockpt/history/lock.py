@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from autockpt.errors import RunDirectoryError
@@ -32,21 +32,3 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)  # releases the lock, too
-
-
-@contextmanager
-def reserved(folder: Path, key: str) -> Iterator[None]:
-    """Hold what ``key`` names in a folder, which is made where it is missing; nothing of it stays. Raises as above."""
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f".{key}.lock"
-    try:
-        with exclusive(path):
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)  # whoever opened it meanwhile holds a file that nobody else will find
-    finally:
-        if made:
-            with suppress(OSError):  # it is not empty: the usual case
-                folder.rmdir()

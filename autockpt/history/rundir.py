@@ -109,17 +109,43 @@ class RunDirectory:
 
     @classmethod
     def alike(cls, root: str | Path, question: Mapping[str, Any]) -> Iterator[RunDirectory]:
-        """Runs under ``root`` of this question, whatever the model's structure: only tracing tells that.
-
-        Of any device, where the question names none.
-        """
-        question = json.loads(json.dumps(question))
-        open_ = {"model_fingerprint"} | ({"device", "versions"} - set(question))
+        """Runs under ``root`` that may be of this question, as far as it is known: see ``may_ask``."""
         for path in sorted(Path(root).glob(f"*/{_QUESTION}")):
             with suppress(RunDirectoryError):
                 run = cls.open(path.parent)
-                if {name: value for name, value in run.question.items() if name not in open_} == question:
+                if run.may_ask(question):
                     yield run
+
+    def may_ask(self, question: Mapping[str, Any]) -> bool:
+        """Whether this run's question is that one, whatever the model's structure: only tracing tells that.
+
+        And of whatever device, where the question names none.
+        """
+        known = json.loads(json.dumps(question))
+        unknown = {"model_fingerprint"} | ({"device", "versions"} - set(known))
+        return {name: value for name, value in self.question.items() if name not in unknown} == known
+
+    @staticmethod
+    @contextmanager
+    def reserved(root: Path, key: str) -> Iterator[None]:
+        """Hold a question, by its ``key``, for which there is no directory yet; nothing of it stays under ``root``.
+
+        Raises RunDirectoryError at once where another process holds it.
+        """
+        made = not root.exists()
+        with _explained(root):
+            _make(root)
+        path = root / f".{key}.lock"
+        try:
+            with exclusive(path):
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)  # who opened it meanwhile holds a file that nobody else will find
+        finally:
+            if made:
+                with suppress(OSError):  # it is not empty: the usual case
+                    root.rmdir()
 
     def _check_question(self, found: Any) -> None:
         if found == self.question:

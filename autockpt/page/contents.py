@@ -268,6 +268,7 @@ def as_json(contents: Contents) -> dict[str, Any]:
         "state": contents.state,
         "sentence": contents.sentence,
         "budget_bytes": contents.budget.bytes if contents.budget is not None else None,
+        "headroom": contents.budget.headroom if contents.budget is not None else "",
         "units": list(contents.units),
         "choices": [
             {"text": without_paths(text), "kind": known[text].kind, "letter": known[text].letter} for text in kinds

@@ -81,7 +81,7 @@
       const known = data.thresholds.filter((t) => t.bytes <= now).pop();
       const tried = known && known.tried, predicted = known && known.predicted;
       const more = now - data.budget_bytes;
-      byId("known-budget").textContent = `Budget ${bytes(now)}${more ? ` (${more > 0 ? "+" : "−"}${bytes(Math.abs(more))})` : ", as asked"}`;
+      byId("known-budget").textContent = `Budget ${bytes(now)}${more ? ` (${more > 0 ? "+" : "−"}${bytes(Math.abs(more))})` : `, as asked${data.headroom ? ` less ${data.headroom}` : ""}`}`;
       byId("known-tried").textContent = tried ? tell(tried) : `No plan is known to fit this budget${predicted ? ", but:" : "."}`;
       strip(byId("known-strip"), tried);
       byId("known-predicted").textContent = predicted ? tell(predicted) : "";

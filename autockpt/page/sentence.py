@@ -186,7 +186,7 @@ def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
             more, gain = threshold.bytes - budget.bytes, 1 - point.seconds / best.seconds
             return (
                 f"The nearest larger budget that buys time: {format_binary(more)} more "
-                f"({format_binary(threshold.bytes)}) would make a step {words.share(gain)} faster "
+                f"({_in_all(threshold.bytes, budget)}) would make a step {words.share(gain)} faster "
                 f"({_basis(plans, point, gain * best.seconds)}); others are in the table below."
             )
     return "No larger budget is known to make a step faster."
@@ -199,7 +199,7 @@ def _another(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
     if not known or not best.seconds:
         return ""
     point = plans.points[known[-1].predicted or known[-1].tried or ""]
-    asked = f"Another {format_decimal(more)} ({format_binary(budget.bytes + more)})"
+    asked = f"Another {format_decimal(more)} ({_in_all(budget.bytes + more, budget)})"
     gain = 1 - (point.seconds or best.seconds) / best.seconds
     if gain < WORTH:
         return f"{asked} would buy no time that is known of."
@@ -207,6 +207,11 @@ def _another(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
     what = f"saving everything, {words.seconds(point.seconds or 0.0)} a step" if saving else "another plan"
     said = f"{words.share(gain)} faster ({_basis(plans, point, gain * best.seconds)})"
     return f"{asked} would buy {what}, {said}, which needs {format_binary(point.peak or 0)}."
+
+
+def _in_all(size: int, budget: ResolvedBudget) -> str:
+    """A size that plans are held against, which what is left free of a budget comes on top of."""
+    return f"{format_binary(size)}{' besides the headroom' if budget.headroom else ''}"
 
 
 def _basis(plans: Plans, point: PlanPoint, gain: float) -> str:

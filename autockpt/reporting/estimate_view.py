@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from autockpt.schema import Estimate, format_binary, words
+from autockpt.schema.sizes import SIMULATED_HEADROOM
 
 _WIDTHS = (14, 12, 12, 8, 5, 11, 10)
 _TITLES = ("model", "card", "batch", "trains", "fits", "peak", "step")
@@ -21,7 +22,12 @@ def print_estimates(estimates: Iterable[Estimate], console: Console) -> None:
         console.print(Text(_line(_cells(estimate))), soft_wrap=True)
         if said := _said(estimate):
             console.print(Padding(Text(said, style="dim"), (0, 0, 0, 4)))
-    console.print(Text("~ simulated, not measured; peaks with the card's context and allocator", style="dim"))
+    console.print(
+        Text(
+            f"~ simulated, not measured; with context and allocator, {SIMULATED_HEADROOM} of a card left free",
+            style="dim",
+        )
+    )
 
 
 def _cells(estimate: Estimate) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from autockpt.devices import Device, get_device
 from autockpt.errors import DeviceOutOfMemory, RunDirectoryError, UsageError, python_door
-from autockpt.history.lock import reserved
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
@@ -71,7 +70,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     best plan so far.
     """
     _refuse_unwritable(request)
-    with nullcontext() if request.dry_run else reserved(request.out, request.key):
+    with nullcontext() if request.dry_run else RunDirectory.reserved(request.out, request.key):
         known = answered(request, _environment)
         return save_plan_copy(request, known or _answer(request, Clock(listener or Silence())))
 

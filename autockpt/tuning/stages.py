@@ -132,11 +132,12 @@ def answered(
     model = request.workload.model
     if request.dry_run or ":" in model or Path(model).expanduser().exists():
         return None
-    perhaps = any(True for _ in RunDirectory.alike(request.out, request.question()))
+    perhaps = list(RunDirectory.alike(request.out, request.question()))
     environment = environment_of(request) if perhaps else None
     if environment is None:
         return None
-    for run in RunDirectory.alike(request.out, request.question(environment)):
+    question = request.question(environment)
+    for run in filter(lambda run: run.may_ask(question), perhaps):
         with run.lock():
             if (outcome := recorded(run, request)) is not None:
                 run.add_command(request.command)

@@ -39,6 +39,21 @@ def asked(replace) -> Asked:
     return stand_in
 
 
+def simulated_for(card: str, budget: ResolvedBudget | None = None) -> Plan:
+    return Plan.create(
+        {"h.0": SAVE},
+        [Unit(name="h.0", cls="Block", kind=0)],
+        source="simulated",
+        predicted=Prediction(peak_bytes=1, step_seconds=0.1),
+        workload=WorkloadSpec(model="llama-tiny"),
+        environment=Environment(
+            device=DeviceInfo(kind="cuda", name="Card", capacity_bytes=1, overhead_bytes=0),
+            versions={"simulated": card},
+        ),
+        budget=budget,
+    )
+
+
 def test_a_budget_is_explained(autockpt, asked: Asked) -> None:
     result = autockpt("explain", "--model", "llama-tiny", "-b", "2", "--budget", "24GB", "--no-limits", "--seed", "3")
     assert result.code == 0, result.err
@@ -52,18 +67,7 @@ def test_a_simulated_plan_is_explained_on_the_device_that_it_was_simulated_for(
     autockpt, asked: Asked, tmp_path: Path
 ) -> None:
     def write(name: str) -> None:
-        plan = Plan.create(
-            {"h.0": SAVE},
-            [Unit(name="h.0", cls="Block", kind=0)],
-            source="simulated",
-            predicted=Prediction(peak_bytes=1, step_seconds=0.1),
-            workload=WorkloadSpec(model="llama-tiny"),
-            environment=Environment(
-                device=DeviceInfo(kind="cuda", name="Card", capacity_bytes=1, overhead_bytes=0),
-                versions={"simulated": name},
-            ),
-        )
-        plan.save(tmp_path / "plan.yaml", existing="replace")
+        simulated_for(name).save(tmp_path / "plan.yaml", existing="replace")
 
     write("rtx4090")
     for arguments, hardware in (((), "rtx4090"), (("--hardware", "h100"), "h100"), (("--device", "cpu"), None)):
@@ -77,18 +81,8 @@ def test_a_simulated_plan_is_explained_on_the_device_that_it_was_simulated_for(
 
 def test_a_plans_own_budget_stands_but_a_share_is_another_jobs_anew(autockpt, asked: Asked, tmp_path: Path) -> None:
     def explained(budget: str, *arguments: str, headroom: str = "") -> Any:
-        plan = Plan.create(
-            {"h.0": SAVE},
-            [Unit(name="h.0", cls="Block", kind=0)],
-            source="simulated",
-            predicted=Prediction(peak_bytes=1, step_seconds=0.1),
-            workload=WorkloadSpec(model="llama-tiny"),
-            environment=Environment(
-                device=DeviceInfo(kind="cuda", name="Card", capacity_bytes=1), versions={"simulated": "rtx4090"}
-            ),
-            budget=ResolvedBudget(asked=budget, bytes=950, headroom=headroom, headroom_bytes=50),
-        )
-        plan.save(tmp_path / "plan.yaml", existing="replace")
+        held = ResolvedBudget(asked=budget, bytes=950, headroom=headroom, headroom_bytes=50)
+        simulated_for("rtx4090", held).save(tmp_path / "plan.yaml", existing="replace")
         assert autockpt("explain", "plan.yaml", *arguments).code == 0
         return asked.questions[-1].budget
 

@@ -7,7 +7,7 @@ import pytest
 
 from autockpt.explaining.why import Answers, budget_steps, why
 from autockpt.profiling import CostModel, build_profile, uniform_graphs
-from autockpt.schema import Graph, OpTimes, parse_budget
+from autockpt.schema import Graph, OpTimes, ResolvedBudget
 from tests.profiling.steps import SECONDS
 from tests.tuning.device import MadeUpDevice
 
@@ -93,13 +93,15 @@ def test_a_wasteful_plan_is_told_of_a_better_one(answers: Answers) -> None:
 def test_budgets_in_steps(answers: Answers) -> None:
     low, high = answers.lean.peak_bytes, answers.save_all.peak_bytes
     ours = (low + high) // 2 + 1
-    steps = budget_steps(answers, parse_budget("24GB"), ours)
+    steps = budget_steps(answers, ResolvedBudget(asked="24GB", bytes=ours))
     sizes = [s.budget_bytes for s in steps]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] == low
     assert [s.label for s in steps if s.ours] == ["24GB"] and ours in sizes
     overheads = [s.reach.overhead for s in steps if s.reach and s.reach.overhead is not None]
     assert all(b >= a - 1e-9 for a, b in itertools.pairwise(overheads)), "less memory is never faster"
-    hopeless = budget_steps(answers, parse_budget("1KB"), 1)
+    less = ResolvedBudget(asked="24GB", bytes=ours, headroom="5%", headroom_bytes=1)
+    assert [s.label for s in budget_steps(answers, less) if s.ours] == ["24GB less 5%"]
+    hopeless = budget_steps(answers, ResolvedBudget(asked="1KB", bytes=1))
     assert hopeless[-1].reach is None and hopeless[-1].ours
 
 
@@ -108,7 +110,7 @@ def test_plans_for_smaller_budgets_hold_them_where_an_allocator_fills_what_there
     cached = Answers(profiled(needs=Caches(ours)), KINDS)
     chosen = cached.at(ours)
     assert chosen is not None and chosen.peak_bytes == ours
-    for step in budget_steps(cached, parse_budget("24GB"), ours):
+    for step in budget_steps(cached, ResolvedBudget(asked="24GB", bytes=ours)):
         assert step.reach is not None and step.reach.peak_bytes <= step.budget_bytes
     leaner = why(cached, chosen.choices, ours).leaner
     assert leaner is not None and leaner.choices != chosen.choices

@@ -110,6 +110,18 @@ def test_other_budgets_are_answered_by_what_was_tried_and_by_what_is_predicted(t
     assert ("Head and loss in chunks", GHOST) in {(change.name, change.basis) for change in run.changes}
 
 
+def test_what_is_left_free_is_said_wherever_a_budget_is(tmp_path: Path) -> None:
+    directory = make_run(tmp_path)
+    record = directory.finished()
+    assert record is not None
+    budget = record.outcome.budget.model_copy(update={"headroom": "5%", "headroom_bytes": 100})
+    outcome = record.outcome.model_copy(update={"budget": budget})
+    directory.write_finished(record.model_copy(update={"outcome": outcome}))
+    run = contents_of(directory)
+    assert "Fits 1.95 KiB (60%act) less 5% with 50 B to spare" in run.sentence
+    assert any("(2.15 KiB besides the headroom)" in said for said in run.more_budget)
+
+
 @pytest.mark.parametrize(
     ("budget", "more"),
     [

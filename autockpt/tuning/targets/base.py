@@ -24,8 +24,7 @@ class Target:
     The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
     below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given, and so do
     ``patience`` candidates in a row that bring no such gain. Where ``knows_seconds`` is False they rank plans and are
-    shown to nobody. Finals have at most ``final_rounds`` rounds, None: they
-    take no time.
+    shown to nobody. Finals have at most ``final_rounds`` rounds, None: they take no time.
     """
 
     source: PlanStatus = "measured"

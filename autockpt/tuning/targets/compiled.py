@@ -27,6 +27,7 @@ from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import make_plan, scored_rows
 from autockpt.tuning.proposers.base import Plans
+from autockpt.tuning.proposers.solver import CHECKS
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.stages import enter_run, finish, outcome_of, question_of
@@ -37,7 +38,6 @@ from autockpt.tuning.trials import Trials
 
 IN_GRAPHS = ("save", "recompute")
 """Choices that can be part of a compiled graph, compile_budget besides."""
-CHECKS = 8
 EAGER_STEPS = 3
 _NOT_PREDICTED = (
     "compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
