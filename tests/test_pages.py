@@ -24,6 +24,7 @@ from autockpt import public
 from autockpt.cli.app import build
 from autockpt.explaining import subject
 from search_spaces.spaces import load_space
+from tests.diagnose.logs import FORWARD, message
 
 pytestmark = pytest.mark.slow
 
@@ -210,6 +211,26 @@ def test_a_measured_search_its_history_and_what_becomes_of_the_plan(autockpt: Au
     assert autockpt("history", plan["run_directory"])
     assert "_checkpointing: true" in autockpt("export", "plan.yaml", "--to", "transformers")
     assert "equal" in autockpt("verify", "plan.yaml", "--model", "llama-tiny", "--device", "cpu")
+
+
+def test_what_becomes_of_a_run(autockpt: Autockpt, plan: dict[str, Any]) -> None:
+    run = Path(plan["run_directory"])
+    autockpt("report", str(run))
+    autockpt("report", str(run), str(run))
+    assert {page.name for page in run.glob("*.html")} == {"report.html", f"compare-{run.name}.html"}
+    assert len(autockpt("history", str(run), "--csv").splitlines()) > 2
+    assert "llama-tiny" in autockpt("history", str(run), "--compare", str(run))
+    autockpt("history", str(run), "--trial", "0", "--plan-out", "trial.yaml")
+    assert json.loads(autockpt("explain", "trial.yaml", "--no-limits", "--json"))
+
+
+def test_what_is_asked_before_there_is_a_run(autockpt: Autockpt) -> None:
+    rows = autockpt("estimate", "llama-tiny", "--cards", "rtx4090", "--seq-lens", "32,64", "--json").splitlines()
+    assert sorted(json.loads(row)["seq_len"] for row in rows) == [32, 64]
+    Path("train.log").write_text(FORWARD + message())
+    command = next(c for c in commands_of(ROOT / "README.md") if c.startswith("autockpt diagnose"))
+    shorter = [word.replace("--max_seq_length 2048", "--max_seq_length 32") for word in small(command)]
+    assert json.loads(autockpt(*shorter[:-1], "diagnosed.yaml", "--json"))
 
 
 def test_a_simulated_search(autockpt: Autockpt) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import signal
 import sys
@@ -53,6 +54,9 @@ def build() -> typer.Typer:
 def main() -> None:
     """Entry point of the console script; ends the process with the verb's exit code."""
     gc.set_threshold(*COLLECT_AFTER)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that a terminal does not have must not cost the answer
+            stream.reconfigure(errors="replace")
     code = 1
 
     def end_at_once() -> None:

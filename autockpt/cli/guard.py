@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -49,16 +50,27 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(_explain(error, as_json)) from None
         except KeyboardInterrupt:
             raise typer.Exit(_interrupted(as_json, _code(interrupts), kept)) from None
-        except BrokenPipeError:
-            # whoever read our output has gone; point it elsewhere so that the interpreter's last flush is silent
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # whoever read our output has gone
+            _silence_output()
             raise typer.Exit(1) from None
         except Exception as error:
             # what an interrupt leaves half done (an import, above all) may fail in ways of its own
-            code = _interrupted(as_json, _code(interrupts), kept) if interrupts else _bug(error, as_json)
+            if interrupts:
+                code = _interrupted(as_json, _code(interrupts), kept)
+            elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
+                _silence_output()
+                code, read_it = FAILED, _READ_IT if kept and not options.get("dry_run") else ""
+                _say(f"the answer could not be written: {error.strerror}", read_it, False, code)
+            else:
+                code = _bug(error, as_json)
             raise typer.Exit(code) from None
 
     return run
+
+
+def _silence_output() -> None:
+    """Point standard output elsewhere, so that the interpreter's last flush cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -89,6 +101,8 @@ def _code(interrupts: list[int]) -> int:
     return TERMINATED if signal.SIGTERM in interrupts else INTERRUPTED
 
 
+_UNWRITTEN = (errno.ENOSPC, errno.EIO, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+_READ_IT = "It is in the run's directory: the same command shows it at once, without measuring again."
 _ANEW = "The same command begins anew."
 
 
@@ -160,4 +174,7 @@ def _say(message: str, remedy: str, as_json: bool, code: int, **more: Any) -> No
         indented = textwrap.fill(line, console.width - 1, initial_indent="  ", subsequent_indent="  ")
         console.print(Text(indented), soft_wrap=True)
     if as_json:
-        screen.print_json(json.dumps({"error": message, "remedy": remedy, "exit_code": code} | more, indent=2))
+        try:
+            screen.print_json(json.dumps({"error": message, "remedy": remedy, "exit_code": code} | more, indent=2))
+        except OSError:  # it was said above
+            _silence_output()

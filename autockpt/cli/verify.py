@@ -38,13 +38,10 @@ def verify(
 
     With --compile: what the same choices take in steps that are compiled otherwise, next to the promise.
     """
-    from autockpt.history.trialplan import plan_file
-    from autockpt.schema import Plan
+    from autockpt.history.trialplan import plan_at
 
     steps = one_of("--compile", compile, ("layers", "model", "eager"))
-    plan = plan_file(plan)
-    loaded = Plan.load(plan)
-    spec = workload_spec(workload, base=loaded.workload, seed=seed)
+    spec = workload_spec(workload, base=plan_at(plan).workload, seed=seed)
     from autockpt.reporting import listener, print_report
     from autockpt.verification import verify as run_verification
 

@@ -21,8 +21,11 @@ def plan_file(path: Path) -> Path:
     """The file itself, or that of a run's answer: with its sets for smaller batches, where it has them."""
     found = RunDirectory.open(path).answer_path if path.is_dir() else path
     if found is None:
+        if refused := RunDirectory.open(path).refusal():
+            first, _, rest = refused.partition("\n")
+            raise RunDirectoryError(f"{path} holds no plan: {first}", remedy=rest)
         raise RunDirectoryError(
-            f"{path} holds no plan: its search found none, or has not ended",
+            f"{path} holds no plan: its search has not come to its end",
             remedy="The command in its command.txt continues it.",
         )
     return found

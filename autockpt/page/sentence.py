@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Collection, Sequence
 
 from autockpt.page.plans import MEASURED, SAID, WORTH, PlanPoint, Plans
@@ -99,7 +100,7 @@ def next_steps(
     if state == "stopped":
         steps.append("Run the same command again: it continues where it stopped.")
     if source == "simulated" and not simulated_only:
-        steps.append(f"On the device, hold the plan against real steps: autockpt verify {plan_file}")
+        steps.append(f"On the device, hold the plan against real steps: autockpt verify {shlex.quote(plan_file)}")
     else:
         steps.append("Load the plan with the lines above and train.")
     if rivals := _undecided(plans, best):

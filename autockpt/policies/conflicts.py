@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from autockpt.errors import ConflictError
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node  # none outside of a backward
+_SWITCHED_OFF = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 _FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
 _OTHER_ACTIVATION = "Use `save` or `remake` on {unit}, or another activation function."
 
@@ -35,7 +38,8 @@ def refuse_native(module: nn.Module, name: str) -> None:
 
 def refuse_by_message(error: Exception, unit: str) -> None:
     """Raise ConflictError where ``error`` is torch.func's, which takes no gradients under hooks on saved tensors, says
-    that a nested tensor cannot be looked at, or is that of a compiler at work on a higher-order op."""
+    that these were to be switched off or that a nested tensor cannot be looked at, or is that of a compiler at work on
+    a higher-order op."""
     if "convert all Tensors to FakeTensors" in str(error) or type(error).__module__ == "torch._dynamo.exc":
         raise ConflictError(
             f"{unit} runs an op such as torch.cond or scan, which torch compiles where it stands, and that fails where "
@@ -52,6 +56,12 @@ def refuse_by_message(error: Exception, unit: str) -> None:
             f"{unit} takes gradients by torch.func (grad, vjp, jacrev, hessian), or is run by it, which does not work "
             "where saved tensors are dropped or moved",
             remedy=f"Use `save` on {unit}, or torch.autograd.grad in place of torch.func.",
+        ) from error
+    if any(frame.f_code is _SWITCHED_OFF for frame, _ in walk_tb(error.__traceback__)):
+        raise ConflictError(
+            f"{unit} switches hooks on saved tensors off in its forward (torch.autograd.graph."
+            "disable_saved_tensors_hooks), and by such hooks what it saves is dropped or moved",
+            remedy=f"Use `save` on {unit}, or switch them off around the whole model, which then trains plainly.",
         ) from error
 
 

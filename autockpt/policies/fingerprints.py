@@ -188,11 +188,12 @@ def read(compared: list[Compared]) -> list[tuple[bool, float]]:
     return [(a == b, far) for a, b, far in zip(prints[::2], prints[1::2], away, strict=True)]
 
 
-def distance_of(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def distance_of(first: torch.Tensor, second: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """How far two sketches are apart, relative to the length of the first. What is in both alike, NaN too, is not."""
     with quietly(), torch._C.DisableTorchFunction():
         alike = (first == second) | (first.isnan() & second.isnan())
-        away = torch.where(alike, 0.0, first - second).norm() / first.norm()
+        apart = torch.where(alike, 0.0, first - second).norm(dim=dim)
+        away = torch.where(apart == 0.0, 0.0, apart / first.norm(dim=dim))
         return torch.where(away.isnan(), torch.inf, away)
 
 

@@ -39,7 +39,7 @@ from autockpt.policies.score import (
     is_plain,
     leaves_of,
 )
-from autockpt.policies.sentinels import CheckedCall
+from autockpt.policies.sentinels import Packing
 from autockpt.policies.tape import Maker, RemadeSlot
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
@@ -85,10 +85,10 @@ class Following(TorchFunctionMode):
     """A call that follows a score, as far as it does the same. ``pack`` is the hook for what autograd saves."""
 
     def __init__(
-        self, unit: str, score: RecordedCall, outside: Sequence[torch.Tensor], watch: CheckedCall | None
+        self, unit: str, score: RecordedCall, outside: Sequence[torch.Tensor], packing: Packing | None
     ) -> None:
         super().__init__()
-        self._unit, self._watch = unit, watch
+        self._unit, self._packing = unit, packing
         self._packs = score.packs
         self._met: Met = list(map(weakref.ref, outside))
         self._call = _Call(unit, score)
@@ -150,7 +150,7 @@ class Following(TorchFunctionMode):
         if tensor.dtype is not dtype or type(tensor) not in PLAIN or geometry_of(tensor) != geometry:
             self.leave()
             return Kept(tensor, self._unit)
-        entry = self._watch.packed(tensor) if self._watch is not None else None
+        entry = self._packing(tensor) if self._packing is not None else None
         slot = RemadeSlot(self._call, source, geometry, entry)
         self._call.slots.append((weakref.ref(slot), weakref.ref(tensor.untyped_storage())))
         return slot

@@ -20,7 +20,7 @@ from autockpt.policies.compute_ops import STATISTICS, Kind, draws_random_numbers
 from autockpt.policies.rerun_state.surroundings import switches
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
-from autockpt.policies.sentinels import CheckedCall
+from autockpt.policies.sentinels import Packing
 from autockpt.policies.tape import Maker, Origin, RemadeSlot, RerunOp, TensorArgument
 from autockpt.policies.watching import Watching, count_writes, passes_by, refuse_untupled, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
@@ -43,14 +43,14 @@ class Tape:
     """The tape of one call of a unit. ``keep`` names heavy ops whose outputs are not made again: all, fused attention.
 
     ``pack`` is the hook for what autograd saves. Between a tensor and what it could be made from that is held which
-    costs fewer bytes, all that counts as held already being free. ``watch``: a sentinel to know what is dropped.
+    costs fewer bytes, all that counts as held already being free. ``packing``: what is to be told what is dropped.
     """
 
     def __init__(
-        self, unit: str, inputs: Iterable[torch.Tensor], keep: Collection[str] = (), watch: CheckedCall | None = None
+        self, unit: str, inputs: Iterable[torch.Tensor], keep: Collection[str] = (), packing: Packing | None = None
     ) -> None:
         self.unit = unit
-        self._watch = watch
+        self._packing = packing
         self._everything, self._attention = EVERYTHING in keep, ATTENTION in keep
         self.keeping = False  # a module runs whose products are kept
         self.running = False
@@ -234,7 +234,7 @@ class Tape:
             source.keep(kept.tensor)
             return kept
         self._commit(source, memo)
-        entry = self._watch.packed(tensor) if self._watch is not None else None
+        entry = self._packing(tensor) if self._packing is not None else None
         slot = RemadeSlot(self._maker, source, geometry_of(tensor), entry)
         source.slots.append(weakref.ref(slot))
         return slot

@@ -111,6 +111,7 @@ class UnitCall:
         # what a dispatch mode counts goes on in the second run, and its results may go by that
         anew = bool(user_dispatch_modes())
         self._watch = sentinel.watch(replay.module, code=code, anew=anew) if sentinel is not None else None
+        self._packing = sentinel.packing(self._watch) if sentinel is not None else None
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         self._bind(region)
@@ -141,7 +142,7 @@ class UnitCall:
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
-        slot = Slot(self, tensor, None if self._watch is None else self._watch.packed(tensor))
+        slot = Slot(self, tensor, None if self._packing is None else self._packing(tensor))
         self._slots.append(weakref.ref(slot))
         return slot
 

@@ -65,14 +65,20 @@ class PartState(Attachment):
 def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped where it can be made again.
 
-    Raises ConflictError where a custom autograd function runs in it. In backward InPlaceError where something that it
-    read was changed since, ConflictError where an op does not do again what it did.
+    Raises ConflictError where a custom autograd function runs in it, or it may switch denormal numbers off. In backward
+    InPlaceError where something that it read was changed since, ConflictError where an op does something else than it
+    did.
     """
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     refuse_changed(module, state, args, kwargs)
     calls, before = state.calls(module), _sequence_nr()
+    if calls.code.flushes_denormals:
+        raise ConflictError(
+            f"{state.unit} calls torch.set_flush_denormal, and under which setting each of its ops ran cannot be asked",
+            remedy=f"Call it before training begins, or use `recompute`, `save` or `offload` on {state.unit}.",
+        )
     output, path = _watched(module, state, calls, args, kwargs)
     way = (_sequence_nr() - before, *path) if path is not None else None
     if way is None or way not in calls.checked:
@@ -89,19 +95,20 @@ def _watched(
     tensors = tensors_of((args, kwargs))
     outside, key = calls.given(module, tensors) if state.everywhere else (tensors, None)
     score = calls.scores.get(key)
-    watch, code = None, calls.code
+    watch, packing, code = None, None, calls.code
     if state.sentinel is not None:
         # what later calls go by is proven first; and what a mode does with ops when they run again, each time
         new = (key is not None and key not in calls.scores) or bool(user_dispatch_modes())
         watch = state.sentinel.watch(module, code=code, hold=HELD_BYTES, anew=new)
+        packing = state.sentinel.packing(watch)
     if score is not None:
-        following = Following(state.unit, score, outside, watch)
+        following = Following(state.unit, score, outside, packing)
         with saving(state.unit, following.pack, watch, assigns=code.assigns), following:
             output = call_inner(module, state, args, kwargs)
         if following.lost:
             calls.missed(key)
         return output, None if following.lost else (score.noted, following.packed)
-    tape = Tape(state.unit, tensors, state.keep, watch)
+    tape = Tape(state.unit, tensors, state.keep, packing)
     learning = Learning(tape, outside) if key is not None else None
     noting = running(tape) if state.everywhere else nullcontext()
     handing = HandingOut(tape, data=not state.everywhere) if code.writes_unseen else nullcontext()

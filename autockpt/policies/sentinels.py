@@ -1,14 +1,15 @@
 """Sentinels: what forward drops is fingerprinted, and what backward is given in its place is compared with it.
 
-A unit's first calls are checked, afterwards one call in ``WINDOW`` of each, one unit after the other: units that begin
-to do otherwise late are found, too. Of units whose code may write to tensors unseen every call is, and of all units
-where code around them may, as that may write to what a unit returned. Fingerprints are taken when the unit's forward
-has ended, anew when the whole model's has, and once more just before backward makes or fetches a tensor, as long as the
-original lives: so they are of what backward would have read without the choice, changes by ``.data`` or NumPy included.
-What runs again must also leave the unit's parameters and buffers as they were.
+A unit's first calls are checked, afterwards one call in ``WINDOW`` of each, one unit after the other; of all calls
+between, a few tensors at one place (``spots``): units that begin to do otherwise late are found, too. Of units whose
+code may write to tensors unseen every call is checked, and of all units where code around them may, as that may write
+to what a unit returned. Fingerprints are taken when the unit's forward has ended, anew when the whole model's has, and
+once more just before backward makes or fetches a tensor, as long as the original lives: so they are of what backward
+would have read without the choice, changes by ``.data`` or NumPy included. What runs again must also leave the unit's
+parameters and buffers as they were.
 
 All is compared on the device, and read once at the end of a backward in which something was checked; none of it sees
-the user's code, changes a random state, or holds on to more than 64 bits of a tensor.
+the user's code, changes a random state, or holds on to more than 64 bits of a tensor, or a few of its elements.
 """
 
 from __future__ import annotations
@@ -47,8 +48,18 @@ from autockpt.policies.fingerprints import (
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.saved import probe_of
+from autockpt.policies.spots import (
+    DeviceSpots,
+    Places,
+    SpotCheck,
+    SpottedTensor,
+    can_be_spotted,
+    sequence_nr,
+    tensor_read,
+)
 
 Mode = Literal["off", "sample", "all"]
+Packing = Callable[[torch.Tensor], "WatchedTensor | SpottedTensor | None"]
 WINDOW = 499
 """Steps after which every unit has been checked again, at most. A prime: of a unit that is called several times in
 every step all calls have their turn."""
@@ -62,6 +73,7 @@ _CAUSES = (
     "before backward; a tensor was written to by `.data` or NumPy; memory or hardware failed."
 )
 
+_OF_THE_PROCESS = ("_lock", "open", "spots", "_pending", "_in_a_thread")
 _ELSEWHERE = "a tensor that was saved on another stream"
 _code_of = eagerly(code_of)
 
@@ -92,11 +104,12 @@ class Sentinels:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self.open: list[weakref.ref[CheckedCall]] = []
+        self.spots = DeviceSpots()
         self._pending: dict[int, dict[int, CheckedCall]] = {}
         self._in_a_thread: RerunMismatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "open", "_pending", "_in_a_thread")}
+        return {k: v for k, v in self.__dict__.items() if k not in _OF_THE_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -128,6 +141,8 @@ class Sentinels:
         self.step += 1
         if torch._C._current_graph_task_id() == -1:
             self._pending.clear()  # left by a backward that failed
+        if self.spots and not _capturing() and (spotted := self.spots.next_step(self.rounding)) is not None:
+            raise spotted.error()
 
     def end(self) -> None:
         """A forward of the whole model has ended."""
@@ -171,10 +186,14 @@ class Sentinels:
             if watch not in wrong:
                 watch.sentinel.proven(watch, sum(1 for owner, _ in seen if owner is watch))
         for watch, different in wrong.items():
-            error = watch.error(different)
-            if not isinstance(threading.current_thread(), (threading._MainThread, threading._DummyThread)):  # type: ignore[attr-defined]
-                self._in_a_thread = error
-            raise error
+            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+            raise self.noted(watch.sentinel.mismatch(watch.step, different[0].what + more))
+
+    def noted(self, error: RerunMismatch) -> RerunMismatch:
+        """The error that ends a backward. In a thread of the user's own it ends no more than that thread."""
+        if not isinstance(threading.current_thread(), (threading._MainThread, threading._DummyThread)):  # type: ignore[attr-defined]
+            self._in_a_thread = error
+        return error
 
     def _does_not_repeat(self, unit: UnitSentinel, away: float) -> None:
         """A device's kernels give other last bits each time: said once."""
@@ -193,7 +212,8 @@ class UnitSentinel:
 
     def __init__(self, sentinels: Sentinels, name: str) -> None:
         self.sentinels, self.name = sentinels, name
-        self.calls = self.checks = self.tensors = 0
+        self.calls = self.checks = self.tensors = self.spots = 0
+        self.places: Places | None = None  # where tensors are looked at in every call
         self.last_proven: int | None = None
         self.unchecked: Counter[str] = Counter()
         self._due = self._gap = 1
@@ -212,12 +232,18 @@ class UnitSentinel:
         if self.sentinels.mode == "sample":
             # tried again soon where no backward follows, but not at every call: it may be an evaluation
             self._due, self._gap = self.calls + self._gap, min(2 * self._gap, WINDOW)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if _capturing():
             self.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
         watch = CheckedCall(self, hold and hold * code.writes_unseen, code.assigns)
         self.sentinels.open.append(weakref.ref(watch))
         return watch
+
+    def packing(self, watch: CheckedCall | None) -> Packing | None:
+        """What is to be told of every tensor that this call saves and something else will be handed out for."""
+        if watch is not None:
+            return watch.packed
+        return SpotCheck(self, self.places).packed if self.places is not None and not _capturing() else None
 
     def proven(self, watch: CheckedCall, tensors: int) -> None:
         """All that a backward was given in a watched call's place was right."""
@@ -233,6 +259,17 @@ class UnitSentinel:
             self.past_first(self.sentinels.units.index(self))
         else:
             self._due = self.calls + (WINDOW if self._proven > FIRST_CALLS else 1)
+
+    def mismatch(self, step: int, what: str) -> RerunMismatch:
+        """The error for ``what`` was not as forward had computed it."""
+        name, last = self.name, self.last_proven
+        since = f"last proven right in step {last}" if last is not None else "never proven right"
+        back = f"go back to a checkpoint of step {last} or before" if last is not None else "start again"
+        return RerunMismatch(
+            f"backward of {name} was not given what its forward had computed (step {step}, {since}): {what}. Do not "
+            "use the gradients of this backward",
+            remedy=f"{_CAUSES}\nUse `save` for {name}, or take what changes out of its forward, and {back}.",
+        )
 
     def past_first(self, index: int) -> None:
         """The first calls are over. From here on units take turns."""
@@ -252,7 +289,8 @@ class CheckedCall:
         self.sentinel, self.sentinels, self.assigns = sentinel, sentinel.sentinels, assigns
         self.step = sentinel.sentinels.step or sentinel.calls
         self.proven = False
-        self._room = hold
+        self._room, self._since = hold, sequence_nr()
+        self._fit: list[int] = []  # entries that later calls can look at
         self._entries: list[WatchedTensor] = []
         self._compared: list[Compared] = []
         self._state: list[tuple[str, torch.Tensor, Form, torch.Tensor]] = []
@@ -265,6 +303,8 @@ class CheckedCall:
         """Autograd saves a tensor, and something else will be handed out for it."""
         entry = WatchedTensor(self, len(self._entries), tensor)
         self._entries.append(entry)
+        if can_be_spotted(tensor, self._since):
+            self._fit.append(entry.number)
         if self._room is not None and entry.held is not None:
             self._room -= tensor.nbytes
             if self._room < 0:
@@ -274,6 +314,7 @@ class CheckedCall:
     @eagerly
     def forward_ended(self) -> None:
         """The unit's forward has ended."""
+        self.sentinel.places = Places(len(self._entries), self._fit)
         for entry in self._entries:
             entry.let_go()
 
@@ -313,18 +354,6 @@ class CheckedCall:
         taken, self._compared = self._compared, []
         return taken
 
-    def error(self, wrong: list[Compared]) -> RerunMismatch:
-        """The error for what differs, the first by name."""
-        name, last = self.sentinel.name, self.sentinel.last_proven
-        since = f"last proven right in step {last}" if last is not None else "never proven right"
-        back = f"go back to a checkpoint of step {last} or before" if last is not None else "start again"
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return RerunMismatch(
-            f"backward of {name} was not given what its forward had computed (step {self.step}, {since}): "
-            f"{wrong[0].what}{more}. Do not use the gradients of this backward",
-            remedy=f"{_CAUSES}\nUse `save` for {name}, or take what changes out of its forward, and {back}.",
-        )
-
 
 class WatchedTensor:
     """A saved tensor of a watched call: what its memory holds, by fingerprint, and how to look at it while it lives.
@@ -333,7 +362,7 @@ class WatchedTensor:
     """
 
     def __init__(self, watch: CheckedCall, number: int, tensor: torch.Tensor) -> None:
-        self._watch, self._number = watch, number
+        self._watch, self.number = watch, number
         self._print: torch.Tensor | None = None
         self._sketch: torch.Tensor | None = None
         self.held: torch.Tensor | None = None
@@ -411,10 +440,10 @@ class WatchedTensor:
         found = self._watch.known.get(self._place)
         if found is None or value.untyped_storage()._cdata != self._place[0]:
             found = fingerprint(value, self._form)
-        self._watch.add(Compared(self._words(), self._print, found, self._stream, distance, tolerance))
+        what = tensor_read(self._form.dtype, self._form.size, self.number)
+        self._watch.add(Compared(what, self._print, found, self._stream, distance, tolerance))
 
-    def _words(self) -> str:
-        node = current_node()
-        reader = f"{node.name()} reads" if node is not None else "is read"
-        what = f"{str(self._form.dtype).removeprefix('torch.')} tensor {tuple(self._form.size)}"
-        return f"the {what} that {reader} (number {self._number + 1} of those that forward saved)"
+
+def _capturing() -> bool:
+    """Whether what runs goes into a CUDA graph, and will happen only when that is replayed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

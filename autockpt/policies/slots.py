@@ -18,6 +18,7 @@ from autockpt.policies.conflicts import refuse_late_written
 if TYPE_CHECKING:
     from autockpt.policies.region import UnitCall
     from autockpt.policies.sentinels import WatchedTensor
+    from autockpt.policies.spots import SpottedTensor
 
 
 class Enough(Exception):
@@ -30,7 +31,7 @@ class Empty:
 
     __slots__ = ("__weakref__", "entry", "value", "version")
 
-    entry: WatchedTensor | None
+    entry: WatchedTensor | SpottedTensor | None
     value: torch.Tensor | None
     version: int
 
@@ -48,7 +49,7 @@ class Slot(Empty):
 
     __slots__ = ("form", "maker")
 
-    def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: WatchedTensor | None) -> None:
+    def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: WatchedTensor | SpottedTensor | None) -> None:
         self.value, self.version, self.entry = None, 0, entry  # not by way of super: there are many
         self.maker, self.form = maker, (tensor.size(), tensor.dtype, tensor.device)
 

@@ -29,6 +29,7 @@ from autockpt.policies.rerun_state.surroundings import switched, switches, under
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
 from autockpt.policies.sentinels import WatchedTensor
 from autockpt.policies.slots import Empty, differs
+from autockpt.policies.spots import SpottedTensor
 
 
 class Origin:
@@ -164,7 +165,9 @@ class RemadeSlot(Empty):
 
     __slots__ = ("geometry", "maker", "source")
 
-    def __init__(self, maker: Maker, source: Origin, geometry: Geometry, entry: WatchedTensor | None = None) -> None:
+    def __init__(
+        self, maker: Maker, source: Origin, geometry: Geometry, entry: WatchedTensor | SpottedTensor | None = None
+    ) -> None:
         self.value, self.version, self.entry = None, 0, entry
         self.maker, self.source, self.geometry = maker, source, geometry
 

@@ -56,6 +56,15 @@ def store(times: OpTimes, workload: str) -> None:
         atomic_write(path, table.model_dump_json())
 
 
+def forget(environment: Environment, workloads: Iterable[str]) -> None:
+    """Have the next runs of these workloads measure again."""
+    if (table := _read(environment)) is None:
+        return
+    left = {name: own for name, own in table.workloads.items() if name not in {*workloads}}
+    with suppress(OSError):
+        atomic_write(_path(environment), table.model_copy(update={"workloads": left}).model_dump_json())
+
+
 def _read(environment: Environment) -> _Table | None:
     with suppress(OSError, ValidationError):
         return _Table.model_validate_json(_path(environment).read_bytes())

@@ -202,7 +202,7 @@ def measure_op_times(
         return OpTimes(environment=runs.environment, **found)
 
     # kept by themselves, for a search that is stopped before whole plans are timed
-    single = f"{workload}, single ops"
+    single = _single_ops(workload)
     times = cached_op_times(runs.environment, runnable, single, disk=disk)
     if times is None:
         # a plain head may be what does not fit
@@ -231,6 +231,15 @@ def measure_op_times(
             times = calibrated(times, graphs, seconds)
     cache.store(times, _key(workload))
     return times
+
+
+def _single_ops(workload: str) -> str:
+    return f"{workload}, single ops"
+
+
+def forget_op_times(environment: Environment, workload: str) -> None:
+    """Have the next search of this workload measure its op times again."""
+    cache.forget(environment, [_key(workload), _key(_single_ops(workload))])
 
 
 def wants_disk(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -174,9 +176,10 @@ def _room(room: Room) -> str:
 
 def _how_to(said: Diagnosis, console: Console) -> None:
     if said.plan_path is not None:
+        path = str(said.plan_path)
         lines = [
-            f"autockpt.apply(model, {str(said.plan_path)!r})  # before training",
-            f"autockpt search --resume {said.plan_path} --budget auto  # on the device: measure it and do better",
+            f"autockpt.apply(model, {path!r})  # before training",
+            f"autockpt search --resume {shlex.quote(path)} --budget auto  # on the device: measure it and do better",
         ]
     else:
         lines = ['--plan-out plan.yaml writes it; autockpt.apply(model, "plan.yaml") applies it']

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autockpt.devices import get_device
 from autockpt.devices.accelerator import AcceleratorDevice
 from autockpt.errors import ConflictError, PlanError, UsageError
+from autockpt.history.trialplan import plan_at
 from autockpt.policies.base import device_of
 from autockpt.policies.sentinels import Mode
 from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
@@ -106,7 +107,9 @@ def apply(
     sentinels: Mode | None = None,
     adaptive: bool | str = False,
 ) -> Handle:
-    """Apply a plan, a plan file, or choices by unit name to a live model; they act whenever gradients are enabled.
+    """Apply a plan, its file, a run's directory, or choices by unit name to a live model.
+
+    They act whenever gradients are enabled.
 
     Nothing about the model changes but what its forward keeps: no submodule is replaced, ``state_dict``, parameter
     names, class and config stay as they are. With ``check_batch`` two steps on it are compared with plain training
@@ -135,7 +138,8 @@ def apply(
     before the optimizer's step unless that is itself a hook of backward; other ranks of a distributed training then see
     this one gone, as after any exception.
 
-    Raises PlanError where the plan is malformed or belongs to another model; ConflictError where it cannot be attached
+    Raises PlanError where the plan is malformed or belongs to another model; RunDirectoryError where a directory holds
+    none; ConflictError where it cannot be attached
     safely, or where the check finds a difference; UsageError for other ``sentinels``, and for what is no model.
     """
     if not isinstance(model, nn.Module):
@@ -156,7 +160,7 @@ def apply(
             )
         plan = Plan(choices=dict(plan))
     elif not isinstance(plan, Plan):
-        plan = Plan.load(plan)
+        plan = plan_at(Path(plan))
     sets = [(each.when, choices_for(model, each)) for each in plan.sets]
     choices = sets[-1][1]
     notes = _doubts(plan, model)

@@ -24,6 +24,7 @@ class UnitProof(Data):
 
     checks: int = Field(default=0, description="calls whose backward was given what forward had computed, bit by bit")
     tensors: int = Field(default=0, description="tensors compared in these")
+    spots: int = Field(default=0, description="tensors of other calls that were compared at one place")
     last_step: int | None = Field(default=None, description="the last step that was proven right")
     unchecked: dict[str, int] = Field(default_factory=dict, description="what could not be checked: why, how often")
 
@@ -32,8 +33,8 @@ class Proof(Data):
     """What sentinels have checked so far. ``print`` shows it.
 
     A step is a forward pass of the whole model with gradients enabled. Every unit's first two calls are checked, with
-    ``sample`` then one of every ``window``; with ``all`` every call. ``unwatched``: units of the plan that no sentinel
-    stands over, and why.
+    ``sample`` then one of every ``window``, and of the others a few tensors at one place; with ``all`` every call.
+    ``unwatched``: units of the plan that no sentinel stands over, and why.
     """
 
     mode: Mode
@@ -52,6 +53,11 @@ class Proof(Data):
         """Tensors compared, of all units."""
         return sum(unit.tensors for unit in self.units.values())
 
+    @property
+    def spots(self) -> int:
+        """Tensors of other calls that were compared at one place, of all units."""
+        return sum(unit.spots for unit in self.units.values())
+
     def __str__(self) -> str:
         if self.mode == "off":
             return f"sentinels are off ({VARIABLE}, sentinels= of apply)"
@@ -59,7 +65,7 @@ class Proof(Data):
         often = "every call" if self.mode == "all" else f"{FIRST_CALLS} first calls, then every {self.window} steps"
         lines = [
             f"sentinels ({often}): in {self.steps} steps {self.tensors} tensors in {self.checks} calls of {proven} of "
-            f"{len(self.units)} units were what forward had computed"
+            f"{len(self.units)} units were what forward had computed, {self.spots} of other calls at one place each"
         ]
         for name, unit in self.units.items():
             lines += [f"  {name}: {times} × not checked: {why}" for why, times in unit.unchecked.items()]
@@ -87,6 +93,7 @@ def proof(sentinels: Sentinels, unwatched: Iterable[tuple[str, str]]) -> Proof:
         units[unit.name] = UnitProof(
             checks=known.checks + unit.checks,
             tensors=known.tensors + unit.tensors,
+            spots=known.spots + unit.spots,
             last_step=max(steps, default=None),
             unchecked=dict(Counter(known.unchecked) + unit.unchecked),
         )

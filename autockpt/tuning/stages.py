@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import CostModel
+from autockpt.profiling import CostModel, forget_op_times
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -39,6 +40,9 @@ from autockpt.tuning.question import Clock, Limits, Question
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint
+
+OFF = 3.0
+"""Steps that take so many times as long as op times tell, or so many times less, are not those that were timed."""
 
 
 def question_of(request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = ()) -> Question:
@@ -246,6 +250,12 @@ def find_plan(
     with _refusal_on_record(run, profiled):
         proposer = SolverProposer(question, profiled, target, trials, storage, calls=checks, study=study)
         found = Loop(proposer, target, trials, question.limits, clock).run()
+    if (pace := _pace(found)) is not None:
+        forget_op_times(environment, question.workload_key)
+        found.notes.append(
+            f"steps took {pace:.2g} times as long as op times had told: other work ran on the machine, now or when "
+            "these were measured. The search went by its own steps; the next one measures op times anew"
+        )
     rows = scored_rows(proposer.known, found.trials, found.best, question.host_budget)
     rows = rows if target.knows_seconds else without_seconds(rows)
     plan = None
@@ -269,6 +279,15 @@ def find_plan(
         question, found, rows, plan, environment.device, run, source=target.source, stages=stages, notes=notes
     )
     return finish(run, question, found, outcome)
+
+
+def _pace(found: SearchResult) -> float | None:
+    """How long the first steps took, relative to what op times had told; None where about so long, or not known."""
+    first = [t for t in found.trials[found.resumed :] if t.measured is not None and t.predicted is not None][:3]
+    pairs = [(t.measured.step_seconds, t.predicted.step_seconds) for t in first if t.measured and t.predicted]
+    paces = [took / told for took, told in pairs if took and told]
+    pace = statistics.median(paces) if paces else 1.0
+    return pace if max(pace, 1 / pace) > OFF else None
 
 
 @contextmanager

@@ -48,6 +48,12 @@ def step_failed(error: BaseException, what: str) -> AutockptError:
         "The model does not take such a batch. Try other sizes, or bring a batch of your own: a function that returns "
         "(model, batch), or autockpt.Step(model, batch)."
     )
+    if isinstance(error, TypeError) and "'closure'" in str(error):
+        several = (
+            "An optimizer such as LBFGS, which calls a closure, runs forward and backward several times in a step. "
+            "Search with another over the same weights (torch.optim.SGD): activations of its passes are the same."
+        )
+        return explain(error, what, remedy=several)
     return explain(error, what, remedy="" if location(error) else refused)
 
 

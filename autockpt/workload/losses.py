@@ -25,11 +25,18 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any], **extra: Any) -> Tensor:
 def find_loss(output: Any) -> Tensor:
     """The loss in what a model returned: ``.loss``, ``["loss"]``, or a single number by itself or in first place.
 
-    Raises WorkloadError where there is none.
+    Raises WorkloadError where there is none, or several and nothing else.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
-        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        parts = output if isinstance(output, (tuple, list)) and output else [output]
+        numbers = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
+        if len(numbers) == len(parts) > 1:
+            raise WorkloadError(
+                f"the model returned {len(numbers)} losses, and it is not known how they are put together",
+                remedy="Pass loss=, a function (model, batch) -> loss that returns one number, such as their sum.",
+            )
+        first = parts[0]
         loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
     if loss is None:
         raise WorkloadError(f"the model returned no loss, but {_named(output)}", remedy=_REMEDY)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,6 +50,33 @@ def test_nothing_fits_names_the_smallest_peak(capsys: pytest.CaptureFixture[str]
     assert "3.00 GiB (3.22 GB)" in capsys.readouterr().err
     leave(InfeasibleError("the least is 3.00 GiB (3.22 GB)", smallest_peak=3 * 2**30))
     assert capsys.readouterr().err.count("3.22 GB") == 1
+
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device here that is always full")
+
+
+@needs_full
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("command", [["estimate", "llama-tiny"], ["history", "/nowhere"]])
+def test_an_answer_that_cannot_be_written_is_said_in_a_sentence(command: list[str], options: list[str]) -> None:
+    with FULL.open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "autockpt", *command, *options], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert "Traceback" not in ended.stderr and "bug" not in ended.stderr
+    if command[0] == "estimate":
+        assert ended.returncode == 4 and "could not be written: No space left" in ended.stderr
+    else:
+        assert ended.returncode == 2 and "/nowhere does not exist" in ended.stderr
+
+
+def test_a_terminal_without_the_characters_gets_the_answer() -> None:
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "autockpt", "estimate", "llama-tiny"], env=plain, capture_output=True, text=True
+    )
+    assert ended.returncode == 0 and "llama-tiny" in ended.stdout, ended.stderr
 
 
 def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import BY_LENGTH, RunDirectory
 from autockpt.history.trialplan import plan_at, plan_file
+from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
 from tests.reporting.samples import trial
 
@@ -41,8 +42,12 @@ def test_sets_by_length_are_shown_and_opened_as_long_as_they_are_the_answers(aut
     assert plan_file(run.path) == run.path / BY_LENGTH and len(plan_at(run.path).sets) == 2
     run.write_plan(Plan(choices={"layers.0-2": "recompute"}))  # a later search of that length alone answered otherwise
     assert plan_file(run.path) == run.plan_path and "up to 64" not in autockpt("history", str(run.path)).out
-    with pytest.raises(RunDirectoryError, match="holds no plan"):
+    with pytest.raises(RunDirectoryError, match="holds no plan: its search has not come to its end"):
         plan_file(make_run(tmp_path, "40%").path)
+    refused = make_run(tmp_path, "20%")
+    refused.write_outlook(Outlook(infeasible="nothing fits 20%"))
+    with pytest.raises(RunDirectoryError, match="holds no plan: nothing fits 20%"):
+        plan_file(refused.path)
 
 
 def test_json_and_the_best(autockpt, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -35,6 +36,57 @@ def test_gradients_by_torch_func(kind):
         with pytest.raises(ConflictError, match=r"1 takes gradients by torch\.func") as raised:
             model(torch.randn(4, 8))
         assert "Use `save` on 1" in str(raised.value)
+
+
+class WithoutHooks(nn.Module):
+    """Allows no hooks on saved tensors in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not in here"):
+            return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_that_are_switched_off_inside_of_a_unit(kind):
+    model = nn.Sequential(WithoutHooks(), WithoutHooks())
+    with attach(model, {"1": parse_choice(kind)}), pytest.raises(ConflictError, match="1 switches hooks on saved"):
+        model(torch.randn(4, 8))
+
+
+class Flushing(nn.Module):
+    """Has the CPU take denormal numbers for zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_flush_denormal(True)
+        try:
+            return self.linear(x * 1e-38).tanh()
+        finally:
+            torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_denormal_numbers_that_are_zero_in_a_unit_alone(kind):
+    def gradients(model: nn.Module) -> list[Tensor | None]:
+        (model(torch.full((4, 8), 1e-3)) * 1e38).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Flushing())
+    plain = gradients(copy.deepcopy(model))
+    with attach(model, {"0": parse_choice(kind)}):
+        if kind == "remake":
+            with pytest.raises(ConflictError, match=r"0 calls torch\.set_flush_denormal"):
+                gradients(model)
+        else:
+            assert all(map(torch.equal, gradients(model), plain))
 
 
 @pytest.mark.parametrize("kind", KINDS)

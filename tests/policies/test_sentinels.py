@@ -167,6 +167,39 @@ def test_what_goes_wrong_late_is_found_within_the_window(monkeypatch: pytest.Mon
                 step(model)
 
 
+def write(by: str, unit: Any) -> None:
+    if by == ".data":
+        unit.a.bias.data.add_(0.5)
+    elif by == "NumPy":
+        unit.a.bias.detach().numpy()[:] += 0.5
+    else:
+        unit.a.bias.grad = torch.ones(WIDTH)
+        torch.optim.Adam([unit.a.bias], lr=0.5, fused=True).step()
+
+
+@pytest.mark.parametrize("by", [".data", "NumPy", "fused optimizer"])
+@pytest.mark.parametrize("kind", [*RERUNNING, "remake"], ids=str)
+def test_a_loop_that_begins_to_write_to_weights_before_backward_is_found_in_that_step(kind: Any, by: str) -> None:
+    def late(model: Model) -> list[Tensor | None]:
+        for _ in range(6):
+            step(model)
+        model.zero_grad()
+        loss = model(BATCH).pow(2).mean()
+        for unit in model.units:
+            write(by, unit)
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    model, expected = Model(mlp), late(Model(mlp))
+    with attached(model, kind) as session:
+        if kind == "selective":  # products are kept, so nothing is made again from these weights
+            assert all(map(torch.equal, late(model), expected))
+        else:
+            with pytest.raises(AutockptError, match=r"units\.1"):
+                late(model)
+        assert session.proof().spots >= 2 * 4 and "of other calls at one place" in str(session.proof())
+
+
 def test_forwards_without_backward_are_not_all_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(mlp)
     with attached(model, "recompute") as session:

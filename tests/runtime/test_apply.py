@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import autockpt
-from autockpt.errors import ConflictError, PlanError, UsageError, WorkloadError
+from autockpt.errors import ConflictError, PlanError, RunDirectoryError, UsageError, WorkloadError
+from autockpt.history.rundir import RunDirectory
 from autockpt.runtime import apply
 from autockpt.schema import (
     OFFLOAD,
@@ -61,6 +62,15 @@ def test_a_plan_file_in_three_lines(tmp_path):
     assert "removed" in str(handle)
     handle.remove()
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_a_runs_directory_is_its_plan(tmp_path):
+    run = RunDirectory.enter(tmp_path, {"budget": "60%"}, model="LlamaForCausalLM", device="cpu", budget="60%")
+    with pytest.raises(RunDirectoryError, match="holds no plan"):
+        autockpt.apply(LLAMA.make(), run.path)
+    run.write_plan(Plan(choices={"model.layers.0": "recompute"}))
+    with autockpt.apply(LLAMA.make(), str(run.path)) as handle:
+        assert handle.choices["model.layers.0"].kind == "recompute"
 
 
 def test_choices_by_name_that_are_none_are_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning import run_search, search
+from autockpt.tuning.search import search_step
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -111,22 +113,44 @@ def test_a_second_search_is_refused_before_the_first_has_a_directory(tmp_path: P
     assert list(out.iterdir()) == [first.run_directory], "nothing else stays"
 
 
-def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
+def live_step() -> Step:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
-    model, ids = transformers.LlamaForCausalLM(config), torch.randint(0, 64, (2, 16))
-    space = load_space("knobs").restricted(("recompute",))
+    ids = torch.randint(0, 64, (2, 16))
+    return Step(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids})
+
+
+def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
+    step, space = live_step(), load_space("knobs").restricted(("recompute",))
 
     def asked(**more: Any) -> tuple[Plan, list[str]]:
         stages = Stages()
-        batch = {"input_ids": ids, "labels": ids}
-        return search(
-            Step(model, batch), budget="50%act", space=space, trials=1, out=tmp_path, listener=stages, **more
-        ), stages.begun
+        found = search(step, budget="50%act", space=space, trials=1, out=tmp_path, listener=stages, **more)
+        return found, stages.begun
 
     first, _ = asked()
     second, stages = asked()
     assert second.hash == first.hash and "profile" not in stages
     _, stages = asked(again=True)
     assert "profile" in stages
+
+
+def test_op_times_that_steps_contradict_are_measured_anew_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
+
+    def asked() -> tuple[bool, bool]:
+        """Whether op times were measured, and whether the steps were said to contradict them."""
+        stages, space = Stages(), load_space("knobs").restricted(("recompute",))
+        found = search_step(live_step(), budget="50%act", space=space, trials=1, listener=stages)
+        return "time single ops" in stages.begun, any("measures op times anew" in note for note in found.notes)
+
+    assert asked()[0]
+    (kept,) = tmp_path.glob("op_times/*.json")
+    table = json.loads(kept.read_text())
+    table["seconds"] = {op: 100.0 for op in table["seconds"]}
+    kept.write_text(json.dumps(table))
+    assert asked() == (False, True)
+    assert asked()[0]

@@ -36,6 +36,9 @@ def test_without_a_place_in_users_code() -> None:
     assert location(ValueError("never raised")) is None
     assert "a batch of your own" in step_failed(ValueError("never raised"), "the step").remedy
     assert "a batch of your own" not in step_failed(caught("1 / 0", "train.py"), "the step").remedy
+    with pytest.raises(TypeError) as raised:
+        torch.optim.LBFGS([torch.zeros(1)]).step()  # type: ignore[call-arg]
+    assert "calls a closure" in step_failed(raised.value, "the step").remedy
 
 
 def test_errors_for_people_pass_through() -> None:

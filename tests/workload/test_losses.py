@@ -29,6 +29,13 @@ def test_not_found(output: Any) -> None:
         find_loss(output)
 
 
+@pytest.mark.parametrize("output", [(LOSS, LOSS * 2), [LOSS] * 3])
+def test_several_losses_are_not_guessed_together(output: Any) -> None:
+    with pytest.raises(WorkloadError, match=r"returned [23] losses"):
+        find_loss(output)
+    assert find_loss((LOSS, LOSS * 2, torch.ones(2))) is LOSS, "as transformers' experts return it"
+
+
 class Caching(nn.Module):
     def forward(self, x: int, use_cache: bool = True) -> Any:
         return {"loss": (x, use_cache)}

@@ -22,13 +22,15 @@ _ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"glo
 class Code(NamedTuple):
     """Whether code names what writes to tensors behind autograd's back, whether to any that it comes by and not to
     running statistics alone, whether it assigns to a ``.data``, whether it may call ``backward`` or go by a ``.grad``,
-    and whether it may choose the kernels of its ops."""
+    whether it may choose the kernels of its ops, and whether it may have the CPU take denormal numbers for zero, which
+    nobody can ask it."""
 
     writes_unseen: bool = False
     writes_to_any: bool = False
     assigns: bool = False
     uses_gradients: bool = False
     chooses_kernels: bool = False
+    flushes_denormals: bool = False
 
 
 def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
@@ -48,7 +50,8 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
     assigns = any(step.opname == "STORE_ATTR" and step.argval == "data" for step in steps)
     gradients = "backward" in named or ("grad" in named and "autograd" not in named)
     to_any = not named.isdisjoint(_UNSEEN)
-    return Code(to_any or "batch_norm" in named, to_any, assigns, gradients, not named.isdisjoint(_KERNELS))
+    kernels, flushes = not named.isdisjoint(_KERNELS), "set_flush_denormal" in named
+    return Code(to_any or "batch_norm" in named, to_any, assigns, gradients, kernels, flushes)
 
 
 @functools.lru_cache(maxsize=10_000)

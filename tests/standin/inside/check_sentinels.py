@@ -72,6 +72,28 @@ def test_a_stream_that_backward_does_not_wait_for(schedule, kind):
 
 
 @pytest.mark.parametrize("kind", ("recompute", "remake"))
+@each_schedule
+def test_a_write_between_forward_and_backward_is_found_two_steps_later_and_nobody_waits(schedule, kind):
+    model, x = _model(), batch()
+    with attach(model, {f"blocks.{n}": parse_choice(kind) for n in range(BLOCKS)}) as session:
+        for _ in range(6):
+            model(x).backward()
+        assert session.proof().spots > 0
+        standin.synchronize()
+        standin.set_schedule(schedule)
+        before = standin.extension.counts().get("host waits", 0)
+        loss = model(x)
+        for block in model.blocks:
+            block.norm.bias.data.add_(0.5)
+        loss.backward()
+        model(x)
+        assert standin.extension.counts().get("host waits", 0) == before
+        standin.synchronize()
+        with pytest.raises(RerunMismatch, match=r"backward of blocks\.3 .*step 7"):
+            model(x)
+
+
+@pytest.mark.parametrize("kind", ("recompute", "remake"))
 def test_the_host_waits_once_when_backward_has_ended(kind):
     model, x = _model(), batch().requires_grad_()
     with _attached(model, kind):
