@@ -5,7 +5,8 @@ Ghost runs are for hardware that need not be at hand, and so are the bytes that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from autockpt.policies.fingerprints import TABLE_BYTES
 from autockpt.profiling.cuda_memory import Allocates, Requests, as_seen_by, capability_of, device_peak, with_resident
 from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, WorkloadSpec, plan_hash
 from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema.request import Listener, Silence
 from autockpt.simulator import Simulation, simulate
 from autockpt.tracing import Tracer
 
@@ -63,6 +65,7 @@ class Predictor:
         self.op_times = op_times
         self.host_budget = host_budget
         self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
+        self._listener: Listener = Silence()
 
     @property
     def device(self) -> DeviceInfo:
@@ -76,7 +79,19 @@ class Predictor:
     def graph(self, choices: Mapping[str, Choice]) -> Graph:
         """The ghost run of these choices."""
         assert self._traces is not None
-        return self._traces.trace(choices)
+        try:
+            return self._traces.trace(choices)
+        finally:
+            self._listener.advance()
+
+    @contextmanager
+    def watched(self, listener: Listener) -> Iterator[None]:
+        """Within it ``listener`` sees each ghost run that is asked for pass, as a step of its stage."""
+        before, self._listener = self._listener, listener
+        try:
+            yield
+        finally:
+            self._listener = before
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Begin with plans that will be asked for."""

@@ -330,12 +330,13 @@ def build_profile(
     extra: Iterable[Choice] = (),
     needs: MemoryModel | None = None,
     head: Heads | None = None,
+    listener: Listener | None = None,
 ) -> CostModel:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
     ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
     ``needs`` as for ``Predictor``; ``head`` are the ghost runs of ``head_graphs``. Where the host budget (bytes) binds,
-    choices that offload come with the disk tier as well, if its bandwidth is known.
+    choices that offload come with the disk tier as well, if its bandwidth is known. ``listener`` sees the ghost runs.
     """
     base = uniform["save"][1]
     predictor = Predictor(traces, times, host_budget, needs)
@@ -361,10 +362,13 @@ def build_profile(
             choices += [choice for choice in moving if choice.kind in uniform]
         wanted += ((unit, choice) for choice in dict.fromkeys((*choices, *extra)) if choice != SAVE)
     traces.ahead({unit.name: choice} for unit, choice in wanted if (unit.kind, choice) not in variants)
-    variants = {
-        (unit.kind, choice): variants.get((unit.kind, choice)) or predictor.graph({unit.name: choice})
-        for unit, choice in wanted
-    }
+    listener = listener or Silence()
+    listener.stage("ghost-run each choice on one layer", len(wanted) - len(variants))
+    with predictor.watched(listener):
+        variants = {
+            (unit.kind, choice): variants.get((unit.kind, choice)) or predictor.graph({unit.name: choice})
+            for unit, choice in wanted
+        }
     menus = build_menus(base, variants, predictor.simulation)
     unit = None
     if head is not None and head.graphs:

@@ -50,7 +50,7 @@ class Loop:
                 self.stopped = "saving everything fits the budget, so there is nothing to trade"
                 best = self._plain
             else:
-                with self.clock.stage("search", max(0, self.limits.trials - self.trials.spent)):
+                with self.clock.stage("search", self.proposer.most_steps(self.limits.trials - self.trials.spent)):
                     self._search()
                 with self.clock.stage("finals", self.target.final_rounds):
                     best = self._finals()

@@ -141,13 +141,15 @@ def look_around(
     in_chunks = _in_chunks(profiled, best, head)
     predictor.ahead([*([in_chunks] if in_chunks else []), *[*others.values()][:FEWEST]])
     chunked = None
-    if in_chunks is not None:
-        with suppress(AutockptError):
-            chunked = predictor.elsewhere(in_chunks).peak_bytes
-    for new, (key, choices) in enumerate(others.items()):
-        if new >= MOST or (new >= FEWEST and clock.elapsed > until):
-            break
-        runs[key] = GhostAnswer(choices=choices, predicted=predictor.elsewhere(choices))
+    clock.listener.stage("other budgets", min(MOST, len(others)) + (in_chunks is not None))
+    with predictor.watched(clock.listener):
+        if in_chunks is not None:
+            with suppress(AutockptError):
+                chunked = predictor.elsewhere(in_chunks).peak_bytes
+        for new, (key, choices) in enumerate(others.items()):
+            if new >= MOST or (new >= FEWEST and clock.elapsed > until):
+                break
+            runs[key] = GhostAnswer(choices=choices, predicted=predictor.elsewhere(choices))
     return Outlook(plans=tuple(runs.values())[-KEPT:], chunked_peak_bytes=chunked)
 
 

@@ -280,7 +280,11 @@ def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Cloc
         smallest = needed_on(device)(leanest(found.uniform)[1])
         raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
     return found.cost_model(
-        times, used_by_others=others, host_budget=question.host_budget, needs=memory_at_hand(device)
+        times,
+        used_by_others=others,
+        host_budget=question.host_budget,
+        needs=memory_at_hand(device),
+        listener=clock.listener,
     )
 
 
@@ -335,7 +339,8 @@ def _dry_run(
     used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
     others, needs = device.used_by_others(), memory_at_hand(environment.device)
     with clock.stage("profile"):
-        profiled = found.cost_model(used, used_by_others=others, host_budget=question.host_budget, needs=needs)
+        more = {"host_budget": question.host_budget, "listener": clock.listener}
+        profiled = found.cost_model(used, used_by_others=others, needs=needs, **more)
     target = DryRun(knows_seconds=times is not None)
     outcome = find_plan(question, found.tracer, profiled, target, None, None, clock, checks=DRY_CALLS)
     return outcome.model_copy(update={"dry_run": True})

@@ -248,7 +248,8 @@ def find_plan(
     title = _title(question, environment, run)
     study = f"{title}: sampler"
     with _refusal_on_record(run, profiled):
-        proposer = SolverProposer(question, profiled, target, trials, storage, calls=checks, study=study)
+        more = {"calls": checks, "study": study, "listener": clock.listener}
+        proposer = SolverProposer(question, profiled, target, trials, storage, **more)
         found = Loop(proposer, target, trials, question.limits, clock).run()
     if (pace := _pace(found)) is not None:
         forget_op_times(environment, question.workload_key)

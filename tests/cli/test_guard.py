@@ -11,6 +11,7 @@ import typer
 
 from autockpt.cli.guard import guarded
 from autockpt.errors import InfeasibleError, MeasurementError, PlanError, UsageError
+from tests.cli.test_history import make_run
 
 
 def leave(error: BaseException, **options: object) -> int:
@@ -58,25 +59,23 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device here that i
 
 @needs_full
 @pytest.mark.parametrize("options", [[], ["--json"]])
-@pytest.mark.parametrize("command", [["estimate", "llama-tiny"], ["history", "/nowhere"]])
-def test_an_answer_that_cannot_be_written_is_said_in_a_sentence(command: list[str], options: list[str]) -> None:
-    with FULL.open("w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "autockpt", *command, *options], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert "Traceback" not in ended.stderr and "bug" not in ended.stderr
-    if command[0] == "estimate":
-        assert ended.returncode == 4 and "could not be written: No space left" in ended.stderr
-    else:
-        assert ended.returncode == 2 and "/nowhere does not exist" in ended.stderr
+def test_an_answer_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path, options: list[str]) -> None:
+    for run, code, said in (
+        (str(make_run(tmp_path).path), 4, "could not be written: No space left"),
+        ("/nowhere", 2, "/nowhere does not exist"),
+    ):
+        with FULL.open("w") as full:
+            command = [sys.executable, "-m", "autockpt", "history", run, *options]
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert ended.returncode == code and said in ended.stderr
+        assert "Traceback" not in ended.stderr and "bug" not in ended.stderr
 
 
-def test_a_terminal_without_the_characters_gets_the_answer() -> None:
-    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "autockpt", "estimate", "llama-tiny"], env=plain, capture_output=True, text=True
-    )
-    assert ended.returncode == 0 and "llama-tiny" in ended.stdout, ended.stderr
+def test_a_terminal_without_the_characters_gets_the_answer(tmp_path: Path) -> None:
+    run, plain = make_run(tmp_path), {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "autockpt", "history", str(run.path)]
+    ended = subprocess.run(command, env=plain, capture_output=True, text=True)
+    assert ended.returncode == 0 and "Pareto" in ended.stdout and "?" in ended.stdout, ended.stderr
 
 
 def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:

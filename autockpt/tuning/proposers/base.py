@@ -29,6 +29,10 @@ class Proposer(Protocol):
         """How many baselines there are at most."""
         return len(self.known)
 
+    def most_steps(self, left: int) -> int:
+        """How many steps the search's progress has, where so many candidates may be tried."""
+        return max(0, left)
+
     @property
     def knows_the_budget(self) -> bool:
         """Whether the trials so far say what the budget is in bytes."""

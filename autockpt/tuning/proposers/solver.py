@@ -27,6 +27,7 @@ from autockpt.schema import (
     peak_of,
 )
 from autockpt.schema.known import NONE, known_plans
+from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, Segments, exact, refine_segmented
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.infeasible import nothing_fits
@@ -55,6 +56,7 @@ class SolverProposer(Proposer):
     """Plans of the solver for one question; what is predicted of them comes from ghost runs and op times.
 
     ``calls`` are the ghost runs that may be spent on refining one candidate; ``study`` names the sampler's study.
+    ``listener`` sees these ghost runs where few candidates take many.
     """
 
     budget: ResolvedBudget
@@ -69,9 +71,11 @@ class SolverProposer(Proposer):
         *,
         calls: int = CHECKS,
         study: str = "search",
+        listener: Listener | None = None,
     ) -> None:
         self.question, self.profiled, self.target, self.trials = question, profiled, target, trials
         self.space, self.storage, self.calls, self.study_name = question.space, storage, calls, study
+        self.listener = listener or Silence()
         self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
         self.checks: dict[tuple[Choice, ...], Checked] = {}
         self.device = profiled.predictor.device
@@ -151,8 +155,17 @@ class SolverProposer(Proposer):
             yield Candidate(dict(choices), name, "seed", fits=fits)
         self.study.enqueue(self._seeds())
 
+    def most_steps(self, left: int) -> int:
+        """Ghost runs, where few candidates take many."""
+        few = self.target.most_candidates
+        return few * (self.calls + 1) if few else super().most_steps(left)
+
     def propose(self) -> Candidate:
         """The plan at the sampler's next point."""
+        with self.profiled.predictor.watched(self.listener if self.target.most_candidates else Silence()):
+            return self._proposed()
+
+    def _proposed(self) -> Candidate:
         number, parameters = self.study.ask()
         if self.space.encoding == "layers":
             found = from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.check)

@@ -101,7 +101,7 @@ def simulate_search(
         question = question_of(request, found, budget, (*capped, said_of(hardware)))
         question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
         with clock.stage("profile"):
-            profiled = _profiled(found, hardware, budget, request.host_budget)
+            profiled = _profiled(found, hardware, budget, request.host_budget, clock)
         environment = profiled.profile.op_times.environment
         calls = calls_per_candidate(profiled.base)
         if request.dry_run:
@@ -126,12 +126,12 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
     return space.restricted((*rest, *space.head)), (note,)
 
 
-def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: int | None) -> CostModel:
+def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: int | None, clock: Clock) -> CostModel:
     times = modelled(hardware, found.graphs)
     if found.heads is not None:  # what regions cost that run again is read off layers
         times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
     needs = simulated_memory(hardware, budget.budget_bytes)
-    return found.cost_model(times, host_budget=host_budget, needs=needs)
+    return found.cost_model(times, host_budget=host_budget, needs=needs, listener=clock.listener)
 
 
 def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]) -> WhatIf:
