@@ -36,8 +36,9 @@ def prescribe(
     Peaks are what the allocator is simulated to reserve. Raises UsageError for a model without blocks, PlanError where
     the plan cannot be written.
     """
+    budget = Budget(text=f"{room.budget // 2**20}MiB", kind="bytes", size=room.budget)
     request = SearchRequest(
-        budget=Budget(text=f"{room.budget // 2**20}MiB", kind="bytes", size=room.budget),
+        budget=budget.with_headroom(None, simulated=True),
         workload=spec,
         space=load_space(SPACE),
         hardware=hardware,

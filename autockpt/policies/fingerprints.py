@@ -13,7 +13,7 @@ numbers, per device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,6 +161,18 @@ def _numbers(words: torch.Tensor) -> torch.Tensor:
             stream.synchronize()  # once: other streams will read it, and wait for nobody
         _tables[words.device] = table
     return table[: words.numel()]
+
+
+class Rounding(NamedTuple):
+    """How tensors are compared on devices whose kernels need not repeat themselves bit by bit.
+
+    ``repeats`` says whether a device's do; ``sketch`` makes a few sums of a tensor, on its device; ``tolerance`` of a
+    type is the largest distance of two sketches, relative to their length, that counts as rounding.
+    """
+
+    repeats: Callable[[torch.device], bool]
+    sketch: Callable[[torch.Tensor], torch.Tensor]
+    tolerance: Callable[[torch.dtype], float]
 
 
 class Compared(NamedTuple):

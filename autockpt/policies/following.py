@@ -39,7 +39,7 @@ from autockpt.policies.score import (
     is_plain,
     leaves_of,
 )
-from autockpt.policies.sentinels import Packing
+from autockpt.policies.slots import Packing
 from autockpt.policies.tape import Maker, RemadeSlot
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed

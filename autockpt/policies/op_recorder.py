@@ -20,7 +20,7 @@ from autockpt.policies.compute_ops import STATISTICS, Kind, draws_random_numbers
 from autockpt.policies.rerun_state.surroundings import switches
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
-from autockpt.policies.sentinels import Packing
+from autockpt.policies.slots import Packing
 from autockpt.policies.tape import Maker, Origin, RemadeSlot, RerunOp, TensorArgument
 from autockpt.policies.watching import Watching, count_writes, passes_by, refuse_untupled, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING

@@ -12,7 +12,6 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,9 +24,7 @@ from autockpt.devices.base import Transport
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_late_written
 from autockpt.policies.fingerprints import laid_out_on, layout_of
-
-if TYPE_CHECKING:
-    from autockpt.policies.sentinels import CheckedCall, WatchedTensor
+from autockpt.policies.slots import Entry, Packing
 
 SMALL_BYTES = 16 << 10
 """Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
@@ -152,7 +149,7 @@ class Moved(Watched):
 
     __slots__ = ("_entry", "_layout", "_storage")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: WatchedTensor | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: Entry | None = None) -> None:
         super().__init__(tensor, storage.group.unit)
         self._storage, self._entry = storage, entry
         self._layout = layout_of(tensor)
@@ -213,13 +210,13 @@ class Packer:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
     ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. Tensors of subclasses stay,
-    whatever they hold; a warning names each kind once. ``watch``: a sentinel that is to know what leaves.
+    whatever they hold; a warning names each kind once. ``packing`` is to be told what leaves.
     """
 
     def __init__(
-        self, group: Group, outside: Iterable[torch.Tensor], module: nn.Module, watch: CheckedCall | None
+        self, group: Group, outside: Iterable[torch.Tensor], module: nn.Module, packing: Packing | None
     ) -> None:
-        self._group, self._module, self._watch = group, module, watch
+        self._group, self._module, self._packing = group, module, packing
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
@@ -228,7 +225,7 @@ class Packer:
         # inside of forward-mode AD what is made here would be its own, without memory to copy
         if forward_ad._current_level >= 0 or not self._leaves(tensor):
             return Kept(tensor, self._group.unit)
-        entry = self._watch.packed(tensor) if self._watch is not None else None
+        entry = self._packing(tensor) if self._packing is not None else None
         return Moved(tensor, self._storage_of(tensor), entry)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:

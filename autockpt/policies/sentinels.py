@@ -18,9 +18,8 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from autockpt.policies.fingerprints import (
     Compared,
     Form,
     Place,
+    Rounding,
     distance_of,
     fingerprint,
     form_of,
@@ -48,18 +48,10 @@ from autockpt.policies.fingerprints import (
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.saved import probe_of
-from autockpt.policies.spots import (
-    DeviceSpots,
-    Places,
-    SpotCheck,
-    SpottedTensor,
-    can_be_spotted,
-    sequence_nr,
-    tensor_read,
-)
+from autockpt.policies.slots import Packing
+from autockpt.policies.spots import DeviceSpots, Places, SpotCheck, can_be_spotted, sequence_nr, tensor_read
 
 Mode = Literal["off", "sample", "all"]
-Packing = Callable[[torch.Tensor], "WatchedTensor | SpottedTensor | None"]
 WINDOW = 499
 """Steps after which every unit has been checked again, at most. A prime: of a unit that is called several times in
 every step all calls have their turn."""
@@ -76,18 +68,6 @@ _CAUSES = (
 _OF_THE_PROCESS = ("_lock", "open", "spots", "_pending", "_in_a_thread")
 _ELSEWHERE = "a tensor that was saved on another stream"
 _code_of = eagerly(code_of)
-
-
-class Rounding(NamedTuple):
-    """How tensors are compared on devices whose kernels need not repeat themselves bit by bit.
-
-    ``repeats`` says whether a device's do; ``sketch`` makes a few sums of a tensor, on its device; ``tolerance`` of a
-    type is the largest distance of two sketches, relative to their length, that counts as rounding.
-    """
-
-    repeats: Callable[[torch.device], bool]
-    sketch: Callable[[torch.Tensor], torch.Tensor]
-    tolerance: Callable[[torch.dtype], float]
 
 
 class Sentinels:

@@ -7,7 +7,8 @@ on saved tensors switch off autograd's own check for changes in place.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -15,10 +16,27 @@ from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.conflicts import refuse_late_written
 
-if TYPE_CHECKING:
-    from autockpt.policies.region import UnitCall
-    from autockpt.policies.sentinels import WatchedTensor
-    from autockpt.policies.spots import SpottedTensor
+
+class Entry(Protocol):
+    """A saved tensor that a sentinel looks at."""
+
+    def look_again(self) -> None:
+        """See what the tensor holds now: something else is about to be fetched or made for it."""
+
+    def handed(self, value: torch.Tensor) -> None:
+        """Backward is given ``value`` for it."""
+
+
+Packing = Callable[[torch.Tensor], Entry | None]
+"""Is told of every tensor that autograd saves and for which something else will be handed out."""
+
+
+class Fills(Protocol):
+    """What can fill the slots of a call of ``unit``, by running it again."""
+
+    unit: str
+
+    def refill(self) -> None: ...
 
 
 class Enough(Exception):
@@ -31,7 +49,7 @@ class Empty:
 
     __slots__ = ("__weakref__", "entry", "value", "version")
 
-    entry: WatchedTensor | SpottedTensor | None
+    entry: Entry | None
     value: torch.Tensor | None
     version: int
 
@@ -49,7 +67,7 @@ class Slot(Empty):
 
     __slots__ = ("form", "maker")
 
-    def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: WatchedTensor | SpottedTensor | None) -> None:
+    def __init__(self, maker: Fills, tensor: torch.Tensor, entry: Entry | None) -> None:
         self.value, self.version, self.entry = None, 0, entry  # not by way of super: there are many
         self.maker, self.form = maker, (tensor.size(), tensor.dtype, tensor.device)
 

@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from autockpt.errors import RerunMismatch
 from autockpt.policies.conflicts import current_node
-from autockpt.policies.fingerprints import distance_of, quietly, stream_of
+from autockpt.policies.fingerprints import Rounding, distance_of, quietly, stream_of
 
 if TYPE_CHECKING:
-    from autockpt.errors import RerunMismatch
-    from autockpt.policies.sentinels import Rounding, UnitSentinel
+    from autockpt.policies.sentinels import UnitSentinel
 
 PLACE = 8
 """Neighbouring elements that are compared, others in every step."""
 IN_TURN = 2
 """Tensors of each call that are looked at besides the last."""
+ROOM = 4.0
+"""Few elements may be farther apart than a whole tensor is, relative to their length, by rounding alone."""
 _wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 sequence_nr: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
@@ -39,6 +41,8 @@ def can_be_spotted(tensor: torch.Tensor, since: int) -> bool:
         node is not None
         and node._sequence_nr() >= since
         and type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.is_floating_point()
         and tensor.is_contiguous()
         and tensor.numel() >= PLACE
@@ -170,7 +174,7 @@ class DeviceSpots:
         device = pairs[0].found.device
         if stream_of(device) != stream:
             return  # of another thread's step
-        tolerance = 0.0 if rounding is None or rounding.repeats(device) else rounding.tolerance(dtype)
+        tolerance = 0.0 if rounding is None or rounding.repeats(device) else ROOM * rounding.tolerance(dtype)
         with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
             expected = torch.stack([pair.expected for pair in pairs]).float()
             found = torch.stack([pair.found for pair in pairs]).float()

@@ -27,9 +27,7 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state.surroundings import switched, switches, under, user_dispatch_modes
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
-from autockpt.policies.sentinels import WatchedTensor
-from autockpt.policies.slots import Empty, differs
-from autockpt.policies.spots import SpottedTensor
+from autockpt.policies.slots import Empty, Entry, differs
 
 
 class Origin:
@@ -165,9 +163,7 @@ class RemadeSlot(Empty):
 
     __slots__ = ("geometry", "maker", "source")
 
-    def __init__(
-        self, maker: Maker, source: Origin, geometry: Geometry, entry: WatchedTensor | SpottedTensor | None = None
-    ) -> None:
+    def __init__(self, maker: Maker, source: Origin, geometry: Geometry, entry: Entry | None = None) -> None:
         self.value, self.version, self.entry = None, 0, entry
         self.maker, self.source, self.geometry = maker, source, geometry
 

@@ -10,8 +10,8 @@ import torch
 from pydantic import Field
 
 from autockpt.errors import UsageError
-from autockpt.policies.fingerprints import quietly
-from autockpt.policies.sentinels import FIRST_CALLS, WINDOW, Mode, Rounding, Sentinels
+from autockpt.policies.fingerprints import Rounding, quietly
+from autockpt.policies.sentinels import FIRST_CALLS, WINDOW, Mode, Sentinels
 from autockpt.runtime.sketches import TOLERANCE, sums
 from autockpt.schema.base import Data
 

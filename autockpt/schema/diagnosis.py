@@ -155,6 +155,7 @@ class Room(Data):
     capacity: int
     overhead: int
     others: int = 0
+    headroom: int = Field(default=0, description="bytes of the budget that a plan leaves free, as it is simulated")
     said: str = Field(description="where these figures come from, in words")
 
 

@@ -1,10 +1,11 @@
-"""``python -m tests.campaign [--pairs N] [--from N] [--out FILE] [--without DEFENCE ...]``, or ``--seed N [--shrink]``
-for one pair."""
+"""``python -m tests.campaign [--pairs N] [--from N] [--like REGEX] [--out FILE] [--without DEFENCE ...]``, or
+``--seed N [--shrink]`` for one pair."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -15,6 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="number of the first pair")
+    parser.add_argument("--like", metavar="REGEX", help="only pairs of programs one of whose families it is found in")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write every verdict as a line of JSON; goes on where a file ends"
     )
@@ -34,9 +36,10 @@ def main() -> int:
     torch.set_num_threads(1)
     from tests.campaign.defences import DEFENCES, leave_out
     from tests.campaign.pool import run_all
+    from tests.campaign.program import draw
     from tests.campaign.script import shrunk, written
     from tests.campaign.table import markdown, newly_refused, summary
-    from tests.campaign.trial import Verdict
+    from tests.campaign.trial import PLANS, Verdict
 
     if unknown := {*options.without} - {*DEFENCES}:
         parser.error(f"no such defence: {', '.join(sorted(unknown))}")
@@ -49,7 +52,11 @@ def main() -> int:
         verdicts = [Verdict(**json.loads(line)) for line in options.out.read_text(encoding="utf-8").splitlines()]
     known, began = len(verdicts), time.monotonic()
     out = options.out.open("a", encoding="utf-8") if options.out else None
-    for verdict in run_all(range(options.first + known, options.first + options.pairs)):
+    numbers = range(options.first, options.first + options.pairs)
+    if options.like:
+        alike = [any(re.search(options.like, f) for f in draw(n).families) for n in range(numbers.stop // PLANS + 1)]
+        numbers = [number for number in numbers if alike[number // PLANS]]
+    for verdict in run_all(numbers[known:]):
         verdicts.append(verdict)
         if out:
             out.write(json.dumps(asdict(verdict)) + "\n")

@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -25,7 +25,7 @@ SECONDS = 60.0
 _PER_CHILD = 4000
 
 
-def run_all(numbers: range) -> Iterator[Verdict]:
+def run_all(numbers: Sequence[int]) -> Iterator[Verdict]:
     """The verdicts of pairs in order, each as soon as it is there."""
     at = 0
     gc.collect()
@@ -110,7 +110,7 @@ def _fork(work: Callable[[int], object]) -> tuple[int, int]:
     os._exit(code)
 
 
-def _some(numbers: range, pipe: int) -> None:
+def _some(numbers: Sequence[int], pipe: int) -> None:
     trials = Trials()
     for number in numbers:
         _say(pipe, trials.run(number))

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, RerunMismatch
 from autockpt.policies import sentinels
-from autockpt.policies.fingerprints import left_unwritten
+from autockpt.policies.fingerprints import Rounding, left_unwritten
 from autockpt.policies.replay import recomputing
 from autockpt.policies.rerun_state import tensors
-from autockpt.policies.sentinels import Rounding
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import Segment, parse_choice
 from tests.policies.zoo import CASES, assert_equal, bytes_alive_after, plain, train
