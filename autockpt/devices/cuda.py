@@ -47,7 +47,7 @@ class CudaDevice(AcceleratorDevice):
         self._number = os.getpid()  # this process, as the driver's library numbers it
         self._budget: int | None = None
         self._fraction = 1.0  # the allocator's share of the memory before there was a budget
-        self._settled = False  # whether the limit is that of the context as it is after the warm-up
+        self._limit_set = False  # whether the limit is that of the context as it is after the warm-up
         self._failed_before = 0
 
     @staticmethod
@@ -117,17 +117,17 @@ class CudaDevice(AcceleratorDevice):
     def release(self) -> None:
         """Collect garbage, give cached memory back and reset peaks. Opens no context."""
         self._failed_before = self._failed_allocations()
-        self._settled = False
+        self._limit_set = False
         super().release()
 
     def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
         """As for any accelerator, within the limit as it is after the warm-up."""
-        self._settle()
+        self._set_limit()
         return super().measure_peak(fn, resident)
 
     def time(self, fn: Callable[[], None]) -> float:
         """As for any accelerator, within the limit as it is after the warm-up."""
-        self._settle()
+        self._set_limit()
         return super().time(fn)
 
     @contextmanager
@@ -148,7 +148,7 @@ class CudaDevice(AcceleratorDevice):
                 needed=context,
             )
         outside = self._budget, self._fraction
-        self._budget, self._settled = budget_bytes, False
+        self._budget, self._limit_set = budget_bytes, False
         self._fraction = before = torch.cuda.memory.get_per_process_memory_fraction(self.torch_device)
         self._keep_within(budget_bytes - context)
         try:
@@ -157,10 +157,10 @@ class CudaDevice(AcceleratorDevice):
             self._budget, self._fraction = outside
             torch.cuda.memory.set_per_process_memory_fraction(before, self.torch_device)
 
-    def _settle(self) -> None:
+    def _set_limit(self) -> None:
         """Where a budget holds, the allocator gets what the context leaves of it now that kernels have been loaded."""
-        if self._budget is not None and not self._settled:
-            self._settled = True
+        if self._budget is not None and not self._limit_set:
+            self._limit_set = True
             room = max(0, self._budget - self.context_bytes())
             self._keep_within(room)
             if torch.cuda.memory_reserved(self.torch_device) > room:

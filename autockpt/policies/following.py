@@ -56,7 +56,7 @@ class _Call(Maker):
         self._score = score
         self.held: dict[int, tuple[torch.Tensor, int]] = {}  # by number, each with its version
         self.slots: list[tuple[weakref.ref[RemadeSlot], weakref.ref[torch.UntypedStorage]]] = []
-        self.settled = False
+        self.ready = False
 
     def hold(self, number: int, tensor: torch.Tensor) -> None:
         held = tensor.detach()
@@ -66,11 +66,11 @@ class _Call(Maker):
         """The slots in graphs that are alive, and what they were dropped from."""
         return [(slot, storage()) for ref, storage in self.slots if (slot := ref()) is not None]
 
-    def settle(self) -> None:
+    def put_sources_together(self) -> None:
         with self.lock:
-            if self.settled:
+            if self.ready:
                 return
-            self.settled = True
+            self.ready = True
             sources = self._score.sources_of(self.held)
             self.held = {}
             for slot, _ in self.waiting():
@@ -143,7 +143,7 @@ class Following(TorchFunctionMode):
         if self.lost:
             return Kept(tensor, self._unit)
         at, geometry, dtype, source = self._packs[number] if number < len(self._packs) else _NO_PACK
-        if at != self._at or self._call.settled:  # settled: a gradient was taken inside of the forward
+        if at != self._at or self._call.ready:  # a gradient was taken inside of the forward
             self.leave()
         if geometry is None or source is None or self.lost:
             return Kept(tensor, self._unit)
@@ -165,7 +165,7 @@ class Following(TorchFunctionMode):
             return
         self.lost, self._next = True, _END
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
-            self._call.settle()
+            self._call.put_sources_together()
             slots = self._call.waiting()
             met = (ref() for ref in self._met)
             present = {t.untyped_storage(): t for t in met if t is not None and is_plain(t)} if slots else {}

@@ -138,7 +138,7 @@ class UnitCall:
             output = replay(*(tensors := replay.tensors))
         replay.finish()
         if replay.reached.doubts:
-            replay.settle(tensors, output)
+            replay.try_again(tensors, output)
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Slot:

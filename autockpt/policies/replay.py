@@ -111,7 +111,7 @@ class Replay:
         self._inputs = _Versions([])
         self._over = True
 
-    def settle(self, tensors: Sequence[torch.Tensor], output: Any) -> None:
+    def try_again(self, tensors: Sequence[torch.Tensor], output: Any) -> None:
         """The forward wrote to weights or inputs unseen: try out whether it gives the same again, as where it clamps
         what then stays clamped. Raises ConflictError where it does not; those tensors are left as the forward did."""
         written = [node.obj for node in self.reached.doubts]
@@ -123,7 +123,7 @@ class Replay:
         same = len(first) == len(second) and all(map(_same_bits, first, second))
         for tensor, before in zip(written, kept, strict=True):
             tensor.data.copy_(before)
-        self.reached.settle(same)
+        self.reached.judge_doubts(same)
 
     def _refuse_changes(self) -> None:
         unit = self.state.unit

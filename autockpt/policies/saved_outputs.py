@@ -185,7 +185,7 @@ class CallOutputs:
         del self._outputs[place]
         return None if output.changed else output
 
-    def settle(self) -> None:
+    def forget_changed(self) -> None:
         """The first forward has ended. What it changed in place is of no use and need not be held."""
         self._by_address = {}
         kept = {place: output for place, output in self._outputs.items() if not output.changed}
@@ -254,7 +254,7 @@ class KeepingReplay(Replay):
 
     def finish(self) -> None:
         super().finish()
-        self.frame.settle()
+        self.frame.forget_changed()
 
 
 class _Calls(TorchFunctionMode):

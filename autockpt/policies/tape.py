@@ -172,7 +172,7 @@ class RemadeSlot(Empty):
         if self.entry is not None:
             self.entry.look_again()
         with self.maker.lock:
-            self.maker.settle()
+            self.maker.put_sources_together()
             base, self.value = self.value, None
             if base is None or base._version != self.version:
                 base = self.maker.make(self.source)
@@ -190,7 +190,7 @@ class Maker:
         self.unit, self.modes, self.switches = unit, user_dispatch_modes(), switches()
         self.lock = threading.RLock()
 
-    def settle(self) -> None:
+    def put_sources_together(self) -> None:
         """Told before the source of a slot is asked for."""
 
     def make(self, wanted: Origin) -> torch.Tensor:

@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
             for part in parts:
                 stack.enter_context(part)
             yield self
-            self.saved.settle()
+            self.saved.resolve()
 
     def restart(self) -> None:
         """Drop the last recording."""
@@ -272,7 +272,7 @@ class Recorder(TorchDispatchMode):
         tensors: list[Tensor] = []
         key = (call_key(args, tensors, operator.mutates), *keyword_key(kwargs, tensors, operator.mutates))
         if not operator.detaches:  # autograd detaches an output to save it: the node is not complete yet
-            self.saved.settle()
+            self.saved.resolve()
         phase, module = self.location.where(_current_node())
         in_place = operator.in_place is not None and self._is_in_place(phase, operator, args, kwargs)
         if in_place:

@@ -37,7 +37,7 @@ class SavedTensors:
         self._pending = []
 
     def after(self, index: int, result: Any) -> None:
-        """Op ``index`` of the forward has returned ``result``; its autograd node is complete at the next ``settle``."""
+        """Op ``index`` of the forward returned ``result``; its autograd node is complete at the next ``resolve``."""
         if self._regions:
             return
         for tensor in (result,) if isinstance(result, Tensor) else flat_tensors(result):
@@ -45,7 +45,7 @@ class SavedTensors:
                 self._pending.append((weakref.ref(tensor), index))
                 return
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Read the nodes of the ops since the last time, where their results are still there.
 
         A Python autograd function runs its ops without gradients; its node appears on one of the results at its end.
@@ -75,7 +75,7 @@ class SavedTensors:
         self._pending = []
 
     def _enter_region(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        self.settle()
+        self.resolve()
         self._regions += 1
         in_forward = torch._C._current_autograd_node() is None
         self._push(self._watched(pack) if in_forward else pack, unpack)

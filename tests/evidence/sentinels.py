@@ -87,7 +87,7 @@ def spotting(saved: int, calls: int = 20_000) -> float:
             if (entry := packing(tensor)) is not None:
                 entry.handed(tensor)
         total += time.thread_time() - begin
-    assert unit.spots == calls * (1 + IN_TURN)
+    assert unit.spots >= calls * IN_TURN
     return total / calls
 
 

@@ -72,7 +72,7 @@ class Memory:
         self._cache_quiet = None if changed else quiet
         return self._cache_quiet
 
-    def settle(self, module: nn.Module) -> None:
+    def note_quiet(self, module: nn.Module) -> None:
         """A forward has ended that was looked at closely, or changed something for the first time. What is quiet is
         noted now, so that the next call sees what somebody changes before it."""
         self._cache_quiet = Quiet(self.unit, module, self.lively) if self._knows(module) else None
@@ -94,12 +94,12 @@ class Quiet:
         self.tensors, self.small = ([n for n in tensors if is_small(n.obj) is small] for small in (False, True))
         self.nodes = [node for node in firm if node.kind is not TENSORS and node.name not in lively]
         self._fixed = walk.fixed  # by whose ids they are known
-        settled = [node for node in self.nodes if not isinstance(node.kind, Global)]
-        self.known = (walk.fixed.keys() | {id(node.obj) for node in settled}) - {id(node.obj) for node in self.lively}
+        kept = [node for node in self.nodes if not isinstance(node.kind, Global)]
+        self.known = (walk.fixed.keys() | {id(node.obj) for node in kept}) - {id(node.obj) for node in self.lively}
         self._others, self._cells, self._typed = list[Node](), list[CellType](), list[Any]()
         self._views, self._inner = list[Any](), list[Any]()  # the second of dictionaries whose keys are in the first
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
-        for node in settled:
+        for node in kept:
             kind = node.kind
             if node.name.endswith(HOOKS):  # they go with the hooks themselves
                 continue
@@ -210,7 +210,7 @@ class UnitState:
             self._learn()
         finally:
             if quiet is None or len(memory.lively) > known:
-                memory.settle(self._module)
+                memory.note_quiet(self._module)
 
     def _learn(self) -> None:
         """See what the forward has changed. Raises ConflictError where that cannot be done twice."""
@@ -247,7 +247,7 @@ class UnitState:
         nodes = (*self._still, *(self._quiet.tensors if self._quiet is not None else ()))
         return [node.obj for node in nodes if node.kind is TENSORS]
 
-    def settle(self, same: bool) -> None:
+    def judge_doubts(self, same: bool) -> None:
         """Whether the unit did the same again. Raises ConflictError where it did not."""
         doubts, self.doubts = self.doubts, []
         for node in doubts:

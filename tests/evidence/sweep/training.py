@@ -1,4 +1,4 @@
-"""Two training steps and everything they leave behind, for comparison bit by bit; nothing of autockpt's own is used."""
+"""Some training steps and all that they leave behind, for comparison bit by bit; nothing of autockpt's own is used."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from tests.evidence.sweep.batches import loss_of
 
-STEPS = 2
+STEPS = 5
+"""Two in which a choice gets to know its units, and three as in mid-training."""
 Record = dict[str, bytes]
 Attach = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 def train(model: nn.Module, batch: dict[str, Any], attach: Attach, *, deterministic: bool = False) -> Record:
-    """Losses, gradients, buffers and random states of two steps of a copy of ``model``, as bytes, by name."""
+    """Losses, gradients, buffers and random states of some steps of a copy of ``model``, as bytes, by name."""
     model, batch = copy.deepcopy(model), copy.deepcopy(batch)
     seed_all()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
