@@ -178,6 +178,6 @@ class DeviceSpots:
         with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
             expected = torch.stack([pair.expected for pair in pairs]).float()
             found = torch.stack([pair.found for pair in pairs]).float()
-            distances = distance_of(expected, found, dim=1).to("cpu", non_blocking=True)
+            distances = distance_of(expected, found, dim=1).to("cpu", non_blocking=stream is not None)
         arrived = None if stream is None else stream.record_event()
         self._coming.append(Coming([pair.spotted for pair in pairs], distances, tolerance, arrived))
