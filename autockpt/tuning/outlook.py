@@ -141,7 +141,7 @@ def look_around(
     in_chunks = _in_chunks(profiled, best, head)
     predictor.ahead([*([in_chunks] if in_chunks else []), *[*others.values()][:FEWEST]])
     chunked = None
-    clock.listener.stage("other budgets", min(MOST, len(others)) + (in_chunks is not None))
+    clock.listener.stage("ghost-run other budgets", min(MOST, len(others)) + (in_chunks is not None))
     with predictor.watched(clock.listener):
         if in_chunks is not None:
             with suppress(AutockptError):
