@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autockpt.diagnose.question import DiagnoseRequest
 from autockpt.errors import InfeasibleError
-from autockpt.schema import Budget, Choice, SearchOutcome, SearchRequest, Unit, WorkloadSpec, parse_choice
+from autockpt.schema import Choice, SearchOutcome, SearchRequest, Unit, WorkloadSpec, parse_choice
 from autockpt.schema.diagnosis import Room
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.remedy import Alternative
@@ -36,9 +36,8 @@ def prescribe(
     Peaks are what the allocator is simulated to reserve. Raises UsageError for a model without blocks, PlanError where
     the plan cannot be written.
     """
-    budget = Budget(text=f"{room.budget // 2**20}MiB", kind="bytes", size=room.budget)
     request = SearchRequest(
-        budget=budget.with_headroom(None, simulated=True),
+        budget=room.for_plans,
         workload=spec,
         space=load_space(SPACE),
         hardware=hardware,

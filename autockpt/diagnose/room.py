@@ -9,7 +9,6 @@ from autockpt.errors import UsageError
 from autockpt.schema import format_binary
 from autockpt.schema.diagnosis import Backend, DeviceFailure, Room, SnapshotReading
 from autockpt.schema.hardware import Hardware, HardwareKind
-from autockpt.schema.sizes import SIMULATED_HEADROOM, parse_headroom
 from search_spaces.hardware import list_hardware, load_hardware
 
 _KINDS: dict[Backend, HardwareKind] = {"cuda": "cuda", "hip": "rocm", "xpu": "cuda", "mps": "mps"}
@@ -78,10 +77,8 @@ def _room(question: DiagnoseRequest, hardware: Hardware, others: int, said: str)
             "nothing is left for this one",
             remedy="End them, or name the room that there will be with --budget.",
         )
-    spare = parse_headroom(SIMULATED_HEADROOM)
     return Room(
         budget=available,
-        headroom=spare.of(available) if spare is not None else 0,
         hardware=hardware.name,
         capacity=hardware.memory_bytes,
         overhead=hardware.context_bytes,

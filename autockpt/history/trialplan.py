@@ -19,16 +19,15 @@ def plan_at(path: Path) -> Plan:
 
 def plan_file(path: Path) -> Path:
     """The file itself, or that of a run's answer: with its sets for smaller batches, where it has them."""
-    found = RunDirectory.open(path).answer_path if path.is_dir() else path
-    if found is None:
-        if refused := RunDirectory.open(path).refusal():
-            first, _, rest = refused.partition("\n")
-            raise RunDirectoryError(f"{path} holds no plan: {first}", remedy=rest)
-        raise RunDirectoryError(
-            f"{path} holds no plan: its search has not come to its end",
-            remedy="The command in its command.txt continues it.",
-        )
-    return found
+    if not path.is_dir():
+        return path
+    run = RunDirectory.open(path)
+    if (found := run.answer_path) is not None:
+        return found
+    why, _, remedy = run.refusal().partition("\n")
+    if not why:
+        why, remedy = "its search has not come to its end", "The command in its command.txt continues it."
+    raise RunDirectoryError(f"{path} holds no plan: {why}", remedy=remedy)
 
 
 def trial_of(run: RunDirectory, number: int) -> Trial:

@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import setting
-from autockpt.policies.conflicts import refuse_by_message
+from autockpt.policies.conflicts import is_wrapped, refuse_by_message
 from autockpt.policies.fingerprints import layout_of
 from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.sentinels import CheckedCall
 
-is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _unpack = operator.methodcaller("unpack")  # no function of Python's: backward asks for every tensor
 _assign: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 

@@ -8,7 +8,7 @@ torch._functorch.partitioners).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named, setting
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_native, refuse_scripted
+from autockpt.policies.conflicts import refuse_native, refuse_scripted, sequence_nr
 from autockpt.policies.following import Following, RecordedCalls
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
 from autockpt.policies.rerun_state.reach import code_of
@@ -31,7 +31,6 @@ from autockpt.policies.sentinels import HELD_BYTES
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 
-_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
 
@@ -73,14 +72,14 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     refuse_changed(module, state, args, kwargs)
-    calls, before = state.calls(module), _sequence_nr()
+    calls, before = state.calls(module), sequence_nr()
     if calls.code.flushes_denormals:
         raise ConflictError(
             f"{state.unit} calls torch.set_flush_denormal, and under which setting each of its ops ran cannot be asked",
             remedy=f"Call it before training begins, or use `recompute`, `save` or `offload` on {state.unit}.",
         )
     output, path = _watched(module, state, calls, args, kwargs)
-    way = (_sequence_nr() - before, *path) if path is not None else None
+    way = (sequence_nr() - before, *path) if path is not None else None
     if way is None or way not in calls.checked:
         _refuse_custom_functions(output, before, state.unit)
         calls.checked.add(way)

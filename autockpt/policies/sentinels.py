@@ -26,7 +26,7 @@ from torch import nn
 
 from autockpt.errors import RerunMismatch
 from autockpt.policies.compiling import eagerly
-from autockpt.policies.conflicts import current_node
+from autockpt.policies.conflicts import current_node, sequence_nr
 from autockpt.policies.fingerprints import (
     Compared,
     Form,
@@ -49,7 +49,7 @@ from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.saved import probe_of
 from autockpt.policies.slots import Packing
-from autockpt.policies.spots import DeviceSpots, Places, SpotCheck, can_be_spotted, sequence_nr, tensor_read
+from autockpt.policies.spots import DeviceSpots, Places, SpotCheck, can_be_spotted, tensor_read
 
 Mode = Literal["off", "sample", "all"]
 WINDOW = 499

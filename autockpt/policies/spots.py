@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from autockpt.errors import RerunMismatch
-from autockpt.policies.conflicts import current_node
+from autockpt.policies.conflicts import current_node, is_wrapped, sequence_nr
 from autockpt.policies.fingerprints import Rounding, distance_of, quietly, stream_of
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ IN_TURN = 2
 """Tensors of each call that are looked at besides the last."""
 ROOM = 4.0
 """Few elements may be farther apart than a whole tensor is, relative to their length, by rounding alone."""
-_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
-sequence_nr: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def can_be_spotted(tensor: torch.Tensor, since: int) -> bool:
@@ -46,7 +44,7 @@ def can_be_spotted(tensor: torch.Tensor, since: int) -> bool:
         and tensor.is_floating_point()
         and tensor.is_contiguous()
         and tensor.numel() >= PLACE
-        and not (tensor.is_meta or tensor.is_neg() or _wrapped(tensor))
+        and not (tensor.is_meta or tensor.is_neg() or is_wrapped(tensor))
     )
 
 

@@ -151,7 +151,7 @@ def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
         )
     if said.choices:
         console.print()
-        console.print(answer_table(answer_rows(said.rows, room.budget - room.headroom), console))
+        console.print(answer_table(answer_rows(said.rows, room.for_plans.budget_bytes or 0), console))
         console.print(Text("~ simulated, not measured", style="dim"))
         console.print()
         console.print(Text(f"Plan  {words.strip(said.choices)}   {words.tally(said.choices)}, simulated", style="bold"))
@@ -168,10 +168,11 @@ def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
 
 def _room(room: Room) -> str:
     others = f", {format_binary(room.others)} are held by others" if room.others else ""
-    spare = f" A plan leaves {format_binary(room.headroom)} free, as nothing was measured." if room.headroom else ""
+    spare = room.budget - (room.for_plans.budget_bytes or 0)
     return (
         f"For {format_binary(room.budget)} of a device with {format_binary(room.capacity)}{others}; the context takes "
-        f"{format_binary(room.overhead)} of it ({room.said}).{spare}"
+        f"{format_binary(room.overhead)} of it ({room.said}). A plan leaves {format_binary(spare)} free, as nothing "
+        "was measured."
     )
 
 

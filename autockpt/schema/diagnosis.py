@@ -12,6 +12,7 @@ from autockpt.schema.choices import Choice
 from autockpt.schema.explanation import Holding
 from autockpt.schema.plan import Comparison
 from autockpt.schema.remedy import Alternative
+from autockpt.schema.sizes import Budget
 
 Stage = Literal["loading", "batch", "forward", "loss", "backward", "recompute", "optimizer", "evaluation", "unknown"]
 """What a program was doing: building the model, moving a batch, forward, logits and loss, backward, …."""
@@ -155,8 +156,13 @@ class Room(Data):
     capacity: int
     overhead: int
     others: int = 0
-    headroom: int = Field(default=0, description="bytes of the budget that a plan leaves free, as it is simulated")
     said: str = Field(description="where these figures come from, in words")
+
+    @property
+    def for_plans(self) -> Budget:
+        """What plans are held against: nothing is measured, so some of it is left free."""
+        text = f"{self.budget // 2**20}MiB"
+        return Budget(text=text, kind="bytes", size=self.budget).with_headroom(None, simulated=True)
 
 
 class Tensor(Data):

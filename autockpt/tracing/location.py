@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autockpt.policies.conflicts import sequence_nr
 from autockpt.policies.replay import recomputing
 from autockpt.schema.graph import PHASES, Phase
 from autockpt.schema.names import strip_prefixes
@@ -18,7 +19,6 @@ from autockpt.schema.names import strip_prefixes
 Mark = Callable[[Phase], None]
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
 assert PHASES == ("forward", "recompute", "backward", "optimizer")
-_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -66,7 +66,7 @@ class Location:
         self._stack: list[int] = [0]
         self._depth = 1
         self._modules_of_nodes: dict[int, int] = {}
-        self._claimed = _sequence_nr()
+        self._claimed = sequence_nr()
         self._last_backward = 0
 
     def mark(self, phase: Phase) -> None:
@@ -131,7 +131,7 @@ class Location:
 
     def _claim(self, module: int) -> None:
         """The nodes made since the last claim belong to ``module``."""
-        now = _sequence_nr()
+        now = sequence_nr()
         if now > self._claimed:
             for number in range(self._claimed, now):
                 self._modules_of_nodes[number] = module

@@ -284,11 +284,13 @@ def find_plan(
 
 def _pace(found: SearchResult) -> float | None:
     """How long the first steps took, relative to what op times had told; None where about so long, or not known."""
-    first = [t for t in found.trials[found.resumed :] if t.measured is not None and t.predicted is not None][:3]
-    pairs = [(t.measured.step_seconds, t.predicted.step_seconds) for t in first if t.measured and t.predicted]
-    paces = [took / told for took, told in pairs if took and told]
-    pace = statistics.median(paces) if paces else 1.0
-    return pace if max(pace, 1 / pace) > OFF else None
+    paces = [
+        t.measured.step_seconds / t.predicted.step_seconds
+        for t in found.trials[found.resumed :]
+        if t.measured and t.predicted and t.predicted.step_seconds
+    ]
+    pace = statistics.median(paces[:3] or [1.0])
+    return None if 1 / OFF <= pace <= OFF else pace
 
 
 @contextmanager

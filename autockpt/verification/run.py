@@ -10,7 +10,7 @@ from typing import Any, cast
 from autockpt.errors import ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
 from autockpt.history.promises import OTHER_WORKLOAD, judge_peak, judge_ratio, judge_time, made_for, simulated_for
 from autockpt.history.statistics import Interval, ratio_interval
-from autockpt.history.trialplan import plan_at, plan_file
+from autockpt.history.trialplan import plan_file
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.runtime import Proof, UnitRuns
 from autockpt.schema.choices import RECOMPUTE, dump_choices
@@ -65,8 +65,10 @@ def verify(
     Raises PlanError where the plan does not belong to the model, or does not say what to run; UsageError where nothing
     can be compiled here.
     """
-    path = None if isinstance(plan, Plan) else plan_file(Path(plan))
-    plan = plan if isinstance(plan, Plan) else plan_at(Path(plan))
+    path = None
+    if not isinstance(plan, Plan):
+        path = plan_file(Path(plan))
+        plan = Plan.load(path)
     mode = compile or plan.steps
     subject = workload if workload is not None else plan.workload
     if subject is None and measurer is None:
