@@ -118,66 +118,68 @@ def search(
             model = step if isinstance(step, str) else type(getattr(step, "model", step)).__name__
             kinds, folder = [log_to] if isinstance(log_to, str) else log_to, Path(out or ".")
             watcher = stack.enter_context(logging_to(kinds, watcher, folder, run_name(model, text), dict(workload)))
-        common: dict[str, Any] = {"allow_inexact": allow_inexact, "trials": trials, "timeout": timeout, "seed": seed}
-        if isinstance(step, Step):
-            named = {"hardware": hardware, "device": device, "compile": compile}
-            given = [name for name, value in named.items() if value is not None] + ["dry_run"] * dry_run + [*workload]
-            if given:
-                raise UsageError(
-                    f"{given[0]}= does not go with a live step, which is measured where its model is",
-                    remedy='Leave it out, or give the model\'s name instead: autockpt.search("llama-8b", …).',
-                )
-            options = {"budget": budget, "headroom": headroom, "host_budget": host_budget, "space": space}
-            options |= {"out": out, "again": again, "listener": watcher, **common}
+        options: dict[str, Any] = {"host_budget": host_budget, "allow_inexact": allow_inexact, "again": again}
+        options |= {"trials": trials, "timeout": timeout, "seed": seed}
+        options["space"] = load_space(space) if isinstance(space, str) else space
+        parsed = parse_budget(budget).with_headroom(headroom, simulated=hardware is not None)
+        if isinstance(step, str):
+            kept = Path(out if out is not None else stack.enter_context(tempfile.TemporaryDirectory()))
+            options |= {"budget": parsed, "out": kept, "device": device, "compile": compile, "dry_run": dry_run}
+            answer = _search_named(step, workload, hardware, global_batch, told, watcher, options)
+        else:
+            described = {"hardware": hardware, "device": device, "compile": compile, "dry_run": dry_run or None}
+            _refuse_described(step, {**described, **workload})
+            options |= {"budget": parsed, "out": out, "listener": watcher}
             if global_batch is not None:
-                return _most_tokens(search_step_batches(step, global_batch, **options), watcher)
-            found = search_step(step, **options) if told is None else search_step_lengths(step, told, **options)
-            return _plan_of(found)
-        if not isinstance(step, str):
-            raise UsageError(
-                f"a {type(step).__name__} is no training step",
-                remedy="Give autockpt.Step(model, batch, optimizer=optimizer), or a model's name.",
-            )
-        asked = parse_budget(budget).with_headroom(headroom, simulated=hardware is not None)
-        described = None if hardware is None else load_hardware(hardware)
-        if workload.get("seq_len") == "auto":
-            spec = _workload(step, {name: value for name, value in workload.items() if name != "seq_len"}, seed)
-            spec, note = with_longest(spec, asked, device=device, hardware=described, listener=watcher)
-            watcher.note(note)
-        else:
-            spec = _workload(step, workload, seed)
-        request = SearchRequest(
-            budget=asked,
-            workload=spec,
-            space=load_space(space) if isinstance(space, str) else space,
-            compile=compile,
-            device=device,
-            hardware=described,
-            host_budget=parse_size(host_budget) if isinstance(host_budget, str) else host_budget,
-            out=Path(out if out is not None else stack.enter_context(tempfile.TemporaryDirectory())),
-            dry_run=dry_run,
-            again=again,
-            **common,
-        )
-        if global_batch is not None:
-            return _most_tokens(search_batch_sizes(request, global_batch, run_search, watcher), watcher)
-        elif told is not None:
-            outcome = search_lengths_of(request, told, run_search, watcher)
-        else:
-            outcome = run_search(request, watcher)
-    return _plan_of(outcome)
-
-
-def _most_tokens(answer: BatchAnswer, watcher: Listener) -> Plan:
-    for line in (*batch_lines(answer), *answer.notes):
-        watcher.note(line)
-    return _plan_of(answer.outcome)
-
-
-def _plan_of(outcome: SearchOutcome) -> Plan:
-    if outcome.plan is None:
+                answer = search_step_batches(step, global_batch, **options)
+            else:
+                answer = search_step(step, **options) if told is None else search_step_lengths(step, told, **options)
+        if isinstance(answer, BatchAnswer):
+            for line in (*batch_lines(answer), *answer.notes):
+                watcher.note(line)
+            answer = answer.outcome
+    if answer.plan is None:
         raise KeyboardInterrupt
-    return outcome.plan
+    return answer.plan
+
+
+def _search_named(
+    model: str,
+    workload: dict[str, Any],
+    hardware: str | None,
+    global_batch: int | None,
+    lengths: Lengths | None,
+    watcher: Listener,
+    options: dict[str, Any],
+) -> SearchOutcome | BatchAnswer:
+    """Search for a model by its name; ``options`` are those of a request."""
+    card = None if hardware is None else load_hardware(hardware)
+    seed, auto = options["seed"], workload.get("seq_len") == "auto"
+    spec = _workload(model, {k: v for k, v in workload.items() if not (auto and k == "seq_len")}, seed)
+    if auto:
+        device = options["device"]
+        spec, note = with_longest(spec, options["budget"], device=device, hardware=card, listener=watcher)
+        watcher.note(note)
+    if isinstance(host := options["host_budget"], str):
+        options = {**options, "host_budget": parse_size(host)}
+    request = SearchRequest(workload=spec, hardware=card, **options)
+    if global_batch is not None:
+        return search_batch_sizes(request, global_batch, run_search, watcher)
+    return run_search(request, watcher) if lengths is None else search_lengths_of(request, lengths, run_search, watcher)
+
+
+def _refuse_described(step: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what is no training step, and what does not go with one."""
+    if not isinstance(step, Step):
+        raise UsageError(
+            f"a {type(step).__name__} is no training step",
+            remedy="Give autockpt.Step(model, batch, optimizer=optimizer), or a model's name.",
+        )
+    if named := [name for name, value in given.items() if value is not None]:
+        raise UsageError(
+            f"{named[0]}= does not go with a live step, which is measured where its model is",
+            remedy='Leave it out, or give the model\'s name instead: autockpt.search("llama-8b", …).',
+        )
 
 
 @python_door

@@ -12,8 +12,8 @@ from autockpt.schema.diagnosis import Room
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.remedy import Alternative
 from autockpt.tuning.question import Clock
+from autockpt.tuning.search import search_described
 from autockpt.tuning.stages import save_plan_copy
-from autockpt.tuning.targets.simulated import simulate_search
 from search_spaces.spaces import load_space
 
 SPACE = "knobs"
@@ -45,7 +45,7 @@ def prescribe(
         dry_run=True,
     )
     try:
-        outcome = save_plan_copy(request, simulate_search(request, hardware, clock))
+        outcome = save_plan_copy(request, search_described(request, clock))
     except InfeasibleError as error:
         return Prescription(ways=error.ways, smallest_peak=error.smallest_peak)
     return Prescription(outcome=outcome, smallest_peak=outcome.smallest_peak)

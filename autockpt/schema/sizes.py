@@ -92,12 +92,15 @@ class Budget(Data):
     def with_headroom(self, text: str | None, *, simulated: bool = False) -> Budget:
         """The same budget with so much left free (``2%`` of it, ``500MB``); ``0%``: nothing.
 
-        None: nothing where steps are measured, ``SIMULATED_HEADROOM`` of a budget in bytes where they are
-        ``simulated``. Raises UsageError for anything else, and where nothing of a budget in bytes would be left.
+        None: what it leaves free already, else nothing where steps are measured, ``SIMULATED_HEADROOM`` of a budget in
+        bytes where they are ``simulated``. Raises UsageError for anything else, and where nothing of a budget in bytes
+        would be left.
         """
-        if text is None and simulated and not self.is_share:
+        if text is None:
+            if self.headroom is not None or not simulated or self.is_share:
+                return self
             text = SIMULATED_HEADROOM
-        headroom = None if text is None else parse_headroom(text)
+        headroom = parse_headroom(text)
         if headroom is not None and self.kind == "bytes" and headroom.of(self.size or 0) >= (self.size or 0):
             raise UsageError(
                 f"a headroom of {headroom.text} leaves nothing of a budget of {self.text}",

@@ -11,7 +11,7 @@ from autockpt.errors import AutockptError, InfeasibleError, UsageError, python_d
 from autockpt.schema import SAVE, Estimate, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
 from autockpt.tuning.question import Clock
-from autockpt.tuning.targets.simulated import simulate_search
+from autockpt.tuning.search import search_described
 from autockpt.workload.configs import find_config
 from autockpt.workload.factory import is_factory
 from search_spaces.hardware import load_hardware
@@ -77,9 +77,8 @@ def estimate(
 
 
 def _answered(row: Estimate, request: SearchRequest) -> Estimate:
-    assert request.hardware is not None
     try:
-        outcome = simulate_search(request, request.hardware, Clock(Silence()), alternatives=False)
+        outcome = search_described(request, Clock(Silence()), alternatives=False)
     except InfeasibleError as error:
         return row.model_copy(update={"smallest_peak": error.smallest_peak})
     except AutockptError as error:

@@ -6,29 +6,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autockpt.devices import Device, get_device
-from autockpt.errors import DeviceOutOfMemory, RunDirectoryError, UsageError, python_door
+from autockpt.errors import RunDirectoryError, UsageError, python_door
 from autockpt.history.rundir import RunDirectory
-from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
-from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
-from autockpt.profiling import (
-    CostModel,
-    cached_op_times,
-    leanest,
-    measure_op_times,
-    memory_at_hand,
-    needed_on,
-    nominal_op_times,
-    refused_choices,
-    used_by_others,
-    wants_disk,
-    within_host,
-)
+from autockpt.measuring import LocalMeasurer, Measurer
+from autockpt.measuring.environment import environment_without_context
+from autockpt.profiling import needed_on, used_by_others
 from autockpt.schema import (
     Budget,
     Environment,
@@ -47,17 +32,16 @@ from autockpt.schema.remedy import STEP, Terms
 from autockpt.schema.request import identity_of
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import WhatIf, on_device
-from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
-from autockpt.tuning.jobs import Described, Live
+from autockpt.tuning.infeasible import naming_alternatives
+from autockpt.tuning.jobs import Live
 from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.outcome import plain
-from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock, Limits, Question
-from autockpt.tuning.stages import answered, enter_run, find_plan, question_of, save_plan_copy
-from autockpt.tuning.targets.compiled import compiled_search
-from autockpt.tuning.targets.measured import RealSteps, confirmation
-from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun, simulate_search, simulated_environment
-from autockpt.workload import Step, fingerprint, refuse_simulated
+from autockpt.tuning.stages import answered, enter_run, save_plan_copy
+from autockpt.tuning.targets.compiled import open_compiled
+from autockpt.tuning.targets.measured import open_measured, search_by_steps
+from autockpt.tuning.targets.simulated import open_simulated, simulated_environment
+from autockpt.workload import Step, fingerprint
 from search_spaces.spaces import load_space
 
 
@@ -72,7 +56,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     _refuse_unwritable(request)
     with nullcontext() if request.dry_run else RunDirectory.reserved(request.out, request.key):
         known = answered(request, _environment)
-        return save_plan_copy(request, known or _answer(request, Clock(listener or Silence())))
+        return save_plan_copy(request, known or search_described(request, Clock(listener or Silence())))
 
 
 def _environment(request: SearchRequest) -> Environment | None:
@@ -82,40 +66,23 @@ def _environment(request: SearchRequest) -> Environment | None:
     return environment_without_context(request.device)
 
 
-def _answer(request: SearchRequest, clock: Clock) -> SearchOutcome:
-    """Search where the request wants it: compiled, simulated, or by real steps."""
-    if request.compile is not None:
-        refuse_simulated(request.workload)
-        return compiled_search(request, request.compile, clock)
-    if request.hardware is not None:
-        return simulate_search(request, request.hardware, clock)
-    refuse_simulated(request.workload)
-    device = get_device(request.device)
+def search_described(request: SearchRequest, clock: Clock, *, alternatives: bool = True) -> SearchOutcome:
+    """Search where the request wants it: by compiled steps, by simulation, or by real steps. Raises as ``run_search``.
+
+    Writes the run's directory and plan, but for a dry run. Without ``alternatives`` a simulation that nothing fits
+    looks for no changes that would.
+    """
     with ExitStack() as stack:
-        # The worker imports and builds while the ghost runs go on here.
-        worker = None
-        if not request.dry_run:
-            worker = WorkerMeasurer(request.workload, request.device, host_budget=request.host_budget)
-            stack.enter_context(worker)
-        with clock.stage("trace"):
-            tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
-            found = traced(tracer, request.space, request.allow_inexact, listener=clock.listener)
-        # the worker's word where there is one: asking a GPU oneself opens a context, for as long as this process lives
-        here = environment_to_measure_in(request.device) if worker is None else worker.environment
-        room, needs = (here, device.used_by_others()), needed_on(here.device)
-        what_if = partial(on_device, request.budget, device.torch_device, *room, found.uniform)
-        stack.enter_context(
-            naming_alternatives(
-                found, needs, clock, Described(request.workload), request.budget, what_if, timeout=request.timeout
-            )
-        )
-        question = question_of(request, found, request.budget)
-        if worker is None:
-            return _dry_run(question, found, clock, device, here)
-        with clock.stage("build"):
-            environment = worker.environment
-        run, known = enter_run(stack, request, question, environment, tracer.units)
-        return known or _searched(question, found, worker, run, request.storage or run.storage, clock)
+        if request.compile is not None:
+            opened = open_compiled(stack, request, request.compile, clock)
+        elif request.hardware is not None:
+            opened = open_simulated(stack, request, request.hardware, clock, alternatives=alternatives)
+        else:
+            opened = open_measured(stack, request, clock)
+        if request.dry_run:
+            return opened.search(None, None).model_copy(update={"dry_run": True})
+        run, known = enter_run(stack, request, opened)
+        return known or opened.search(run, request.storage or run.storage)
 
 
 def _refuse_unwritable(request: SearchRequest) -> None:
@@ -201,7 +168,7 @@ def search_step(
             known = None if again else run.finished()
             if known is not None and known.outcome.plan is not None and known.answers(trials, timeout):
                 return known.outcome
-        return _searched(question, found, measurer, run, run.storage if run else None, clock)
+        return search_by_steps(question, found, measurer, clock, run, run.storage if run else None)
 
 
 def _saying_what_fits(
@@ -258,89 +225,3 @@ def _directory_of_live(
     )
     device, budget = environment.device.kind, question.budget.text
     return RunDirectory.enter(out, asked, model=question.name, device=device, budget=budget)
-
-
-def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> CostModel:
-    """Op times, menus and predictions of the workload on the measurer's device."""
-    device = measurer.environment.device
-    others = used_by_others(measurer)
-    room = device.capacity_bytes - device.overhead_bytes - others
-    try:
-        with clock.part("measured steps"):
-            times = measure_op_times(
-                measurer,
-                found.uniform,
-                question.workload_key,
-                room=room,
-                host_budget=question.host_budget,
-                head=found.heads,
-                listener=clock.listener,
-            )
-    except DeviceOutOfMemory as error:
-        smallest = needed_on(device)(leanest(found.uniform)[1])
-        raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
-    return found.cost_model(
-        times,
-        used_by_others=others,
-        host_budget=question.host_budget,
-        needs=memory_at_hand(device),
-        listener=clock.listener,
-    )
-
-
-def _without_refused(question: Question, found: Traced, measurer: Measurer) -> tuple[Question, Traced]:
-    """The question, and what was traced for it, without choices that the device refuses."""
-    refused = refused_choices(measurer, found.uniform["save"][0], question.space.choices)
-    if not refused:
-        return question, found
-
-    space = question.space.restricted(
-        tuple(k for k in (*question.space.choices, *question.space.head) if k not in refused)
-    )
-    note = f"not on this device: {', '.join(refused)} ({next(iter(refused.values()))})"
-    uniform = {kind: pair for kind, pair in found.uniform.items() if kind not in refused}
-    return replace(question, space=space, notes=(*question.notes, note)), replace(found, uniform=uniform, space=space)
-
-
-def _searched(
-    question: Question,
-    found: Traced,
-    measurer: Measurer,
-    run: RunDirectory | None,
-    storage: str | None,
-    clock: Clock,
-) -> SearchOutcome:
-    """Profile on the device, search by real steps, write the plan."""
-    confirm = confirmation(question.spec, measurer, host_budget=question.host_budget)
-    with clock.stage("profile"):
-        question, found = _without_refused(question, found, measurer)
-        profiled = _profiled(question, found, measurer, clock)
-    # on other devices a plan's first cycle after another's has its memory to get first
-    pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
-    return find_plan(
-        question, found.tracer, profiled, RealSteps(measurer, clock, confirm, pairing), run, storage, clock
-    )
-
-
-def _dry_run(
-    question: Question, found: Traced, clock: Clock, device: Device, environment: Environment
-) -> SearchOutcome:
-    """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
-    _, graph = leanest(within_host(found.uniform, environment.device, question.host_budget))
-    disk = wants_disk(found.uniform, environment.device, question.host_budget)
-    graphs = [graph, *(found.heads.graphs.values() if found.heads else [])]
-    times = cached_op_times(environment, graphs, question.workload_key, disk=disk)
-    if times is None:
-        note = (
-            "no op times of this workload are known on this device: choices were ranked by nominal rates, "
-            "and no step times are given (a search without --dry-run measures them)"
-        )
-        question = replace(question, notes=(*question.notes, note))
-    used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
-    others, needs = device.used_by_others(), memory_at_hand(environment.device)
-    with clock.stage("profile"):
-        more = {"host_budget": question.host_budget, "listener": clock.listener}
-        profiled = found.cost_model(used, used_by_others=others, needs=needs, **more)
-    target = DryRun(knows_seconds=times is not None)
-    outcome = find_plan(question, found.tracer, profiled, target, None, None, clock, checks=DRY_CALLS)
-    return outcome.model_copy(update={"dry_run": True})

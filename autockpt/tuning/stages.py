@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
@@ -97,25 +98,32 @@ def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutc
     return outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
 
 
-def enter_run(
-    stack: ExitStack,
-    request: SearchRequest,
-    question: Question,
-    environment: Environment,
-    units: Sequence[Unit],
-    *,
-    device: str | None = None,
-) -> tuple[RunDirectory, SearchOutcome | None]:
-    """The directory of this question, locked until ``stack`` ends; ``device`` names it (default: the device's kind).
+@dataclass(frozen=True)
+class Opened:
+    """A question of a described workload on its target, with the ghost runs that it begins with.
+
+    ``search`` is what is left to do, in the run and the storage of studies that it is given, None: kept nowhere.
+    ``device`` names the run (None: the device's kind).
+    """
+
+    question: Question
+    environment: Environment
+    units: Sequence[Unit]
+    search: Callable[[RunDirectory | None, str | None], SearchOutcome]
+    device: str | None = None
+
+
+def enter_run(stack: ExitStack, request: SearchRequest, opened: Opened) -> tuple[RunDirectory, SearchOutcome | None]:
+    """The directory of this question, locked until ``stack`` ends.
 
     With what it answers already, where a search of this question came to its end. Raises RunDirectoryError where it is
     another question's, corrupt or in use.
     """
     run = RunDirectory.enter(
         request.out,
-        request.question(environment, model_fingerprint=fingerprint(units)),
-        model=question.name,
-        device=device or environment.device.kind,
+        request.question(opened.environment, model_fingerprint=fingerprint(opened.units)),
+        model=opened.question.name,
+        device=opened.device or opened.environment.device.kind,
         budget=request.budget.text,
         fresh=request.fresh,
     )

@@ -218,6 +218,8 @@ def test_a_simulation_leaves_a_headroom_of_bytes_unless_asked_otherwise() -> Non
     for unchanged, headroom in (("60%", None), ("60%act", None), ("24GB", "0%")):
         assert parse_budget(unchanged).with_headroom(headroom, simulated=True) == parse_budget(unchanged)
     assert parse_budget("24GB").with_headroom(None) == parse_budget("24GB")
+    given = parse_budget("24GB").with_headroom("2%")
+    assert given.with_headroom(None, simulated=True) == given
 
 
 def test_a_headroom_as_large_as_the_budget_is_refused() -> None:

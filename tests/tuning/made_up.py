@@ -10,7 +10,7 @@ from autockpt.schema import Choice, Silence, dump_choice, parse_budget
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import Clock, Limits, Question
-from autockpt.tuning.targets.measured import RealSteps
+from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from search_spaces.spaces import load_space

@@ -17,7 +17,7 @@ from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Limits, Question
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
-from autockpt.tuning.targets.measured import RealSteps
+from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.trials import Trials
 from search_spaces.spaces import load_space
 

@@ -23,7 +23,7 @@ from autockpt.schema import (
 )
 from autockpt.tuning.finals import BATCH, Final, play
 from autockpt.tuning.question import Clock
-from autockpt.tuning.targets.measured import RealSteps
+from autockpt.tuning.targets.real_steps import RealSteps
 from search_spaces.spaces import load_space
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search

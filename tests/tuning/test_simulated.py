@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -30,6 +29,7 @@ from autockpt.solvers import Refined, refine_segmented
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
 from autockpt.tuning.proposers import solver
+from autockpt.tuning.targets import measured
 from autockpt.tuning.targets.simulated import within
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -45,7 +45,7 @@ def no_step_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a simulated search measures nothing")
 
-    monkeypatch.setattr(sys.modules["autockpt.tuning.search"], "WorkerMeasurer", refuse)
+    monkeypatch.setattr(measured, "WorkerMeasurer", refuse)
 
 
 @pytest.fixture(scope="module")

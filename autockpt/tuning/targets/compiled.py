@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
@@ -30,11 +31,12 @@ from autockpt.tuning.proposers.base import Plans
 from autockpt.tuning.proposers.solver import CHECKS
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import enter_run, finish, outcome_of, question_of
+from autockpt.tuning.stages import Opened, finish, outcome_of, question_of
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
-from autockpt.tuning.targets.measured import RealSteps, confirmation
+from autockpt.tuning.targets.real_steps import RealSteps, confirmation
 from autockpt.tuning.trials import Trials
+from autockpt.workload import refuse_simulated
 
 IN_GRAPHS = ("save", "recompute")
 """Choices that can be part of a compiled graph, compile_budget besides."""
@@ -45,38 +47,34 @@ _NOT_PREDICTED = (
 )
 
 
-def compiled_search(request: SearchRequest, mode: CompileMode, clock: Clock) -> SearchOutcome:
-    """Search by compiled steps in a worker process. Writes the run's directory and plan.
+def open_compiled(stack: ExitStack, request: SearchRequest, mode: CompileMode, clock: Clock) -> Opened:
+    """Open a search by compiled steps in a worker process, which ``stack`` ends.
 
-    Raises UsageError where nothing can be compiled here or the request contradicts compiling; else as ``run_search``.
+    Raises UsageError where nothing can be compiled here or the request contradicts compiling.
     """
+    refuse_simulated(request.workload)
     device = get_device(request.device)
     _refuse(request, device.kind)
-    with ExitStack() as stack:
-        measurer = stack.enter_context(WorkerMeasurer(request.workload, request.device, compile=mode))
-        with clock.stage("trace"):
-            tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
-            if mode == "layers" and tracer.settings.get("units"):
-                raise UsageError(
-                    f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
-                    remedy="Search with --compile model, or without --compile; leave --units out where blocks repeat.",
-                )
-            inside = tuple(kind for kind in request.space.choices if kind in IN_GRAPHS)
-            if "recompute" not in inside:
-                raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
-            found = traced(tracer, request.space.restricted(inside), listener=clock.listener)
-        outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
-        left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
-        question = question_of(request, found, request.budget, (*left_out, _NOT_PREDICTED))
-        question = replace(question, settings={**question.settings, "compile": mode})
-        with clock.stage("build"):
-            environment = measurer.environment
-        run, known = enter_run(stack, request, question, environment, tracer.units)
-        if known is not None:
-            return known
-        run.write_environment(environment)
-        run.write_graph(found.uniform["save"][1])
-        return _searched(request, mode, question, found, measurer, run, clock)
+    measurer = stack.enter_context(WorkerMeasurer(request.workload, request.device, compile=mode))
+    with clock.stage("trace"):
+        tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
+        if mode == "layers" and tracer.settings.get("units"):
+            raise UsageError(
+                f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
+                remedy="Search with --compile model, or without --compile; leave --units out where blocks repeat.",
+            )
+        inside = tuple(kind for kind in request.space.choices if kind in IN_GRAPHS)
+        if "recompute" not in inside:
+            raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
+        found = traced(tracer, request.space.restricted(inside), listener=clock.listener)
+    outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
+    left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
+    question = question_of(request, found, request.budget, (*left_out, _NOT_PREDICTED))
+    question = replace(question, settings={**question.settings, "compile": mode})
+    with clock.stage("build"):
+        environment = measurer.environment
+    search = partial(_searched, mode, question, found, measurer, clock)
+    return Opened(question, environment, tracer.units, search)
 
 
 def _refuse(request: SearchRequest, device_kind: str) -> None:
@@ -97,13 +95,13 @@ def _refuse(request: SearchRequest, device_kind: str) -> None:
 
 
 def _searched(
-    request: SearchRequest,
     mode: CompileMode,
     question: Question,
     opened: Traced,
     measurer: WorkerMeasurer,
-    run: RunDirectory,
     clock: Clock,
+    run: RunDirectory | None,
+    storage: str | None,
 ) -> SearchOutcome:
     environment = measurer.environment
     info = environment.device
@@ -122,16 +120,19 @@ def _searched(
             refined = refine(problem, profiled.check, max_calls=CHECKS)
         return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
 
+    if run is not None:
+        run.write_environment(environment)
+        run.write_graph(uniform["save"][1])
     trials = Trials(run)
-    confirm = confirmation(request.workload, measurer, compile=mode)
+    confirm = confirmation(question.spec, measurer, compile=mode)
     target = CompiledSteps(mode, RealSteps(measurer, clock, confirm), measurer, question.limits, clock)
-    storage, layers = request.storage or run.storage, [unit.name for unit in blocks]
+    layers = [unit.name for unit in blocks]
     proposer = SplitProposer(question, layers, target, trials, storage, room=room, eager=eager)
     found = Loop(proposer, target, trials, question.limits, clock).run()
     rows = scored_rows(proposer.known, found.trials, found.best)
     plan, notes = None, [*found.notes, *_graphs(found)]
     if found.best is not None:
-        late = request.timeout is not None and clock.elapsed > request.timeout
+        late = question.limits.seconds_left(clock) < 0
         elsewise, said = (None, []) if late else _in_eager_steps(measurer, found)
         notes += said
         choices, told = found.best.choices, (*notes, _NOT_PREDICTED)
@@ -139,7 +140,8 @@ def _searched(
             question, tracer, choices, environment, found.budget, source="measured", rows=rows, notes=told
         ).model_copy(update={"compile": mode})
         plan = plan if elsewise is None else plan.noting("eager", elsewise)
-        run.write_plan(plan)
+        if run is not None:
+            run.write_plan(plan)
     stages = _compiling_apart(clock.stages, found)
     outcome = outcome_of(question, found, rows, plan, info, run, source="measured", stages=stages, notes=notes)
     return finish(run, question, found, outcome)

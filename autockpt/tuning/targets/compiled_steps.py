@@ -12,7 +12,7 @@ from autockpt.schema import CompileMode, Prediction, Trial
 from autockpt.tuning.finals import BATCH
 from autockpt.tuning.question import Clock, Limits
 from autockpt.tuning.targets.base import Foresee, Target
-from autockpt.tuning.targets.measured import FINALISTS, RealSteps
+from autockpt.tuning.targets.real_steps import FINALISTS, RealSteps
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 FINALS_SHARE = 0.2

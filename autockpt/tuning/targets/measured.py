@@ -1,178 +1,158 @@
-"""Candidates judged by real steps on a device."""
+"""Searching by real steps, in a worker process or in this one; or, in a dry run, by what is known of the device."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 
+from autockpt.devices import Device, get_device
 from autockpt.errors import DeviceOutOfMemory
+from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import Measurer, WorkerMeasurer
-from autockpt.schema import Choice, CompileMode, Measurement, Prediction, Trial, WorkloadSpec
-from autockpt.solvers.refine import FASTER
-from autockpt.tuning.finals import Final, play, remeasured
+from autockpt.measuring.environment import environment_to_measure_in
+from autockpt.profiling import (
+    CostModel,
+    cached_op_times,
+    leanest,
+    measure_op_times,
+    memory_at_hand,
+    needed_on,
+    nominal_op_times,
+    refused_choices,
+    used_by_others,
+    wants_disk,
+    within_host,
+)
+from autockpt.schema import Environment, SearchOutcome, SearchRequest
+from autockpt.tracing import Tracer
+from autockpt.tuning.alternatives import on_device
+from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
+from autockpt.tuning.jobs import Described
+from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.paired_timing import Pairing
-from autockpt.tuning.question import Clock
-from autockpt.tuning.refit import noise_of
-from autockpt.tuning.targets.base import STEPS, Foresee, Target
-from autockpt.tuning.trials import Candidate, Score, Trials
-
-SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
-FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a reference plan is interleaved
-FINALISTS = 3
-FINAL_SECONDS = 30.0
-CONFIRMING_STEPS = 20
-
-Choices = Mapping[str, Choice]
-Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
-
-SWINGS = 0.25
-"""Noise of a step, as a share, that comes of other work on the machine."""
-BUSY = "step times swing so much that other work must be at it: search again (--again) when there is none"
-ON_CORES = ", or leave cores to it, here and in training (OMP_NUM_THREADS): threads that wait for one another take long"
+from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.stages import Opened, find_plan, question_of
+from autockpt.tuning.targets.real_steps import RealSteps, confirmation
+from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
+from autockpt.workload import refuse_simulated
 
 
-def confirmation(
-    spec: WorkloadSpec | None,
+def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Opened:
+    """Open a search by steps in a worker process, which ``stack`` ends; in a dry run nothing is measured."""
+    refuse_simulated(request.workload)
+    device = get_device(request.device)
+    # The worker imports and builds while the ghost runs go on here.
+    worker = None
+    if not request.dry_run:
+        worker = WorkerMeasurer(request.workload, request.device, host_budget=request.host_budget)
+        stack.enter_context(worker)
+    with clock.stage("trace"):
+        tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
+        found = traced(tracer, request.space, request.allow_inexact, listener=clock.listener)
+    if worker is None:
+        environment = environment_to_measure_in(request.device)
+    else:  # asking a GPU oneself would open a context, for as long as this process lives
+        with clock.stage("build"):
+            environment = worker.environment
+    room, needs = (environment, device.used_by_others()), needed_on(environment.device)
+    what_if = partial(on_device, request.budget, device.torch_device, *room, found.uniform)
+    job, limit = Described(request.workload), {"timeout": request.timeout}
+    stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
+    question = question_of(request, found, request.budget)
+    if worker is None:
+        search = partial(_dry_run, question, found, device, environment, clock)
+    else:
+        search = partial(search_by_steps, question, found, worker, clock)
+    return Opened(question, environment, tracer.units, search)
+
+
+def search_by_steps(
+    question: Question,
+    found: Traced,
     measurer: Measurer,
-    *,
-    host_budget: int | None = None,
-    compile: CompileMode | None = None,
-) -> Confirm | None:
-    """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway.
-
-    None for a live model, of which there is no second copy.
-    """
-    if spec is None or not isinstance(measurer, WorkerMeasurer) or not measurer.environment.device.enforces_limit:
-        return None
-
-    def confirm(choices: Choices, budget_bytes: int, steps: int) -> Measurement:
-        measurer.rest()  # two processes on one device would take each other's memory
-        with WorkerMeasurer(
-            spec, measurer.device_name, budget_bytes=budget_bytes, host_budget=host_budget, compile=compile
-        ) as fresh:
-            return fresh.measure(choices, steps=steps)
-
-    return confirm
+    clock: Clock,
+    run: RunDirectory | None,
+    storage: str | None,
+) -> SearchOutcome:
+    """Profile on the device, search by real steps, write the plan."""
+    confirm = confirmation(question.spec, measurer, host_budget=question.host_budget)
+    with clock.stage("profile"):
+        question, found = _without_refused(question, found, measurer)
+        profiled = _profiled(question, found, measurer, clock)
+    # on other devices a plan's first cycle after another's has its memory to get first
+    pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
+    return find_plan(
+        question, found.tracer, profiled, RealSteps(measurer, clock, confirm, pairing), run, storage, clock
+    )
 
 
-@dataclass
-class RealSteps(Target):
-    """Candidates are measured; the best few once more side by side, the winner once more in a fresh process."""
+def _without_refused(question: Question, found: Traced, measurer: Measurer) -> tuple[Question, Traced]:
+    """The question, and what was traced for it, without choices that the device refuses."""
+    refused = refused_choices(measurer, found.uniform["save"][0], question.space.choices)
+    if not refused:
+        return question, found
 
-    measurer: Measurer
-    clock: Clock
-    confirm: Confirm | None = None
-    pairing: Pairing | None = None  # None: candidates are timed by themselves
-    worthwhile: float = field(default=FASTER, kw_only=True)
-    _foresee: Foresee | None = None
-
-    def begin(self, trials: Trials, foresee: Foresee | None = None) -> None:
-        """What earlier trials were timed against stays what later ones are timed against."""
-        self._foresee = foresee
-        if self.pairing is not None:
-            self.pairing.begin(trials)
-
-    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score:
-        """Real steps; running out of memory is a result."""
-        choices, seconds = candidate.choices, predicted.step_seconds if predicted is not None else None
-        cycles = SECONDS_PER_TRIAL / max(seconds or 1.0, 1e-3)
-        try:
-            with self.clock.part(STEPS):
-                if self.pairing is None:
-                    steps = max(3, min(10, round(cycles)))
-                    return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
-                steps = max(FEWEST_BESIDE, min(MOST_BESIDE, round(cycles / 2)))
-                return Score("measured", self.pairing.measure(choices, steps=steps, budget_bytes=budget_bytes))
-        except DeviceOutOfMemory as error:
-            return Score("out_of_memory", message=error.message)
-
-    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
-        """Measure the best few again side by side, confirm the winner, and return it with its final numbers."""
-        fitting = trials.ranking()
-        if self._foresee is not None:
-            tried = {t.number: t.score_seconds for t in fitting}
-            weighed = self._foresee(trials.scored).weigh(tried, {t.number: noise_of(t) for t in fitting})
-            fitting = sorted(fitting, key=lambda t: weighed[t.number])
-        finalists = fitting[:FINALISTS]
-        while finalists:
-            winner = self._fastest(trials, finalists, compared, seconds)
-            if self.confirm is None or (winner := self._confirmed(trials, winner, budget_bytes)).feasible:
-                return winner
-            finalists = [t for t in finalists if t.number != winner.number]
-        return None
-
-    def _fastest(self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], seconds: float) -> Trial:
-        """The plan that wins side by side; the times of the finals go into all trials that took part.
-
-        Well-known plans that fit may win as well. Where trials were timed against a standard, those that are surely
-        slower, and those that do not fit, need not run again: their times are put to the finals' conditions.
-        """
-        playing = {t.number for t in finalists}
-        others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
-        fitting = [t for t in others if t.feasible and not (self.pairing and _surely_slower(t, finalists[0]))]
-        extra = [t for t in others if t not in fitting and (self.pairing is None or self.pairing.is_standard(t))]
-        with self.clock.part(STEPS):
-            final = play([*finalists, *fitting], extra, self._side_by_side, seconds=min(FINAL_SECONDS, seconds))
-        self._put_right(trials, [t for t in others if t.number not in final.times], final)
-        for number in final.times:
-            trial = trials.all[number]
-            trials.put(trial.model_copy(update={"measured": remeasured(trial, final)}))
-        return trials.all[self._named(trials, final)]
-
-    def _named(self, trials: Trials, final: Final) -> int:
-        """The number of the fastest; of indistinguishable ones, the one that should be by prices as well."""
-        if not final.undecided:
-            return final.winner
-        times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
-        named = final.winner
-        if self._foresee is not None:
-            weighed = self._foresee(trials.scored).weigh(times, dict.fromkeys(times, final.error))
-            named = min(weighed, key=lambda number: weighed[number])
-        close = ", ".join(f"#{number}" for number in times if number != named)
-        why = "" if named == final.winner else "; by what their choices cost in all trials, the first is faster"
-        self.notes.append(f"trial #{named} and {close} cannot be distinguished at the noise of this machine{why}")
-        swings = [m.noise for number in times if (m := trials.all[number].measured) is not None]
-        if any(SWINGS < noise < math.inf for noise in swings):
-            self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
-        return named
-
-    @staticmethod
-    def _put_right(trials: Trials, absent: Sequence[Trial], final: Final) -> None:
-        """Times of trials that were not in the finals, as they would be there by those that were."""
-        changes = [
-            math.log(final.seconds(number) / known.step_seconds)
-            for number in final.times
-            if (known := trials.all[number].measured) is not None
-        ]
-        change = math.exp(statistics.median(changes))
-        for trial in absent:
-            if (measured := trial.measured) is not None:
-                seconds = measured.step_seconds * change
-                trials.put(trial.model_copy(update={"measured": measured.model_copy(update={"step_seconds": seconds})}))
-
-    def _side_by_side(self, plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
-        times = self.measurer.compare(plans, rounds=rounds)
-        self.clock.listener.advance(rounds)
-        return times
-
-    def _confirmed(self, trials: Trials, winner: Trial, budget_bytes: int) -> Trial:
-        """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""
-        assert self.confirm is not None and winner.measured is not None
-        with suppress(DeviceOutOfMemory), self.clock.part(STEPS):
-            again = self.confirm(winner.choices, budget_bytes, CONFIRMING_STEPS)
-            if again.peak_bytes <= budget_bytes:
-                peak = max(again.peak_bytes, winner.measured.peak_bytes)
-                held = winner.measured.model_copy(update={"peak_bytes": peak})
-                return trials.put(winner.model_copy(update={"measured": held}))
-        where = f"over {CONFIRMING_STEPS} steps in a fresh process"
-        self.notes.append(f"trial #{winner.number} did not hold the budget {where}")
-        return trials.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
+    space = question.space.restricted(
+        tuple(k for k in (*question.space.choices, *question.space.head) if k not in refused)
+    )
+    note = f"not on this device: {', '.join(refused)} ({next(iter(refused.values()))})"
+    uniform = {kind: pair for kind, pair in found.uniform.items() if kind not in refused}
+    return replace(question, space=space, notes=(*question.notes, note)), replace(found, uniform=uniform, space=space)
 
 
-def _surely_slower(trial: Trial, best: Trial) -> bool:
-    """By their noise when they were tried."""
-    assert trial.measured is not None and best.measured is not None
-    return trial.score_seconds * (1 - trial.measured.noise) > best.score_seconds * (1 + best.measured.noise)
+def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> CostModel:
+    """Op times, menus and predictions of the workload on the measurer's device."""
+    device = measurer.environment.device
+    others = used_by_others(measurer)
+    room = device.capacity_bytes - device.overhead_bytes - others
+    try:
+        with clock.part("measured steps"):
+            times = measure_op_times(
+                measurer,
+                found.uniform,
+                question.workload_key,
+                room=room,
+                host_budget=question.host_budget,
+                head=found.heads,
+                listener=clock.listener,
+            )
+    except DeviceOutOfMemory as error:
+        smallest = needed_on(device)(leanest(found.uniform)[1])
+        raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
+    return found.cost_model(
+        times,
+        used_by_others=others,
+        host_budget=question.host_budget,
+        needs=memory_at_hand(device),
+        listener=clock.listener,
+    )
+
+
+def _dry_run(
+    question: Question,
+    found: Traced,
+    device: Device,
+    environment: Environment,
+    clock: Clock,
+    run: RunDirectory | None,
+    storage: str | None,
+) -> SearchOutcome:
+    """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
+    _, graph = leanest(within_host(found.uniform, environment.device, question.host_budget))
+    disk = wants_disk(found.uniform, environment.device, question.host_budget)
+    graphs = [graph, *(found.heads.graphs.values() if found.heads else [])]
+    times = cached_op_times(environment, graphs, question.workload_key, disk=disk)
+    if times is None:
+        note = (
+            "no op times of this workload are known on this device: choices were ranked by nominal rates, "
+            "and no step times are given (a search without --dry-run measures them)"
+        )
+        question = replace(question, notes=(*question.notes, note))
+    used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
+    others, needs = device.used_by_others(), memory_at_hand(environment.device)
+    with clock.stage("profile"):
+        more = {"host_budget": question.host_budget, "listener": clock.listener}
+        profiled = found.cost_model(used, used_by_others=others, needs=needs, **more)
+    target = DryRun(knows_seconds=times is not None)
+    return find_plan(question, found.tracer, profiled, target, run, storage, clock, checks=DRY_CALLS)

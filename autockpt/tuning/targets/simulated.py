@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import (
     CostModel,
@@ -35,8 +36,8 @@ from autockpt.tuning.alternatives import WhatIf
 from autockpt.tuning.infeasible import naming_alternatives
 from autockpt.tuning.jobs import Described
 from autockpt.tuning.opening import Traced, traced_for
-from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import enter_run, find_plan, question_of
+from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.stages import Opened, find_plan, question_of
 from autockpt.tuning.targets.base import MOST_REPEATS, Target
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.tuning.trials import Candidate, Score
@@ -77,43 +78,47 @@ class DryRun(Simulated):
     most_candidates: int | None = CANDIDATES
 
 
-def simulate_search(
-    request: SearchRequest, hardware: Hardware, clock: Clock, *, alternatives: bool = True
-) -> SearchOutcome:
-    """Search for ``hardware`` by simulation alone: no weights, no step, and a plan that says so.
+def open_simulated(
+    stack: ExitStack, request: SearchRequest, hardware: Hardware, clock: Clock, *, alternatives: bool = True
+) -> Opened:
+    """Open a search for ``hardware`` by simulation alone: no weights, no step, and a plan that says so.
 
-    Bytes are by ghost run, seconds by roofline. Writes the run's directory and plan, but for a dry run. Raises what
-    ``run_search`` does; without ``alternatives`` no changes are looked for that would fit.
+    Bytes are by ghost run, seconds by roofline. Without ``alternatives`` no changes are looked for that would fit.
     """
-    with ExitStack() as stack:
-        stack.enter_context(uncollected())
-        with clock.stage("trace"):
-            tracer = stack.enter_context(tracer_for(hardware, request.workload))
-            space, notes = without_offload(request.space, hardware)
-            more = {"inexact": request.allow_inexact, "notes": notes, "listener": clock.listener}
-            found = traced_for(stack, hardware, request.workload, tracer, space, **more)
-        budget, capped = within(request.budget, hardware)
-        what_if = partial(on_hardware, request, hardware, found.space.choices)
-        job, needs = Described(request.workload, hardware), simulated_memory(hardware)
-        if alternatives:
-            limit = {"timeout": request.timeout}
-            stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
-        question = question_of(request, found, budget, (*capped, said_of(hardware)))
-        question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
-        with clock.stage("profile"):
-            profiled = _profiled(found, hardware, budget, request.host_budget, clock)
-        environment = profiled.profile.op_times.environment
-        calls = calls_per_candidate(profiled.base)
-        if request.dry_run:
-            calls = DRY_CALLS if found.twin is None else calls
-            outcome = find_plan(question, tracer, profiled, DryRun(), None, None, clock, checks=calls)
-            return outcome.model_copy(update={"dry_run": True})
-        run, known = enter_run(stack, request, question, environment, tracer.units, device=hardware.name)
-        if known is not None:
-            return known
-        storage = request.storage or run.storage
-        target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
-        return find_plan(question, tracer, profiled, target, run, storage, clock, checks=calls)
+    stack.enter_context(uncollected())
+    with clock.stage("trace"):
+        tracer = stack.enter_context(tracer_for(hardware, request.workload))
+        space, notes = without_offload(request.space, hardware)
+        more = {"inexact": request.allow_inexact, "notes": notes, "listener": clock.listener}
+        found = traced_for(stack, hardware, request.workload, tracer, space, **more)
+    budget, capped = within(request.budget, hardware)
+    what_if = partial(on_hardware, request, hardware, found.space.choices)
+    job, needs = Described(request.workload, hardware), simulated_memory(hardware)
+    if alternatives:
+        limit = {"timeout": request.timeout}
+        stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
+    question = question_of(request, found, budget, (*capped, said_of(hardware)))
+    question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
+    search = partial(_simulated, question, found, hardware, request.dry_run, clock)
+    return Opened(question, simulated_environment(hardware), tracer.units, search, hardware.name)
+
+
+def _simulated(
+    question: Question,
+    found: Traced,
+    hardware: Hardware,
+    dry_run: bool,
+    clock: Clock,
+    run: RunDirectory | None,
+    storage: str | None,
+) -> SearchOutcome:
+    with clock.stage("profile"):
+        profiled = _profiled(found, hardware, question.budget, question.host_budget, clock)
+    calls = calls_per_candidate(profiled.base)
+    target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
+    if dry_run:
+        target, calls = DryRun(), DRY_CALLS if found.twin is None else calls
+    return find_plan(question, found.tracer, profiled, target, run, storage, clock, checks=calls)
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:

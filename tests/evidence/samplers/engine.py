@@ -13,7 +13,7 @@ from autockpt.schema import Budget, SearchSpace, Silence, searched_kinds
 from autockpt.tuning import question as asked
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.targets.measured import RealSteps
+from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.trials import Trials
 from search_spaces.spaces import load_space
 from tests.evidence.samplers.device import MadeUpDevice, Truth, believed, menu_of
