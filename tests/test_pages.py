@@ -246,6 +246,21 @@ def test_a_trace(autockpt: Autockpt) -> None:
     assert json.loads(autockpt(*small(command), "--json"))["summary"]["peak"]["bytes"]
 
 
+@pytest.mark.campaign
+def test_what_measures_for_minutes(autockpt: Autockpt) -> None:
+    """With little else at work: what contradicts itself is no description."""
+    command = next(c for c in commands_of(ROOT / "docs" / "extending.md") if c.startswith("autockpt calibrate"))
+    autockpt(*words_of(command)[1:], "--quick", "--device", "cpu")
+    step = ("--model", "llama-tiny", "--batch-size", "2", "--seq-len", "32")
+    simulated = json.loads(autockpt("search", *step, "--budget", "60%act", "--hardware", "card.yaml", "--json"))
+    assert simulated["plan"]["predicted"]["step_seconds"] > 0
+    few = ("--peers", "recompute all,autockpt", "--choices", "save,recompute", "--rounds", "2", "--most-rounds", "2")
+    report = json.loads(
+        autockpt("bench", *step, "--budgets", "90%", *few, "--trials", "1", "--device", "cpu", "--json")
+    )
+    assert {"recompute all", "autockpt"} <= {line["row"]["peer"] for line in report["lines"]}
+
+
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a kernel runs them: in one namespace, the last expression of each cell shown. With few choices on the menu."""
     monkeypatch.chdir(tmp_path)
