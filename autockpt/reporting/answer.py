@@ -101,7 +101,7 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
 
 def answer_table(rows: list[AnswerRow], console: Console) -> Table:
     """The comparison; where a line does not hold it all, what was predicted stands under what was measured."""
-    if all(row.predicted_bytes is None for row in rows):  # compiled steps
+    if all(row.simulated or row.predicted_bytes is None for row in rows):  # compiled steps are not predicted
         return _table(rows, wide=False)
     wide = _table(rows, wide=True)
     unbounded = console.options.update(max_width=1000)
