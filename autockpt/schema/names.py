@@ -55,10 +55,6 @@ class Pattern:
     text: str
     parts: tuple[str | IndexRange, ...]
 
-    def matches(self, name: str) -> bool:
-        """Whether the pattern stands for this name."""
-        return name == self.text or _match(self.parts, tuple(name.split(".")))
-
     def enumerate(self) -> list[str]:
         """All names that a pattern without wildcards stands for. Raises PlanError for wildcards and endless ranges."""
         names = [""]
