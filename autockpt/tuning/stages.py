@@ -16,7 +16,6 @@ from autockpt.schema import (
     Budget,
     Choice,
     Comparison,
-    DeviceInfo,
     Environment,
     FinishedSearch,
     Plan,
@@ -168,7 +167,46 @@ def recorded(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
     return finished.outcome.model_copy(update={"notes": (*finished.outcome.notes, note), "set_aside": None})
 
 
-def finish(run: RunDirectory | None, question: Question, found: SearchResult, outcome: SearchOutcome) -> SearchOutcome:
+def conclude(
+    question: Question,
+    found: SearchResult,
+    rows: tuple[Comparison, ...],
+    plan: Plan | None,
+    environment: Environment,
+    run: RunDirectory | None,
+    storage: str | None,
+    *,
+    source: PlanStatus,
+    stages: Sequence[StageTime],
+) -> SearchOutcome:
+    """What people get of a search, on record; in the storage the study that they open."""
+    if run is not None and storage is not None:
+        found.notes.extend(_shown(storage, study_title(question, environment, run), found))
+    outcome = SearchOutcome(
+        plan=plan,
+        source=source,
+        budget=found.budget,
+        device=environment.device,
+        rows=rows,
+        settings=plain(question.settings),
+        binding=found.binding,
+        interrupted=found.interrupted,
+        resumed=found.resumed,
+        measured_trials=sum(t.score is not None or source == "simulated" for t in found.trials),
+        stopped=found.stopped,
+        run_directory=run.path if run else None,
+        plan_path=run.plan_path if run and plan else None,
+        set_aside=run.set_aside if run else None,
+        smallest_peak=found.smallest_peak,
+        stages=tuple(stages),
+        notes=(*question.notes, *found.notes),
+    )
+    return _finished(run, question, found, outcome)
+
+
+def _finished(
+    run: RunDirectory | None, question: Question, found: SearchResult, outcome: SearchOutcome
+) -> SearchOutcome:
     """Put an outcome on record, unless it was interrupted; a verdict that is another than before is said so."""
     if run is None or found.interrupted or outcome.plan is None:
         return outcome
@@ -198,40 +236,6 @@ def _changed(before: Plan, now: Plan, found: SearchResult) -> str:
     return f"the verdict changed: it was {said(before, old)} and is {said(now, new)} now, because {why}"
 
 
-def outcome_of(
-    question: Question,
-    found: SearchResult,
-    rows: tuple[Comparison, ...],
-    plan: Plan | None,
-    device: DeviceInfo,
-    run: RunDirectory | None,
-    *,
-    source: PlanStatus,
-    stages: Sequence[StageTime],
-    notes: Sequence[str],
-) -> SearchOutcome:
-    """What people get of a search; ``notes`` are its own, after those of the job."""
-    return SearchOutcome(
-        plan=plan,
-        source=source,
-        budget=found.budget,
-        device=device,
-        rows=rows,
-        settings=plain(question.settings),
-        binding=found.binding,
-        interrupted=found.interrupted,
-        resumed=found.resumed,
-        measured_trials=sum(t.score is not None or source == "simulated" for t in found.trials),
-        stopped=found.stopped,
-        run_directory=run.path if run else None,
-        plan_path=run.plan_path if run and plan else None,
-        set_aside=run.set_aside if run else None,
-        smallest_peak=found.smallest_peak,
-        stages=tuple(stages),
-        notes=(*question.notes, *notes),
-    )
-
-
 def find_plan(
     question: Question,
     tracer: Tracer,
@@ -253,10 +257,9 @@ def find_plan(
         run.write_graph(profiled.base)
         run.write_profile(profiled.profile)
     trials = Trials(run)
-    title = _title(question, environment, run)
-    study = f"{title}: sampler"
-    with _refusal_on_record(run, profiled):
-        more = {"calls": checks, "study": study, "listener": clock.listener}
+    study = study_title(question, environment, run)
+    with refusal_on_record(run, profiled):
+        more = {"calls": checks, "study": f"{study}: sampler", "listener": clock.listener}
         proposer = SolverProposer(question, profiled, target, trials, storage, **more)
         found = Loop(proposer, target, trials, question.limits, clock).run()
     if (pace := _pace(found)) is not None:
@@ -281,13 +284,7 @@ def find_plan(
             if not found.interrupted and question.limits.seconds_left(clock) > 0:
                 with clock.stage("other budgets"):
                     run.write_outlook(look_around(profiled, found, tracer.head, run.outlook(), clock))
-    if run is not None and storage is not None:
-        found.notes.extend(_shown(storage, title, found))
-    stages, notes = clock.stages, found.notes
-    outcome = outcome_of(
-        question, found, rows, plan, environment.device, run, source=target.source, stages=stages, notes=notes
-    )
-    return finish(run, question, found, outcome)
+    return conclude(question, found, rows, plan, environment, run, storage, source=target.source, stages=clock.stages)
 
 
 def _pace(found: SearchResult) -> float | None:
@@ -302,18 +299,19 @@ def _pace(found: SearchResult) -> float | None:
 
 
 @contextmanager
-def _refusal_on_record(run: RunDirectory | None, profiled: CostModel) -> Iterator[None]:
+def refusal_on_record(run: RunDirectory | None, profiled: CostModel | None = None) -> Iterator[None]:
     """That nothing fits is an answer, too: the run says so, and whoever finds alternatives can add them."""
     try:
         yield
     except InfeasibleError as error:
         if run is not None:
-            run.write_outlook(Outlook(plans=ghost_runs(profiled), infeasible=error.message))
+            plans = ghost_runs(profiled) if profiled is not None else ()
+            run.write_outlook(Outlook(plans=plans, infeasible=error.message))
             error.run = run
         raise
 
 
-def _title(question: Question, environment: Environment, run: RunDirectory | None) -> str:
+def study_title(question: Question, environment: Environment, run: RunDirectory | None) -> str:
     """What a study of this question is called: in a storage of many searches no two of them are called the same."""
     digest = f" ({question_hash(run.question)})" if run is not None else ""
     return f"{question.name} on {environment.device.name} within {question.budget.text}{digest}"

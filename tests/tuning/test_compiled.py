@@ -73,7 +73,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     tried = Trials(run)
     target = CompiledSteps(mode, RealSteps(compiler, clock), compiler, limits, clock)  # type: ignore[arg-type]
     storage, eager = run.storage if run else None, more.pop("eager", lambda share: {})
-    proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager)
+    proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager, study="compiled")
     return Loop(proposer, target, tried, limits, clock).run()
 
 

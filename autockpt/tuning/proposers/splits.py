@@ -195,10 +195,11 @@ class SplitProposer(Proposer):
         *,
         room: int,
         eager: EagerPlans,
+        study: str,
     ) -> None:
         self.question, self.layers, self.target, self.trials = question, tuple(layers), target, trials
         self.mode: CompileMode = target.mode
-        self.storage, self.room, self.eager = storage, room, eager
+        self.storage, self.room, self.eager, self.study_name = storage, room, eager, study
         self.kinds = question.space.choices
         self.known = known_plans(self.layers, self.kinds)
         if self.mode == "model":  # where every plan is compiled anew, one that is seldom good is not worth it
@@ -209,7 +210,8 @@ class SplitProposer(Proposer):
 
     def begin(self) -> None:
         seed = self.question.limits.seed
-        self.study = Study("knobs", "tpe", sampled(self.mode), {}, name="compiled", storage=self.storage, seed=seed)
+        name = self.study_name
+        self.study = Study("knobs", "tpe", sampled(self.mode), {}, name=name, storage=self.storage, seed=seed)
         self.target.begin(self.trials)
 
     @property

@@ -31,7 +31,7 @@ from autockpt.tuning.proposers.base import Plans
 from autockpt.tuning.proposers.solver import CHECKS
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import Opened, finish, outcome_of, question_of
+from autockpt.tuning.stages import Opened, conclude, question_of, refusal_on_record, study_title
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
@@ -126,16 +126,17 @@ def _searched(
     trials = Trials(run)
     confirm = confirmation(question.spec, measurer, compile=mode)
     target = CompiledSteps(mode, RealSteps(measurer, clock, confirm), measurer, question.limits, clock)
-    layers = [unit.name for unit in blocks]
-    proposer = SplitProposer(question, layers, target, trials, storage, room=room, eager=eager)
-    found = Loop(proposer, target, trials, question.limits, clock).run()
-    rows = scored_rows(proposer.known, found.trials, found.best)
-    plan, notes = None, [*found.notes, *_graphs(found)]
+    layers, study = [unit.name for unit in blocks], f"{study_title(question, environment, run)}: sampler"
+    proposer = SplitProposer(question, layers, target, trials, storage, room=room, eager=eager, study=study)
+    with refusal_on_record(run):
+        found = Loop(proposer, target, trials, question.limits, clock).run()
+    found.notes.extend(_graphs(found))
+    rows, plan = scored_rows(proposer.known, found.trials, found.best), None
     if found.best is not None:
         late = question.limits.seconds_left(clock) < 0
         elsewise, said = (None, []) if late else _in_eager_steps(measurer, found)
-        notes += said
-        choices, told = found.best.choices, (*notes, _NOT_PREDICTED)
+        found.notes.extend(said)
+        choices, told = found.best.choices, (*found.notes, _NOT_PREDICTED)
         plan = make_plan(
             question, tracer, choices, environment, found.budget, source="measured", rows=rows, notes=told
         ).model_copy(update={"compile": mode})
@@ -143,8 +144,7 @@ def _searched(
         if run is not None:
             run.write_plan(plan)
     stages = _compiling_apart(clock.stages, found)
-    outcome = outcome_of(question, found, rows, plan, info, run, source="measured", stages=stages, notes=notes)
-    return finish(run, question, found, outcome)
+    return conclude(question, found, rows, plan, environment, run, storage, source="measured", stages=stages)
 
 
 def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[StageTime, ...]:
