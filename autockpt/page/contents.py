@@ -10,7 +10,7 @@ from typing import Any
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.explaining.subject import hardware_for
 from autockpt.history.rundir import RunDirectory
-from autockpt.page.outlook import JobChange, changes
+from autockpt.page.outlook import Asked, JobChange, changes
 from autockpt.page.plans import SAID, SIMULATED, PlanPoint, Plans, plans_of
 from autockpt.page.sentence import more_budget, next_steps, sentence, why
 from autockpt.page.tape import Timeline, tape_of
@@ -116,6 +116,7 @@ def contents_of(run: RunDirectory) -> Contents:
     every = [u for p in plans.points.values() for u in p.choices]
     lines = _lines(plan, profile, base.blocks() if base is not None else ())
     prices = [line.price for line in lines if line.price is not None]
+    asked = Asked(run.question, run.command())
     name = run.path.resolve().name
     plan_file = f"{name}/{(run.answer_path or run.plan_path).name}"
     return _tidied(
@@ -136,7 +137,7 @@ def contents_of(run: RunDirectory) -> Contents:
             units=tuple(dict.fromkeys(outermost(dict.fromkeys(every)))),
             lines=lines,
             tapes=tapes,
-            changes=changes(outlook or Outlook(), run.sizes(), tapes, settings, budget, plan),
+            changes=changes(outlook or Outlook(), run.sizes(), tapes, settings, budget, plan, asked),
             outcome=outcome,
             settings={k: v for k, v in settings.items() if v not in (None, "", False)},
             environment=environment,

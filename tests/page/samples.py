@@ -25,6 +25,7 @@ from autockpt.schema import (
     StageTime,
     Trial,
     Unit,
+    WorkloadSpec,
     plan_hash,
 )
 from tests.reporting.samples import small_graph
@@ -108,15 +109,29 @@ def trials(model: str = "small") -> list[Trial]:
     ]
 
 
-def make_run(root: Path, *, model: str = "small", budget: str = "60%act", answered: bool = True) -> RunDirectory:
-    """A run that has come to its end; with ``answered`` False one that was stopped before."""
-    run = RunDirectory.enter(root, {"model": model, "budget": budget}, model="small", device="cpu", budget=budget)
+def make_run(
+    root: Path,
+    *,
+    model: str = "small",
+    budget: str = "60%act",
+    answered: bool = True,
+    workload: WorkloadSpec | None = None,
+    options: tuple[str, ...] = (),
+) -> RunDirectory:
+    """A run that has come to its end; with ``answered`` False one that was stopped before.
+
+    ``workload`` is what its question holds of the job (None: a live step), ``options`` are more of its command line.
+    """
+    question = {"model": model, "budget": budget}
+    question |= {"workload": workload.model_dump(mode="json")} if workload is not None else {}
+    run = RunDirectory.enter(root, question, model="small", device="cpu", budget=budget)
     for trial in trials(model):
         run.add_trial(trial)
     run.write_environment(ENVIRONMENT)
     run.write_profile(profile())
     run.write_graph(small_graph())
-    run.add_command(("autockpt", "search", "--model", "/home/somebody/secret/config.json", "--budget", budget))
+    model_file = "/home/somebody/secret/config.json"
+    run.add_command(("autockpt", "search", "--model", model_file, "--budget", budget, *options))
     if not answered:
         return run
     run.write_graph(small_graph(), "recompute")

@@ -12,7 +12,8 @@ from autockpt.page import compare_page, run_page, write_page
 from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import GHOST, OPTUNA, SOLVER
 from autockpt.page.sentence import a_little_more
-from autockpt.schema import OFFLOAD, SAVE, FinishedSearch, Prediction
+from autockpt.schema import OFFLOAD, SAVE, FinishedSearch, Prediction, WorkloadSpec
+from autockpt.schema.batches import SizesTimed
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from tests.page.samples import BUDGET, make_run, plan_of, trials
 from tests.reporting.samples import small_graph
@@ -108,6 +109,65 @@ def test_other_budgets_are_answered_by_what_was_tried_and_by_what_is_predicted(t
     assert (point.basis, point.peak, point.seconds, dict(point.choices)) == (GHOST, 2000, 0.15, ghost.choices)
     assert "ghost run, time predicted" in run_page(directory)
     assert ("Head and loss in chunks", GHOST) in {(change.name, change.basis) for change in run.changes}
+
+
+MORE, LONGER, LORA, SHARD = "One more sample in the batch", "Longer sequences", "Adapters", "Sharding"
+
+
+@pytest.mark.parametrize(
+    ("workload", "options", "offered"),
+    [
+        (
+            WorkloadSpec(model="gpt2-tiny"),
+            (),
+            ("--batch-size 5 --accumulate 1", "--seq-len 128", "--lora 16", "--shard 2 --hardware NAME"),
+        ),
+        (
+            WorkloadSpec(model="gpt2-tiny", pad_to=64),
+            ("--device", "cpu", "--weights"),
+            (
+                "--batch-size 5 --accumulate 1",
+                "--seq-len 128 --pad-to 128",
+                "--lora 16",
+                "--shard 2 --hardware NAME without --device and --weights",
+            ),
+        ),
+        (
+            WorkloadSpec(model="train:make", seq_len=64),  # which takes a length, and no batch size
+            (),
+            (
+                "in train:make: a batch of 5",
+                "--seq-len 128",
+                "in train:make: peft.get_peft_model(model, LoraConfig(r=16))",
+                "--shard 2 --hardware NAME",
+            ),
+        ),
+        (
+            None,
+            (),
+            (
+                "a batch of 5",
+                "sequences of 128 tokens",
+                "peft.get_peft_model(model, LoraConfig(r=16))",
+                "--model NAME --shard 2 --hardware NAME",
+            ),
+        ),
+    ],
+)
+def test_only_options_that_this_job_takes_are_offered(
+    tmp_path: Path, workload: WorkloadSpec | None, options: tuple[str, ...], offered: tuple[str, ...]
+) -> None:
+    run = contents_of(make_run(tmp_path, workload=workload, options=options))
+    said = {change.name: change.exactly for change in run.changes}
+    found = tuple(next(said[name] for name in said if name.startswith(start)) for start in (MORE, LONGER, LORA, SHARD))
+    assert found == offered
+
+
+def test_a_micro_batch_of_an_update_is_asked_for_by_itself(tmp_path: Path) -> None:
+    run = make_run(tmp_path, workload=WorkloadSpec(model="gpt2-tiny", batch_size=4), options=("--global-batch", "4"))
+    run.write_sizes(SizesTimed(plans={2: "a", 4: "b"}, winner=2, times={2: (1.0,), 4: (2.0,)}))
+    exactly = {change.name: change.exactly for change in contents_of(run).changes}
+    assert exactly["Micro-batches of 2"] == "--batch-size 2 --accumulate 2 without --global-batch"
 
 
 def test_what_is_left_free_is_said_wherever_a_budget_is(tmp_path: Path) -> None:
