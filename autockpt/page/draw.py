@@ -169,7 +169,7 @@ def progress(contents: Contents) -> Markup:
     parts.append(_stretched(f'<path class="front run0" d="{path}H100"/>'))
     for point in tried:
         px, py = x(point.elapsed), y(point.seconds or 0)
-        fits = "fits" if point.fits else "does not fit"
+        fits = {True: "fits", False: "does not fit", None: "not known whether it fits"}[point.fits]
         title = f"{point.name}: {words.seconds(point.seconds or 0)}, {fits}, after {words.seconds(point.elapsed)}"
         style = f"phase{_phase(point)} run{0 if point.fits else 1}"
         parts.append(

@@ -46,7 +46,7 @@ class PlanPoint:
     phase: str
     basis: str
     state: str
-    fits: bool
+    fits: bool | None
     peak: int | None
     seconds: float | None
     predicted_peak: int | None

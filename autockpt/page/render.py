@@ -61,7 +61,7 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "said": SAID,
         "small": _small(contents),
         "best_few": fitting[:BEST_FEW],
-        "without": [p for p in tried if not p.fits],
+        "without": [p for p in tried if p.fits is False],
         "buys": _buys(contents),
         "phases": _phases(tried),
         "letters": words.letters(p.choices for p in contents.plans.points.values()),

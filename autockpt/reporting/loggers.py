@@ -151,7 +151,7 @@ def _numbers(trial: Trial, prefix: str) -> dict[str, float]:
             out[f"{kind}/{prefix}peak MiB"] = known.peak_bytes / _MIB
             if known.step_seconds:
                 out[f"{kind}/{prefix}step seconds"] = known.step_seconds
-    return out | ({} if prefix else {"trial/fits": float(trial.feasible)})
+    return out | ({} if prefix or trial.feasible is None else {"trial/fits": float(trial.feasible)})
 
 
 @contextmanager

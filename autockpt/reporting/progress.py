@@ -32,6 +32,7 @@ STATES = {
     "predicted_over": "predicted over the budget",
     "failed": "failed",
 }
+FITS = {True: "fits", False: "over the budget", None: ""}
 
 
 class LineListener:
@@ -143,8 +144,7 @@ def listener(console: Console) -> LineListener | BarListener:
 
 def describe_trial(trial: Trial, best: Trial | None) -> str:
     """One line: number, name, what became of it, and whether it is the best so far."""
-    # a trial that fits while there is no best one: the budget is not known in bytes yet
-    verdict = STATES[trial.state] or ("over the budget" if not trial.feasible else "fits" if best else "")
+    verdict = STATES[trial.state] or FITS[trial.feasible]
     numbers = describe_numbers(trial)
     compiling = trial.measured.compile_seconds if trial.measured is not None else 0.0
     compiled = f"compiled in {words.seconds(compiling)}" if compiling >= SHOWN else ""

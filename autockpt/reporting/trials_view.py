@@ -10,12 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.history.trials import measurements
-from autockpt.reporting.progress import STATES
+from autockpt.reporting.progress import FITS, STATES
 from autockpt.reporting.style import plain_table
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
 from autockpt.schema.names import fold
 
 WIDE = 100
+UNJUDGED = "not known: the budget was not known in bytes yet"
 
 
 def when(seconds: float) -> str:
@@ -44,6 +45,8 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
     console.print(Text(legend(trials), style="dim"))
     if any(t.state == "simulated" for t in trials):
         console.print(Text("~ simulated, not measured", style="dim"))
+    if any(t.feasible is None for t in trials):
+        console.print(Text(f"? {UNJUDGED}", style="dim"))
     console.print()
 
 
@@ -83,6 +86,8 @@ def _fits(trial: Trial) -> Text:
         return Text("OOM", style="red")
     if trial.state == "failed":
         return Text("failed", style="red")
+    if trial.feasible is None:
+        return Text("?", style="dim")
     return Text("yes", style="green") if trial.feasible else Text("no", style="red")
 
 
@@ -105,7 +110,7 @@ def front_table(front: Sequence[Trial]) -> Table:
 def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> None:
     """One trial in full; ``readings`` are all lines that were written about it, oldest first."""
     console.print(Text(f"Trial {trial.number}: {trial.name}", style="bold"))
-    verdict = STATES[trial.state] or ("fits the budget" if trial.feasible else "over the budget")
+    verdict = STATES[trial.state] or FITS[trial.feasible] or UNJUDGED
     console.print(Text(f"{verdict}{f': {trial.message}' if trial.message else ''}"), soft_wrap=True)
     facts = [f"proposed as {trial.encoding}", f"plan {trial.plan_hash}"]
     if trial.elapsed_seconds:

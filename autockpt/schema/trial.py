@@ -58,7 +58,7 @@ class Trial(Data):
     choices: dict[str, Choice]
     plan_hash: str
     state: TrialState
-    feasible: bool
+    feasible: bool | None = Field(description="None: not known, for the budget was not known in bytes yet")
     predicted: Prediction | None = None
     measured: Measurement | None = None
     parameters: dict[str, float | int | str] = Field(default_factory=dict)

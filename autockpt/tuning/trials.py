@@ -70,7 +70,7 @@ class Trials:
                 choices=candidate.choices,
                 plan_hash=plan_hash(candidate.choices),
                 state=score.state,
-                feasible=score.state in ("measured", "simulated"),
+                feasible=None if score.state in ("measured", "simulated") else False,
                 predicted=predicted,
                 measured=score.measured,
                 parameters=dict(candidate.parameters),

@@ -12,6 +12,7 @@ import pytest
 from autockpt.errors import InfeasibleError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.statistics import ratio_interval
+from autockpt.history.trials import best
 from autockpt.schema import (
     RECOMPUTE,
     SAVE,
@@ -148,6 +149,23 @@ def test_a_winner_that_does_not_hold_in_a_fresh_process_is_not_named() -> None:
     assert found.best is not None
     assert found.best.plan_hash != refused[0]
     assert any("fresh process" in note for note in found.notes)
+
+
+class Killed(MadeUpDevice):
+    def measure(self, *args: Any, **kwargs: Any) -> Measurement:
+        if self.measured:
+            raise SystemExit
+        return super().measure(*args, **kwargs)
+
+
+@pytest.mark.parametrize("budget", ["50%act", "auto"])
+def test_a_search_that_is_killed_before_its_budget_is_known_calls_nothing_fitting(tmp_path: Path, budget: str) -> None:
+    run = run_in(tmp_path)
+    with pytest.raises(SystemExit):
+        search(Killed(), budget, run=run)
+    assert [t.feasible for t in run.trials() if t.measured is not None] == [None] and best(run.trials()) == []
+    found = search(MadeUpDevice(), budget, run=run)
+    assert all(t.feasible is not None for t in found.trials) and found.resumed
 
 
 class NotANumber(MadeUpDevice):

@@ -210,7 +210,7 @@ class SolverProposer(Proposer):
         """Whether enough candidates were found, or the refitted optimum is beaten already."""
         wanted = self.target.most_candidates
         tried = [t for t in self.trials.all if t.encoding == self.space.encoding]
-        fitting = sum(t.feasible for t in tried)  # those that did not fit count for less
+        fitting = sum(bool(t.feasible) for t in tried)  # those that did not fit count for less
         if wanted is not None and (fitting >= wanted or len(tried) >= MOST_MISSES * wanted):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
         patience, gain = self.target.patience, self.target.worthwhile
