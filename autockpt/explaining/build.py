@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autockpt.explaining.fronts import fronts
 from autockpt.explaining.holdings import PointBytes
-from autockpt.explaining.limits import workload_limits
+from autockpt.explaining.limits import MOST_TIMES, workload_limits
+from autockpt.explaining.longest import largest_lean
 from autockpt.explaining.moment import curve, moment, peak_op, telling_op
 from autockpt.explaining.speed import speed_of
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
-from autockpt.explaining.why import Answers, budget_steps, why
+from autockpt.explaining.why import Answers, budget_steps, resolved, why
 from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.profiling import said_of
-from autockpt.schema import Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, format_bytes
+from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, format_bytes
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Explanation, Largest, Reach, Speed
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
@@ -109,15 +110,6 @@ def _chosen(
     return _Chosen(answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
 
 
-def resolved(question: ExplainRequest, answers: Answers) -> ResolvedBudget | None:
-    """The budget in bytes: the one asked for, else the plan's own."""
-    device = answers.profiled.predictor.device
-    if question.budget is None:
-        return question.plan.budget if question.plan is not None else None
-    capacity = device.capacity_bytes - answers.profiled.used_by_others
-    return question.budget.resolved(answers.save_all.peak_bytes, answers.lean.peak_bytes, capacity, device.kind)
-
-
 def _speed(subject: Subject, graph: Graph, measured: float | None) -> Speed | None:
     tokens = subject.tracer.settings.get("tokens")
     hardware, times = subject.question.hardware, subject.times
@@ -139,13 +131,21 @@ def _limits(
         "save everything": ({}, subject.base),
         "leanest": (answers.lean.choices, lean),
     }
-    return workload_limits(
+    found = workload_limits(
         subject.question.spec,
         plans,
         subject.tracer.settings,
         budget.bytes,
         lambda spec: subject.question.tracer(spec, fallback=False),
         subject.needs,
+    )
+    fixed = Budget(text=budget.words, kind="bytes", size=budget.bytes)  # a share would grow with the sizes
+    question = replace(subject.question, budget=fixed)
+    return tuple(
+        largest_lean(question, limit.dimension, listener, limit) or limit
+        if limit.plan == "leanest" and (limit.value or 0) < MOST_TIMES * limit.now
+        else limit
+        for limit in found
     )
 
 

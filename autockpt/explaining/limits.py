@@ -14,6 +14,7 @@ from autockpt.tracing import Tracer
 MOST_RUNS = 7  # sizes tried per plan and dimension
 MOST_TIMES = 64  # as large as now is as far as anybody looks
 GRAIN = 32  # sequences are distinguished to a share of 1/32, in powers of two
+FIELDS: dict[Dimension, str] = {"batch size": "batch_size", "sequence length": "seq_len"}  # of WorkloadSpec
 
 Peak = Callable[[str, int], int]
 
@@ -144,8 +145,7 @@ def workload_limits(
     first = {name: needs(graph) for name, (_, graph) in plans.items()}
     floor = min(first[name] - graph.peak_bytes + _at_any_size(graph) for name, (_, graph) in plans.items())
     out: list[Largest] = []
-    fields: dict[Dimension, str] = {"batch size": "batch_size", "sequence length": "seq_len"}
-    for dimension, field_name in fields.items():
+    for dimension, field_name in FIELDS.items():
         now = settings.get(field_name)
         if (
             dimension not in dimensions

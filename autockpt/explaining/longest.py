@@ -1,16 +1,15 @@
-"""The longest sequences that fit a budget, for whoever leaves their length open."""
+"""The largest size that fits with the leanest plan, and the longest sequences for whoever leaves their length open."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from autockpt.errors import InfeasibleError, UsageError
-from autockpt.explaining.build import resolved
-from autockpt.explaining.limits import grain, workload_limits
+from autockpt.explaining.limits import FIELDS, grain, workload_limits
 from autockpt.explaining.subject import ExplainRequest, open_subject
-from autockpt.explaining.why import Answers
+from autockpt.explaining.why import Answers, resolved
 from autockpt.schema import Budget, Listener, Silence, WorkloadSpec, format_bytes
-from autockpt.schema.explanation import Largest
+from autockpt.schema.explanation import Dimension, Largest
 from autockpt.schema.hardware import Hardware
 
 MOST_ROUNDS = 4
@@ -32,32 +31,51 @@ def with_longest(
     """
     budget.refuse_share("grows with its sequences")
     asked = ExplainRequest(spec=spec, budget=budget, device=device, hardware=hardware)
-    longest, value = None, 0
-    for _ in range(MOST_ROUNDS):  # at longer sequences another plan may be the leanest
-        found = _longest(replace(asked, spec=spec), listener or Silence())
-        if found is None:
-            raise UsageError(
-                "this workload has no sequence length that could be found",
-                remedy="Leave --seq-len auto and --pad-to out.",
-            )
-        grown = (found.value or 0) - value
-        if grown <= 0:
-            break
-        longest, value = found, value + grown
-        spec = spec.model_copy(update={"seq_len": value})
-        if grown <= grain(value):
-            break
-    if longest is None:
+    found = largest_lean(asked, "sequence length", listener or Silence())
+    if found is None:
+        raise UsageError(
+            "this workload has no sequence length that could be found",
+            remedy="Leave --seq-len auto and --pad-to out.",
+        )
+    if found.value is None:
         raise InfeasibleError(
             f"not even the shortest sequences fit {budget.text}", remedy="Give a larger budget or a smaller batch."
         )
-    peak = f", simulated peak {format_bytes(longest.peak_bytes)}" if longest.peak_bytes is not None else ""
-    why = f" ({longest.why})" if longest.open_ended and longest.why else ""
-    return spec, f"the longest sequences that fit with the leanest plan: {value:,} tokens{peak}{why}"
+    peak = f", simulated peak {format_bytes(found.peak_bytes)}" if found.peak_bytes is not None else ""
+    why = f" ({found.why})" if found.open_ended and found.why else ""
+    said = f"the longest sequences that fit with the leanest plan: {found.value:,} tokens{peak}{why}"
+    return spec.model_copy(update={"seq_len": found.value}), said
 
 
-def _longest(question: ExplainRequest, listener: Listener) -> Largest | None:
-    """The sequence length of the leanest plan; None where there is no such."""
+def largest_lean(
+    question: ExplainRequest, dimension: Dimension, listener: Listener, first: Largest | None = None
+) -> Largest | None:
+    """The largest size that fits with the leanest plan of that very size; None for a workload without such sizes.
+
+    At sizes of now the optimizer may set the peak, and every plan seem as lean as any other: so it is asked again at
+    what was found, with the plan that is the leanest there. ``first`` is the answer at the size of now, where known.
+    """
+    best = first if first is not None else _with_leanest(question, dimension, listener)
+    for _ in range(MOST_ROUNDS - 1):
+        if best is None or best.value is None or abs(best.value - best.now) <= _step(dimension, best.value):
+            break
+        spec = question.spec.model_copy(update={FIELDS[dimension]: best.value})
+        found = _with_leanest(replace(question, spec=spec), dimension, listener)
+        if found is None or found.value is None or found.value <= best.value:
+            break
+        grown = found.value - best.value
+        best = found.model_copy(update={"now": best.now})
+        if grown <= _step(dimension, found.value):
+            break
+    return best
+
+
+def _step(dimension: Dimension, size: int) -> int:
+    return 1 if dimension == "batch size" else grain(size)
+
+
+def _with_leanest(question: ExplainRequest, dimension: Dimension, listener: Listener) -> Largest | None:
+    """The largest size of the plan that is the leanest at the size of now; None where there is no such size."""
     with open_subject(question, listener) as subject:
         answers = Answers(subject.profiled, subject.uniform)
         budget, lean = resolved(question, answers), answers.lean.choices
@@ -71,6 +89,6 @@ def _longest(question: ExplainRequest, listener: Listener) -> Largest | None:
             budget.bytes,
             lambda spec: question.tracer(spec, fallback=False),
             subject.needs,
-            ["sequence length"],
+            [dimension],
         )
     return next(iter(found), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autockpt.explaining.subject import ExplainRequest
 from autockpt.profiling import CostModel
 from autockpt.schema import Assignment, Choice, ResolvedBudget, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
@@ -111,6 +112,15 @@ class Answers:
     def _model(self, budget_bytes: int) -> Assignment:
         """The best plan by the problem's own numbers, corrected by what ghost runs showed."""
         return solved(self.profiled.problem(budget_bytes - self.overhead), self._offsets)
+
+
+def resolved(question: ExplainRequest, answers: Answers) -> ResolvedBudget | None:
+    """The budget in bytes: the one asked for, else the plan's own."""
+    device = answers.profiled.predictor.device
+    if question.budget is None:
+        return question.plan.budget if question.plan is not None else None
+    capacity = device.capacity_bytes - answers.profiled.used_by_others
+    return question.budget.resolved(answers.save_all.peak_bytes, answers.lean.peak_bytes, capacity, device.kind)
 
 
 def why(answers: Answers, choices: Mapping[str, Choice], budget_bytes: int | None) -> Why:

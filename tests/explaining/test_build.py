@@ -9,6 +9,8 @@ import pytest
 from autockpt.errors import PlanError, UsageError, WorkloadError
 from autockpt.explaining import ExplainRequest, explain
 from autockpt.schema import Plan, WorkloadSpec, parse_budget
+from autockpt.schema.choices import RECOMPUTE
+from autockpt.tracing import Tracer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_choices")]
 
@@ -37,6 +39,18 @@ def test_a_budget(tmp_path: Path) -> None:
         assert lean.value is not None and lean.peak_bytes is not None and lean.peak_bytes <= said.budget.bytes
         assert lean.value >= lean.now > (save.value or 0), "this budget needs a plan at the size of now"
     assert said.model_validate_json(said.model_dump_json()) == said
+
+
+def test_the_largest_batch_is_that_of_the_plan_which_is_leanest_there() -> None:
+    """At a single short sequence the optimizer sets the peak, and saving everything is as lean as any other plan."""
+    spec = WorkloadSpec(model="gpt2-tiny", batch_size=1, seq_len=16, pad_to=16)
+    budget = parse_budget("20MB")
+    save, lean = explain(ExplainRequest(spec, budget=budget)).limits
+    assert (save.plan, lean.plan, lean.now) == ("save everything", "leanest", 1) and save.value and lean.value
+    with Tracer.from_spec(spec.model_copy(update={"batch_size": lean.value})) as tracer:
+        units = [unit.name for unit in tracer.units if unit.role == "block"]
+        recomputed = tracer.trace(dict.fromkeys(units, RECOMPUTE)).peak_bytes
+    assert lean.value > save.value and recomputed > 0.9 * (budget.size or 0)
 
 
 def test_a_plan_by_hand_with_a_chunked_head_and_an_impossible_budget(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from autockpt.errors import InfeasibleError, UsageError
@@ -11,6 +9,7 @@ from autockpt.explaining import longest
 from autockpt.explaining.longest import with_longest
 from autockpt.schema import WorkloadSpec, parse_budget
 from autockpt.schema.choices import RECOMPUTE
+from autockpt.schema.explanation import Largest
 from autockpt.tracing import Tracer
 
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)
@@ -33,8 +32,8 @@ def test_twice_what_is_found_does_not_fit(few_choices: None) -> None:
 
 
 def test_where_no_length_fits_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = SimpleNamespace(dimension="sequence length", plan="leanest", value=None)
-    monkeypatch.setattr(longest, "_longest", lambda *asked: row)
+    row = Largest(dimension="sequence length", plan="leanest", value=None, now=64)
+    monkeypatch.setattr(longest, "_with_leanest", lambda *asked: row)
     with pytest.raises(InfeasibleError, match="shortest"):
         with_longest(SPEC, parse_budget("2MB"), device="cpu")
 
@@ -43,11 +42,11 @@ def test_it_is_asked_again_at_what_was_found_as_another_plan_may_be_the_leanest_
     """At short sequences the optimizer sets the peak, and every plan seems as lean as any other."""
     asked: list[int | None] = []
 
-    def found(question, listener) -> SimpleNamespace:
-        asked.append(question.spec.seq_len)
-        value = {64: 1_000, 1_000: 4_000, 4_000: 4_032}[question.spec.seq_len]
-        return SimpleNamespace(value=value, peak_bytes=1 << 20, open_ended=False, why="")
+    def found(question, dimension, listener) -> Largest:
+        asked.append(now := question.spec.seq_len)
+        value = {64: 1_000, 1_000: 4_000, 4_000: 4_032}[now]
+        return Largest(dimension=dimension, plan="leanest", value=value, peak_bytes=1 << 20, now=now)
 
-    monkeypatch.setattr(longest, "_longest", found)
+    monkeypatch.setattr(longest, "_with_leanest", found)
     spec, note = with_longest(SPEC, parse_budget("40MB"), device="cpu")
     assert spec.seq_len == 4_032 and asked == [64, 1_000, 4_000] and "4,032 tokens" in note
