@@ -21,7 +21,6 @@ from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.measuring import Measurer, WorkerMeasurer, environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
-from autockpt.profiling import uniform_graphs
 from autockpt.schema import (
     Budget,
     Comparison,
@@ -35,9 +34,9 @@ from autockpt.schema import (
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
-from autockpt.tuning.alternatives import WhatIf, on_device, predictions
+from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.jobs import Described, Job, Live, with_rows
-from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.micro_batches import Sizes, foreseen_sizes
 from autockpt.tuning.rows import dependent_rows
 from autockpt.tuning.search import live_measurer, search_step
 from autockpt.tuning.side_by_side import Meet, put_right, timed_together
@@ -53,34 +52,6 @@ KINDS = ("save", "recompute", "recompute_offload", "offload")
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
 SizeSearch = Callable[[int, int, float | None, bool], SearchOutcome]
 """The search of a micro-batch: its size, candidates, seconds left, whether it goes on where an earlier one ended."""
-
-
-@dataclass
-class Sizes:
-    """What ghost runs of the two smallest micro-batches say of all: peaks of uniform plans grow by a straight line.
-
-    Where they bend (other kernels, a peak at another moment) a search of that very size decides.
-    """
-
-    sizes: list[int]
-    budget_bytes: int
-    peaks: dict[int, dict[str, int]]
-
-    def predicted(self, size: int, kind: str) -> int | None:
-        """Peak bytes of a micro-batch with one choice on every layer; None where the model refuses it."""
-        known = sorted((size, peaks[kind]) for size, peaks in self.peaks.items() if kind in peaks)
-        if len(known) < 2:
-            return known[0][1] if known else None
-        (one, first), (two, second) = known[0], known[-1]
-        return round(first + (second - first) * (size - one) / (two - one))
-
-    def largest(self, *kinds: str) -> int | None:
-        """The largest micro-batch that fits with one of these choices on every layer; None where none does."""
-
-        def fits(size: int) -> bool:
-            return any((p := self.predicted(size, kind)) is not None and p <= self.budget_bytes for kind in kinds)
-
-        return max(filter(fits, self.sizes), default=None)
 
 
 @dataclass
@@ -292,6 +263,8 @@ def _most_tokens(
         if (row := _well_known(climb, "usual", size)) is not None:
             settings.append(row)
             break
+        if size not in climb.found:  # no time was left for it, and a smaller one would not be the largest
+            break
     if given is not None and (given > highest or (given in climb.found and climb.found[given] is None)):
         met = (*met, f"Micro-batches of {given} × {rows // given}, as given, do not fit the budget.")
     if raced is not None:
@@ -335,17 +308,6 @@ def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
             else:
                 patience -= 1
     return top
-
-
-def foreseen_sizes(job: Callable[[int], Job], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:
-    """Ghost-run the two smallest sizes with one choice on every layer."""
-    peaks: dict[int, dict[str, int]] = {}
-    for size in sizes[1::-1]:
-        with job(size).tracer(judge.device) as tracer:
-            uniform = uniform_graphs(tracer, blocks_of(tracer), judge.kinds)
-            peaks[size] = {kind: said.peak_bytes for kind, said in predictions(judge, uniform).items()}
-        listener.advance()
-    return Sizes(sizes, judge.budget_bytes, peaks)
 
 
 def judge_of(request: SearchRequest, kinds: list[str]) -> WhatIf:

@@ -28,8 +28,9 @@ from autockpt.schema import (
 )
 from autockpt.tuning import batches, run_search
 from autockpt.tuning.alternatives import on_device
-from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes, search_step_batches
+from autockpt.tuning.batches import Climb, climbed, search_batch_sizes, search_step_batches
 from autockpt.tuning.jobs import Live, with_rows
+from autockpt.tuning.micro_batches import Sizes
 from autockpt.tuning.rows import dependent_rows
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
@@ -86,7 +87,10 @@ def test_the_summit_of_tokens_per_second_is_found_wherever_saving_everything_end
         seconds[s] = seconds[2 * s] + step
     save = data.draw(st.integers(1, 100))
     known = Sizes(
-        sizes, budget_bytes=100, peaks={1: {"save": save, "recompute": 1}, 2: {"save": 2 * save, "recompute": 1}}
+        sizes,
+        budget_bytes=100,
+        peaks={1: {"save": save, "recompute": 1}, 2: {"save": 2 * save, "recompute": 1}},
+        look=lambda size: {"save": size * save, "recompute": 1},
     )
     climb = climb_of(seconds, rows)
     assert climbed(climb, known, 3, 100) == summit
@@ -94,7 +98,7 @@ def test_the_summit_of_tokens_per_second_is_found_wherever_saving_everything_end
 
 
 def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> None:
-    known = Sizes([1, 2], budget_bytes=1, peaks={1: {"save": 5}, 2: {"save": 6}})
+    known = Sizes([1, 2], budget_bytes=1, peaks={1: {"save": 5}, 2: {"save": 6}}, look={}.__getitem__)
     with pytest.raises(InfeasibleError, match="nothing fits"):
         climbed(climb_of({}, 2), known, 3, 100)
 
@@ -116,7 +120,9 @@ def test_batches_whose_rows_are_packed_or_cannot_be_divided_are_refused() -> Non
 
 
 def test_one_worse_size_above_is_passed_over() -> None:
-    known = Sizes([1, 2, 4, 8, 16], 100, {1: {"save": 60, "recompute": 1}, 2: {"save": 90, "recompute": 2}})
+    too_large = {"save": 150, "recompute": 4}
+    peaks = {1: {"save": 60, "recompute": 1}, 2: {"save": 90, "recompute": 2}}
+    known = Sizes([1, 2, 4, 8, 16], 100, peaks, look=lambda size: too_large)
     assert climbed(climb_of({2: 10.0, 4: 10.5, 8: 9.0, 16: 9.5}, 16), known, 3, 100) == 8
     tired = climb_of({1: 20.0, 2: 10.0, 4: 10.5, 8: 10.6, 16: 1.0}, 16)
     assert climbed(tired, known, 3, 100) == 2 and set(tired.found) == {1, 2, 4, 8}
@@ -145,10 +151,20 @@ def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:
     assert asked == [False, False, True]
 
 
-def test_a_line_through_two_sizes_says_what_fits() -> None:
-    known = Sizes([1, 2, 4, 8], 100, {1: {"save": 30, "recompute": 20}, 2: {"save": 50, "recompute": 30}})
-    assert known.predicted(4, "save") == 90 and known.predicted(4, "offload") is None
-    assert known.largest("save") == 4 and known.largest("recompute") == 8 and known.largest("offload") is None
+def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
+        climb.began -= 55.0
+        found = outcome(1.0)
+        everything = found.rows[0].model_copy(update={"name": "recompute all"})
+        return found.model_copy(update={"rows": (everything, *found.rows)})
+
+    climb = Made(4, search, Silence(), timeout=60.0)
+    known = Sizes([1, 2, 4], 100, {1: {"save": 60, "recompute": 1}, 2: {"save": 150, "recompute": 2}}, {}.__getitem__)
+    monkeypatch.setattr(batches, "dependent_rows", lambda *asked: ())
+    monkeypatch.setattr(batches, "foreseen_sizes", lambda *asked: known)
+    answer = batches._most_tokens(climb, None, None, None, 20, "", None)  # type: ignore[arg-type]
+    assert answer.best.batch_size == 1 and not answer.others
+    assert any("left none for micro-batches of 2, 4" in note for note in answer.notes)
 
 
 @pytest.mark.parametrize(
