@@ -37,6 +37,8 @@ def with_longest(
             "this workload has no sequence length that could be found",
             remedy="Leave --seq-len auto and --pad-to out.",
         )
+    if found.value is None and found.why:
+        raise UsageError(f"other sequence lengths cannot be asked for: {found.why}", remedy="Leave --seq-len auto out.")
     if found.value is None:
         raise InfeasibleError(
             f"not even the shortest sequences fit {budget.text}", remedy="Give a larger budget or a smaller batch."

@@ -66,9 +66,10 @@ def reason_words(said: Explanation) -> list[str]:
     else:
         lines = [f"A step takes {by_ops}."]
     if not measured and why.best is not None:
-        saved = chosen.step_seconds - why.best.step_seconds
+        saved, more = chosen.step_seconds - why.best.step_seconds, why.best.peak_bytes - chosen.peak_bytes
+        needs = f"{format_binary(more)} more and fits the budget too" if more > 0 else "no more bytes"
         lines.append(
-            f"By these times another plan within the same bytes is {tilde}{words.seconds(saved)} faster a step "
+            f"By these times another plan, which needs {needs}, is {tilde}{words.seconds(saved)} faster a step "
             f"({words.share(saved / chosen.step_seconds)}): {difference(chosen.choices, why.best.choices)}."
         )
     if why.leaner is not None:
@@ -140,10 +141,12 @@ def largest_words(said: Explanation) -> list[str]:
         group = [limit for limit in said.limits if limit.dimension == dimension]
         parts = []
         for limit in group:
-            size = "none fits" if limit.value is None else f"{limit.value:,}{' or more' if limit.open_ended else ''}"
+            size = "not known" if limit.why else "none fits"
+            if limit.value is not None:
+                size = f"{limit.value:,}{' or more' if limit.open_ended else ''}"
             how = "saving everything" if limit.plan == "save everything" else "with the leanest plan"
             parts.append(f"{size} {how}")
-        reasons = dict.fromkeys(limit.why for limit in group if limit.open_ended and limit.why)
+        reasons = dict.fromkeys(limit.why for limit in group if (limit.open_ended or limit.value is None) and limit.why)
         more = f" ({'; '.join(reasons)})" if reasons else ""
         out.append(
             f"largest {dimension} within this budget: {', '.join(parts)}; now {group[0].now:,}{more} (simulated)"

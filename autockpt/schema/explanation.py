@@ -160,7 +160,8 @@ class BudgetStep(Data):
 class Largest(Data):
     """The largest size that fits under the budget by ghost runs. ``value`` None: not even the smallest tried.
 
-    ``open_ended``: larger ones may fit, ``why`` says what stopped the search.
+    ``open_ended``: larger ones may fit, ``why`` says what stopped the search; without a ``value``, that sizes other
+    than that of now cannot be asked for.
     """
 
     dimension: Dimension

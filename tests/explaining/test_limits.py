@@ -82,6 +82,16 @@ def test_sizes_that_the_model_refuses_end_the_search() -> None:
     assert save.value == 128 and save.open_ended and "128 positions" in save.why
 
 
+def test_other_sizes_that_cannot_be_asked_for_are_not_said_not_to_fit() -> None:
+    """A factory makes its own batch, which does not fit."""
+
+    def peak(plan: str, size: int) -> int:
+        raise WorkloadError("--batch-size has no effect on train:make", remedy="Leave it out.")
+
+    (found,) = largest(peak, {"leanest": 2000}, 1000, 1, "batch size", 4)
+    assert (found.value, found.why) == (None, "--batch-size has no effect on train:make")
+
+
 def test_nothing_fits() -> None:
     save, _, _ = limits(lambda n: 10**6 + n, lambda n: 10**6 + n, 4, 10)
     assert save.value is None and save.peak_bytes is None

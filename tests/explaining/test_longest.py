@@ -36,6 +36,10 @@ def test_where_no_length_fits_nothing_does(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(longest, "_with_leanest", lambda *asked: row)
     with pytest.raises(InfeasibleError, match="shortest"):
         with_longest(SPEC, parse_budget("2MB"), device="cpu")
+    own = row.model_copy(update={"why": "a factory makes its own batch"})
+    monkeypatch.setattr(longest, "_with_leanest", lambda *asked: own)
+    with pytest.raises(UsageError, match="a factory makes its own batch"):
+        with_longest(SPEC, parse_budget("2MB"), device="cpu")
 
 
 def test_it_is_asked_again_at_what_was_found_as_another_plan_may_be_the_leanest_there(monkeypatch) -> None:

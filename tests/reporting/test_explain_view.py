@@ -4,7 +4,7 @@ import pytest
 
 from autockpt.reporting import area
 from autockpt.reporting.explain_view import print_explanation
-from autockpt.reporting.explain_words import bound_words, difference, reason_words
+from autockpt.reporting.explain_words import bound_words, difference, largest_words, reason_words
 from autockpt.reporting.rules_view import print_rules
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Comparison, Measurement, ResolvedBudget
 from autockpt.schema.explanation import (
@@ -135,6 +135,13 @@ def printed(width: int, encoding: str = "utf-8", **changes: object) -> str:
     return raw.getvalue().decode(encoding)
 
 
+def test_sizes_that_cannot_be_asked_for_are_said_to_be_unknown() -> None:
+    why = "--batch-size has no effect on train:make, which makes its own model and batch"
+    limit = Largest(dimension="batch size", plan="leanest", value=None, now=4, why=why)
+    (said,) = largest_words(explanation(limits=(limit,)))
+    assert f"not known with the leanest plan; now 4 ({why})" in said and "none fits" not in said
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_an_explanation_on_screen(width: int) -> None:
     text = printed(width)
@@ -228,7 +235,11 @@ def test_nominal_rates_rank_nothing_above_what_a_plan_says_was_measured() -> Non
     plain = Measurement(peak_bytes=900 * MIB, step_seconds=1.0)
     row = Comparison(name="none", verdict="over_budget", measured=plain)
     nominal = {"basis": "nominal", "why": why}
-    assert "faster a step" in "".join(reason_words(explanation(**nominal)))
+    said = "".join(reason_words(explanation(**nominal)))
+    assert "another plan, which needs no more bytes, is" in said and "faster a step" in said
+    larger = why.model_copy(update={"best": reach(830, 1.0, 10)})
+    said = "".join(reason_words(explanation(**nominal | {"why": larger})))
+    assert "another plan, which needs 30.0 MiB more and fits the budget too, is" in said
     said = reason_words(explanation(**nominal, status="measured", measured_seconds=1.05, beside=(row,)))
     assert "faster" not in "".join(said) and "A step took 1.05 s, 5.0 % over saving everything" in said[0]
     assert "none took 1 s with 900 MiB" in said[1]
