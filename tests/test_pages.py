@@ -261,6 +261,14 @@ def test_what_measures_for_minutes(autockpt: Autockpt) -> None:
     assert {"recompute all", "autockpt"} <= {line["row"]["peer"] for line in report["lines"]}
 
 
+def test_a_step_with_a_loss_of_its_own_is_searched_as_the_page_says() -> None:
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    (block,) = re.findall(r"^```python\n(import torch\n.*?)^```", page, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["plan"].status == "measured" and names["plan"].measured.peak_bytes <= names["plan"].budget.bytes
+
+
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a kernel runs them: in one namespace, the last expression of each cell shown. With few choices on the menu."""
     monkeypatch.chdir(tmp_path)
