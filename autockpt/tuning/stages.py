@@ -164,6 +164,8 @@ def recorded(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
     if not finished.answers(request.trials, request.timeout):
         return None
     note = f"This is the answer of {run.path}, where the search had ended; --again, or more --trials, searches on."
+    if request.storage is not None:
+        note += " So nothing was written to --storage: --again writes the study there."
     return finished.outcome.model_copy(update={"notes": (*finished.outcome.notes, note), "set_aside": None})
 
 

@@ -68,6 +68,15 @@ def test_the_same_command_is_answered_at_once(finished: tuple[Path, SearchOutcom
     assert again.rows == first.rows and any("--again" in note for note in again.notes)
 
 
+def test_a_storage_that_an_answer_on_record_does_not_write_to_is_said(
+    finished: tuple[Path, SearchOutcome], tmp_path: Path
+) -> None:
+    storage = f"sqlite:///{tmp_path / 'studies.db'}"
+    said = [" ".join(ask(finished[0], **more)[0].notes) for more in ({}, {"storage": storage})]
+    assert ["nothing was written to --storage" in notes for notes in said] == [False, True]
+    assert not (tmp_path / "studies.db").exists()
+
+
 @pytest.mark.parametrize("more", [{"again": True}, {"trials": 3}])
 def test_asked_for_more_it_goes_on(finished: tuple[Path, SearchOutcome], more: dict[str, Any]) -> None:
     out, first = finished
