@@ -260,7 +260,7 @@ class RunDirectory:
         self.write("sizes.json", timed.model_dump_json() + "\n")
 
     def sizes(self) -> SizesTimed | None:
-        """Micro-batches timed side by side, of which this run's is the smallest; None where none were."""
+        """Micro-batches timed side by side, of which this run's is one; None where none were."""
         return self._model("sizes.json", SizesTimed)
 
     def write_outlook(self, outlook: Outlook) -> None:

@@ -23,8 +23,10 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
     if not isinstance(best.score, Measurement):
         console.print("~ simulated, not measured", style="dim")
     console.print()
-    counted = words.counted(answer.trials, "candidate")
-    console.print(bullets([f"{counted} of all sizes in {words.seconds(answer.seconds)}.", *answer.notes]))
+    took = words.seconds(answer.seconds)
+    counted = f"The trials told of above are those of micro-batches of {best.batch_size}; "
+    counted += f"{answer.trials} of all sizes, in {took}."
+    console.print(bullets([counted, *answer.notes]))
     heading("The settings that go with the plan:", console)
     for trainer, flags in trainer_flags(best.batch_size, best.accumulate).items():
         console.print(Text(f"  {trainer:<14}{flags}", style="cyan"), soft_wrap=True)

@@ -56,7 +56,7 @@ class BatchAnswer(Data):
     best: BatchSetting
     others: tuple[BatchSetting, ...] = ()
     outcome: SearchOutcome
-    trials: int = Field(description="candidates of all sizes together")
+    trials: int = Field(description="of all sizes together, well-known plans among them, as outcomes count them")
     seconds: float = Field(description="wall time of it all")
     notes: tuple[str, ...] = ()
 

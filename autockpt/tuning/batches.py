@@ -278,7 +278,7 @@ def _most_tokens(
         best=best,
         others=tuple(sorted((s for s in settings if s is not best), key=lambda b: b.update_seconds)),
         outcome=outcome,
-        trials=climb.spent,
+        trials=sum(o.measured_trials for o in climb.found.values() if o is not None),
         seconds=time.monotonic() - climb.began,
         notes=(*met, *filter(None, [said, climb.left_out()]), *NOTES),
     )

@@ -269,7 +269,10 @@ def _of_all(
         path = longest.run_directory / BY_LENGTH
         found.plan.save(path, existing="replace")
     spent = sum(outcome.measured_trials for outcome in outcomes.values())
-    more = {"plan": found.plan, "plan_path": path, "notes": (*longest.notes, *found.notes), "measured_trials": spent}
+    took = words.seconds(time.monotonic() - began)
+    counted = (f"The trials told of are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
+    notes = (*longest.notes, *found.notes, *(counted if len(outcomes) > 1 else ()))
+    more = {"plan": found.plan, "plan_path": path, "notes": notes}
     return longest.model_copy(update=more)
 
 

@@ -52,7 +52,7 @@ def timed_together(
 ) -> tuple[Final | None, str]:
     """Race the micro-batches that look best; None where one of them stands alone. The race by size, and a note on it.
 
-    The result is kept in the first one's run directory, and is the answer there as long as the same plans are compared.
+    The result is kept in the run directory of each, and is the answer as long as the same plans are compared.
     """
     seemed = {size: s.update_seconds for size, (s, _) in best.items() if isinstance(s.score, Measurement)}
     near = [
@@ -74,9 +74,11 @@ def timed_together(
             final = _raced(trials, {size: best[size][0] for size in near}, best[near[0]][1], meet, seconds, listener)
         except AutockptError as error:
             return None, f"The micro-batches were not timed side by side: {error.message}"
-        if run is not None:
-            times = {size: tuple(taken) for size, taken in final.times.items()}
-            run.write_sizes(SizesTimed(plans=plans, winner=final.winner, undecided=final.undecided, times=times))
+        times = {size: tuple(taken) for size, taken in final.times.items()}
+        timed = SizesTimed(plans=plans, winner=final.winner, undecided=final.undecided, times=times)
+        for kept in (best[size][1].run_directory for size in near):
+            if kept is not None:  # the page of each shows them
+                RunDirectory.open(kept).write_sizes(timed)
     return final, _said(final)
 
 

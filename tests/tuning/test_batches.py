@@ -156,14 +156,14 @@ def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: py
         climb.began -= 55.0
         found = outcome(1.0)
         everything = found.rows[0].model_copy(update={"name": "recompute all"})
-        return found.model_copy(update={"rows": (everything, *found.rows)})
+        return found.model_copy(update={"rows": (everything, *found.rows), "measured_trials": 7})
 
     climb = Made(4, search, Silence(), timeout=60.0)
     known = Sizes([1, 2, 4], 100, {1: {"save": 60, "recompute": 1}, 2: {"save": 150, "recompute": 2}}, {}.__getitem__)
     monkeypatch.setattr(batches, "dependent_rows", lambda *asked: ())
     monkeypatch.setattr(batches, "foreseen_sizes", lambda *asked: known)
     answer = batches._most_tokens(climb, None, None, None, 20, "", None)  # type: ignore[arg-type]
-    assert answer.best.batch_size == 1 and not answer.others
+    assert answer.best.batch_size == 1 and not answer.others and answer.trials == 7
     assert any("left none for micro-batches of 2, 4" in note for note in answer.notes)
 
 

@@ -14,9 +14,11 @@ from autockpt.schema import (
     RECOMPUTE,
     SAVE,
     Comparison,
+    DeviceInfo,
     Measurement,
     Plan,
     ResolvedBudget,
+    SearchOutcome,
     SearchRequest,
     Silence,
     Unit,
@@ -163,6 +165,25 @@ def test_compiled_layers_are_not_offered_what_several_sets_cannot_move() -> None
         search_lengths_of(asked, TAIL, search, listener)
     assert "recompute" in spaces[0] and not {"offload", "recompute_offload"} & set(spaces[0])
     assert "leave out" in notes[0] and "offload" in notes[0]
+
+
+def test_trials_are_those_of_the_longest_and_of_all_lengths_by_a_note() -> None:
+    """Its seconds and why it stopped are the longest's own, so its trials are, too."""
+    workload = WorkloadSpec(model="llama-tiny")
+    asked = SearchRequest(budget=parse_budget("24GB"), workload=workload, space=load_space("knobs"), trials=24)
+    searches: list[int] = []
+
+    def search(request: SearchRequest, listener: Any) -> SearchOutcome:
+        assert request.workload.seq_len is not None
+        searches.append(request.workload.seq_len)
+        plan = made(request.workload.seq_len)
+        assert plan.budget is not None
+        device = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
+        return SearchOutcome(plan=plan, budget=plan.budget, device=device, measured_trials=len(searches))
+
+    found = search_lengths_of(asked, TAIL, search, Silence())
+    assert found.measured_trials == 1 and len(searches) > 1
+    assert any(f"; {sum(range(len(searches) + 1))} of {len(searches)} lengths, in" in note for note in found.notes)
 
 
 def test_what_cannot_be_asked_is_refused() -> None:

@@ -62,11 +62,13 @@ class Bench:
 
 def test_the_race_names_the_fastest_once_and_is_answered_from_its_record(tmp_path: Path) -> None:
     run = RunDirectory.enter(tmp_path, {"question": 1}, model="m", device="cpu")
-    best = {2: found(1.0, 2, run.path), 4: found(1.1, 4), 8: found(1.2, 8), 1: found(5.0, 1)}
+    winner = RunDirectory.enter(tmp_path, {"question": 2}, model="m", device="cpu")
+    best = {2: found(1.0, 2, run.path), 4: found(1.1, 4), 8: found(1.2, 8, winner.path), 1: found(5.0, 1)}
     bench = Bench({"2": 2.0, "4": 2.2, "8": 1.8})
     raced, said = timed_together(best, bench, 60.0, Silence())
     assert raced is not None and raced.winner == 8 and bench.opened == [8]
     assert "micro-batches of 8" in said and "2: +11" in said and "4: +22" in said and "1:" not in said
+    assert (kept := winner.sizes()) is not None and kept == run.sizes() and kept.winner == 8
     again, same = timed_together(best, bench, 60.0, Silence())
     assert again is not None and (again.winner, same, bench.opened) == (8, said, [8])
     best[4] = (best[4][0], best[4][1].model_copy(update={"plan": Plan(choices={"layers.1": RECOMPUTE})}))
