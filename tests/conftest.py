@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 # Tests run side by side: threads of theirs would only wait for each other's cores. Before torch and NumPy are loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -78,14 +79,18 @@ def _runners_freeze_what_lives_on_as_well() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _seconds_are_measured_briefly() -> None:
+def _seconds_are_measured_briefly() -> Iterator[None]:
     """As few rounds as the code takes: how exact the seconds of a search are says no test that runs one."""
-    from autockpt.profiling import probes, profile
-    from autockpt.tuning import side_by_side
-    from autockpt.tuning.targets import measured
-
-    measured.SECONDS_PER_TRIAL = measured.FINAL_SECONDS = side_by_side.SECONDS = profile.ANCHOR_SECONDS = 0.0
-    probes.COPY_ROUNDS = 1
+    with pytest.MonkeyPatch.context() as patch:
+        for seconds in (
+            "tuning.targets.real_steps.SECONDS_PER_TRIAL",
+            "tuning.targets.real_steps.FINAL_SECONDS",
+            "tuning.side_by_side.SECONDS",
+            "profiling.profile.ANCHOR_SECONDS",
+        ):
+            patch.setattr(f"autockpt.{seconds}", 0.0)
+        patch.setattr("autockpt.profiling.probes.COPY_ROUNDS", 1)
+        yield
 
 
 # The same examples each time: a failure then belongs to the change at hand. HYPOTHESIS_PROFILE=explore draws new ones.
