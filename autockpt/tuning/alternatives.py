@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any
@@ -24,7 +24,7 @@ from autockpt.profiling import (
     nominal_op_times,
     uniform_graphs,
 )
-from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, OpTimes, Prediction
+from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, Listener, OpTimes, Prediction, Silence
 from autockpt.schema.remedy import Alternative
 from autockpt.tracing import Tracer
 from autockpt.tuning.jobs import Described, Job
@@ -38,6 +38,9 @@ SHORTEST = 128  # tokens
 _CHUNKS = "head and loss in chunks: gradients equal up to rounding"
 LEAN_KINDS = ("recompute_offload", "offload", "recompute")  # tried first: one of them is the leanest nearly always
 FAR_OVER = 2  # times the budget: where one of these needs as much, the others do not fit either
+
+
+SORTS = 12  # of changes at most: five single ones, five of two or three, shorter sequences, and all together
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class WhatIf:
 
     ``kinds`` are the choices that are allowed; ``needs`` says what a ghost run takes where that is more than its
     tensors; ``seconds``: whether op times are good for more than ranking; ``late`` says when to look for no more.
-    ``head`` is what the output head does unless it runs in chunks with the loss.
+    ``head`` is what the output head does unless it runs in chunks with the loss. ``listener`` sees each sort of change
+    pass.
     """
 
     budget_bytes: int
@@ -67,6 +71,7 @@ class WhatIf:
     seconds: bool = True
     late: Callable[[], bool] = lambda: False
     head: Choice = SAVE
+    listener: Listener = field(default_factory=Silence)
 
 
 def on_device(
@@ -96,7 +101,7 @@ def alternatives(
 
     def mildest(families: Iterable[Iterator[Change]], most: int | None = None) -> list[Alternative]:
         ways = (_mildest(family, bench, standard) for family in families if not bench.late())
-        return [*islice((way for way in ways if way is not None), most)]
+        return [*islice((way for way in _counted(ways, bench.listener) if way is not None), most)]
 
     def alone(ways: Sequence[Alternative]) -> bool:
         return any(SHARD not in way.options for way in ways)
@@ -110,6 +115,12 @@ def alternatives(
             together = _together(job, settings, chunked, shared=not found)
             found += [way for way in [_mildest(together, bench, standard, hopeful=True)] if way is not None]
     return tuple(sorted(found, key=lambda way: SHARD in way.options)[:MOST])
+
+
+def _counted(ways: Iterable[Alternative | None], listener: Listener) -> Iterator[Alternative | None]:
+    for way in ways:
+        listener.advance()
+        yield way
 
 
 def _families(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: bool) -> Iterator[Iterator[Change]]:

@@ -12,7 +12,7 @@ from autockpt.schema import SAVE, Budget, Choice, Graph, ResolvedBudget, format_
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import COMMAND_LINE, Alternative, Terms
-from autockpt.tuning.alternatives import WhatIf, alternatives
+from autockpt.tuning.alternatives import SORTS, WhatIf, alternatives
 from autockpt.tuning.jobs import Job
 from autockpt.tuning.opening import LEANEST_CHUNKS, Traced, blocks_of
 from autockpt.tuning.question import Clock
@@ -85,12 +85,12 @@ def naming_alternatives(
     except InfeasibleError as error:
         inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
         if not budget.is_share:
-            with clock.stage("look for alternatives"):
+            with clock.stage("look for alternatives", SORTS):
                 uniform = found.uniform
                 if found.twin is not None:  # of the whole model
                     kinds = [kind for kind in ("recompute", "save") if kind in uniform]
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
-                bench = replace(what_if(), head=head_of_alternatives(found), late=late)
+                bench = replace(what_if(), head=head_of_alternatives(found), late=late, listener=clock.listener)
                 ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
             error = with_alternatives(in_terms(error, job.terms), ways, job.terms, timeout if late() else None)
         else:

@@ -71,7 +71,7 @@ class Traced:
         if self.base is None:
             return build_profile(self.tracer, times, self.uniform, head=self.heads, needs=needs, **more)
         small = build_profile(self.twin or self.tracer, times, self.uniform, head=self.heads, **more)
-        return transplanted(small, self.base, self.tracer, needs)
+        return transplanted(small, self.base, self.tracer, needs, more.get("listener"))
 
 
 def traced(

@@ -18,7 +18,7 @@ from autockpt.measuring.runner import turn_order
 from autockpt.schema import Choice, Listener, Measurement, SearchOutcome, Trial, plan_hash, words
 from autockpt.schema.batches import BatchSetting, SizesTimed
 from autockpt.schema.choices import dump_choices, parse_choices
-from autockpt.tuning.finals import Final, play, remeasured
+from autockpt.tuning.finals import MOST_ROUNDS, Final, play, remeasured
 from autockpt.tuning.jobs import with_rows
 
 NEAR = 0.5  # sizes that seemed at most this much slower than the best may be faster: so much do machines drift
@@ -69,7 +69,7 @@ def timed_together(
     if known is not None and known.plans == plans:
         final = Final(known.winner, {size: list(times) for size, times in known.times.items()}, known.undecided)
     else:
-        listener.stage("time batch sizes side by side")
+        listener.stage("time batch sizes side by side", MOST_ROUNDS)
         try:
             final = _raced(trials, {size: best[size][0] for size in near}, best[near[0]][1], meet, seconds, listener)
         except AutockptError as error:
@@ -144,8 +144,9 @@ def _raced(
             }
             payload = {"plans": asked, "rounds": rounds, "first": done, "budget_bytes": budget}
             done += rounds
+            times = measurer.call("autockpt.tuning.side_by_side:interleaved", payload)
             listener.advance(rounds)
-            return measurer.call("autockpt.tuning.side_by_side:interleaved", payload)
+            return times
 
         return play(trials, (), compare, seconds=min(SECONDS, seconds))
 

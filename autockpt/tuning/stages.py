@@ -262,7 +262,8 @@ def find_plan(
     study = study_title(question, environment, run)
     with refusal_on_record(run, profiled):
         more = {"calls": checks, "study": f"{study}: sampler", "listener": clock.listener}
-        proposer = SolverProposer(question, profiled, target, trials, storage, **more)
+        with clock.part("well-known plans"):
+            proposer = SolverProposer(question, profiled, target, trials, storage, **more)
         found = Loop(proposer, target, trials, question.limits, clock).run()
     if (pace := _pace(found)) is not None:
         forget_op_times(environment, question.workload_key)

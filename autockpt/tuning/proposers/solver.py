@@ -83,9 +83,12 @@ class SolverProposer(Proposer):
         self.unpriced = profiled.problem(0)
         self.notes: list[str] = []
         self.fresh = 0
-        self.smallest_peak, self._plain_smallest = smallest_peaks(
-            profiled, question.budget, self.known, calls=min(LEAN_CALLS, max(2, calls // 2))
-        )
+        lean_calls = min(LEAN_CALLS, max(2, calls // 2))
+        self.listener.stage("ghost-run well-known plans", len(self.known) + lean_calls)
+        with profiled.predictor.watched(self.listener):
+            self.smallest_peak, self._plain_smallest = smallest_peaks(
+                profiled, question.budget, self.known, calls=lean_calls
+            )
         # Until the baselines have run, the best guess of what the budget is in bytes.
         top = self._predict(self.known[NONE]).peak_bytes
         self.budget = question.budget.resolved(top, self._plain_smallest, self.room, self.device.kind)

@@ -15,7 +15,7 @@ from autockpt.errors import AutockptError
 from autockpt.profiling import CostModel, MemoryModel, Predictor, Traces, tracer_for
 from autockpt.profiling.menus import representatives
 from autockpt.profiling.profile import segments_of
-from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Unit, WorkloadSpec, plan_hash
+from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Listener, Silence, Unit, WorkloadSpec, plan_hash
 from autockpt.schema.files import ScratchFolder
 from autockpt.tracing import Tracer
 from autockpt.workload.shallow import shallow_twin
@@ -49,11 +49,14 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Ha
     return small, base
 
 
-def transplanted(small: CostModel, base: Graph, traces: Traces, needs: MemoryModel | None = None) -> CostModel:
+def transplanted(
+    small: CostModel, base: Graph, traces: Traces, needs: MemoryModel | None = None, listener: Listener | None = None
+) -> CostModel:
     """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin.
 
     ``needs`` says what a ghost run of the whole model takes of the device.
     """
+    (listener or Silence()).stage("ghost-run the whole model, recomputed")
     times = small.profile.op_times
     recent = RecentTraces(traces)
     recent.always[plan_hash({})] = base
