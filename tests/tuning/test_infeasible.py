@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from autockpt.errors import ConflictError, InfeasibleError
-from autockpt.schema import SAVE, WorkloadSpec, parse_budget
+from autockpt.schema import SAVE, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.remedy import COMMAND_LINE, Alternative
 from autockpt.tuning import alternatives, infeasible
@@ -40,7 +40,7 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     monkeypatch.setattr(
         alternatives, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
-    bench: Any = SimpleNamespace(budget_bytes=5, late=lambda: False)
+    bench: Any = SimpleNamespace(budget_bytes=5, late=lambda: False, listener=Silence())
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
     ways = alternatives.alternatives(Described(SPEC), SETTINGS, base, bench)
     assert ways and all(option in ways[0].options for option in needed)
@@ -65,7 +65,7 @@ def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monke
     tracer = SimpleNamespace(settings=SETTINGS, notes=())
     graph = SimpleNamespace(resident={})
     found: Any = SimpleNamespace(tracer=tracer, heads=None, twin=None, uniform={"recompute": ({}, graph)})
-    clock: Any = SimpleNamespace(elapsed=2.0, stage=lambda name: nullcontext())
+    clock: Any = SimpleNamespace(elapsed=2.0, stage=lambda *_: nullcontext(), listener=Silence())
     bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
     job = Described(SPEC)
     with (
