@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart, tensors_of
@@ -31,6 +32,32 @@ def recomputing() -> str | None:
     For module hooks inside a recomputed unit that must act only once per step.
     """
     return getattr(_current, "unit", None)
+
+
+_init_handle = RemovableHandle.__init__
+
+
+def _noted_handle(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+    _init_handle(self, *args, **kwargs)
+    if (made := getattr(_current, "handles", None)) is not None:
+        made.append(self)
+
+
+# PyTorch makes one of these for whatever hook is registered, on tensors, modules and nodes of autograd's, and keeps no
+# list of those on the nodes.
+RemovableHandle.__init__ = _noted_handle  # type: ignore[method-assign]
+
+
+@contextmanager
+def _without_its_hooks() -> Iterator[None]:
+    """Hooks that are registered in here are taken away at the end: those of the ordinary forward are there already."""
+    made: list[RemovableHandle] = []
+    with setting(_current, "handles", made):
+        try:
+            yield
+        finally:
+            for handle in made:
+                handle.remove()
 
 
 def running_again(unit: str) -> AbstractContextManager[None]:
@@ -173,6 +200,7 @@ class Replay:
         with (
             self.surroundings.restored(),
             running_again(unit),
+            _without_its_hooks(),
             self.state.turn(),
             self._earlier_parameters(),
             self.reached.restored(),

@@ -1,6 +1,6 @@
 """The search: seeds from solvers, candidates from Optuna, real steps, one plan."""
 
 from autockpt.tuning.estimates import estimate
-from autockpt.tuning.search import run_search, search
+from autockpt.tuning.search import run_search, search_step
 
-__all__ = ["estimate", "run_search", "search"]
+__all__ = ["estimate", "run_search", "search_step"]

@@ -1,15 +1,11 @@
-"""The doors of a search: ``run_search`` for a described workload, ``search_step`` for a live one in this process.
-
-``search`` is ``search_step`` where only its plan is wanted.
-"""
+"""The doors of a search: ``run_search`` for a described workload, ``search_step`` for a live one in this process."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
-from autockpt.errors import RunDirectoryError, UsageError, python_door
+from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer, Measurer
 from autockpt.measuring.environment import environment_without_context
@@ -18,7 +14,6 @@ from autockpt.schema import (
     Budget,
     Environment,
     Listener,
-    Plan,
     SearchOutcome,
     SearchRequest,
     SearchSpace,
@@ -91,15 +86,6 @@ def _refuse_unwritable(request: SearchRequest) -> None:
         raise UsageError(f"--plan-out {request.plan_out} cannot be written: {why}", remedy="Give another file.")
     if not request.dry_run and (why := unwritable(request.out / "run")):
         raise RunDirectoryError(f"--out {request.out} cannot be written: {why}", remedy="Give another folder.")
-
-
-@python_door
-def search(step: Step, *, budget: str | Budget, **options: Any) -> Plan:
-    """The plan that ``search_step`` finds. Raises what that does; KeyboardInterrupt where Ctrl-C came before a plan."""
-    outcome = search_step(step, budget=budget, **options)
-    if outcome.plan is None:
-        raise KeyboardInterrupt
-    return outcome.plan
 
 
 def search_step(

@@ -197,6 +197,24 @@ def _reached() -> list[Piece]:
     ]
 
 
+def _outside() -> list[Piece]:
+    """What a forward does to what is no module's own: hooks, other units' insides, libraries' objects, an optimizer."""
+    hooked = "self.w_N = nn.Linear(D, D)\nself.ready_N = False"
+    once = "if not self.ready_N:\n    {hook}\n    self.ready_N = True\nx = x + torch.tanh(self.w_N(x.float())).to(x.dtype)"
+    halved = "lambda p: (p.grad.mul_(0.5), None)[1]"
+    before = "for one_, other_ in zip(self.layers, self.layers[1:]):\n    other_.{field} = [one_]"
+    return [
+        Piece("hook on a parameter, once", "hooks", setup=hooked, use=once.format(hook="self.w_N.weight.register_hook(lambda g: g * 0.5)")),
+        Piece("hook on an accumulated gradient, once", "hooks", setup=hooked, use=once.format(hook=f"self.w_N.weight.register_post_accumulate_grad_hook({halved})")),
+        Piece("hook on a module's backward, once", "hooks", setup=hooked, use=once.format(hook="self.w_N.register_full_backward_hook(lambda m, i, o: (i[0] * 0.5,))")),
+        Piece("hook on the hidden state", "hooks", use="x = x * 1.0\nif x.requires_grad:\n    x.register_hook(lambda g: g * 0.5)"),
+        Piece("number in a part of the unit before", "reached", setup="self.part_N = nn.Linear(1, 1)\nself.part_N.n = 1.0\nself.before_N = []", model_setup=before.format(field="before_N"), use="for one_ in self.before_N:\n    one_.part_N.n *= 0.9\nx = x * self.part_N.n", block_only=True),
+        Piece("norm of the unit before", "reached", setup="self.bn_N = nn.BatchNorm1d(D)\nself.norms_N = []", model_setup=before.format(field="norms_N"), use="bn_ = [*self.norms_N, self][0].bn_N\nx = bn_(x.float().transpose(1, 2)).transpose(1, 2).to(x.dtype)", block_only=True),
+        Piece("count in an object derived from torch's", "state", top="class Law_N(torch.distributions.transforms.Transform):\n    n = 0", setup="self.law_N = Law_N()", use="self.law_N.n += 1\n" + SCALE.format(value="self.law_N.n")),
+        Piece("Adam of its own", "state", setup="self.fast_N = [nn.Linear(D, D)]\nself.adam_N = torch.optim.Adam(self.fast_N[0].parameters(), lr=0.01)", use="with torch.enable_grad():\n    h_ = x.detach().float()\n    (self.fast_N[0](h_) - h_).pow(2).mean().backward()\nself.adam_N.step()\nself.adam_N.zero_grad()\nx = x + self.fast_N[0](x.detach().float()).detach().to(x.dtype)"),
+    ]
+
+
 def _weights() -> list[Piece]:
     """Parameters changed in forward."""
     linear = "self.w_N = nn.Linear(D, D)"
@@ -361,6 +379,7 @@ ALL: tuple[Piece, ...] = (
     *_caches(),
     *_transforms(),
     *_reached(),
+    *_outside(),
     *_weights(),
     *_writes(),
     *_arguments(),

@@ -13,8 +13,7 @@ import transformers
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, parse_budget
-from autockpt.tuning import run_search, search
-from autockpt.tuning.search import search_step
+from autockpt.tuning import run_search, search_step
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -135,8 +134,9 @@ def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
 
     def asked(**more: Any) -> tuple[Plan, list[str]]:
         stages = Stages()
-        found = search(step, budget="50%act", space=space, trials=1, out=tmp_path, listener=stages, **more)
-        return found, stages.begun
+        found = search_step(step, budget="50%act", space=space, trials=1, out=tmp_path, listener=stages, **more)
+        assert found.plan is not None
+        return found.plan, stages.begun
 
     first, _ = asked()
     second, stages = asked()

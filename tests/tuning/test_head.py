@@ -14,7 +14,7 @@ from autockpt.runtime import apply
 from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
 from autockpt.tracing import Tracer
-from autockpt.tuning import run_search, search
+from autockpt.tuning import run_search, search_step
 from autockpt.tuning.opening import CHUNKS
 from autockpt.workload import Step
 from search_spaces.spaces import load_space
@@ -154,11 +154,11 @@ def test_a_live_search_names_the_way_out_and_takes_it() -> None:
     space = load_space("knobs").restricted(("recompute",))
     asked = {"budget": "16MB", "space": space, "trials": 3}
     with pytest.raises(InfeasibleError) as caught:
-        search(Step(live.model, live.batch), **asked)
+        search_step(Step(live.model, live.batch), **asked)
     assert "allow_inexact=True: fits with" in caught.value.remedy
     before = {name: tensor.clone() for name, tensor in live.model.state_dict().items()}
-    plan = search(Step(live.model, live.batch), allow_inexact=True, **asked)
-    assert isinstance(plan.choices["lm_head"], ChunkedLoss)
+    plan = search_step(Step(live.model, live.batch), allow_inexact=True, **asked).plan
+    assert plan is not None and isinstance(plan.choices["lm_head"], ChunkedLoss)
     assert plan.measured is not None and plan.measured.peak_bytes <= 16_000_000
     assert all(torch.equal(tensor, before[name]) for name, tensor in live.model.state_dict().items())
     with apply(live.model, plan) as handle:
@@ -169,13 +169,13 @@ def test_a_live_search_names_the_way_out_and_takes_it() -> None:
 def test_a_live_search_stays_within_its_host_budget() -> None:
     live = Live()
     space = load_space("knobs").restricted(("offload",))
-    plan = search(Step(live.model, live.batch), budget="90%act", space=space, trials=3, host_budget="200KB")
-    assert plan.host_budget_bytes == 200_000
+    plan = search_step(Step(live.model, live.batch), budget="90%act", space=space, trials=3, host_budget="200KB").plan
+    assert plan is not None and plan.host_budget_bytes == 200_000
     assert plan.measured is not None and plan.measured.host_bytes <= 200_000
     offloaded = next(row for row in plan.baselines if row.name == "offload all")
     assert offloaded.measured is None and "host budget" in offloaded.note
     with pytest.raises(UsageError, match="allows nothing"):
-        search(Step(live.model, live.batch), budget="90%", host_budget=0)
+        search_step(Step(live.model, live.batch), budget="90%", host_budget=0)
     every = plan.model_copy(update={"choices": {"**": OFFLOAD}})
     with apply(live.model, every), pytest.raises(HostBudgetExceeded):
         live.model(**live.batch).loss.backward()

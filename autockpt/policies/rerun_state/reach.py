@@ -1,8 +1,8 @@
 """What can be reached from a unit: its modules' attributes, and on from there through objects of any class, closures,
 and the globals and class attributes that code names.
 
-Left alone are what libraries keep for themselves (``LIBRARIES``: loggers, locks, process groups, datasets, optimizers,
-configurations), and other units of a plan: of one that is reached directly only its own attributes are looked at.
+Left alone are what libraries keep for themselves (``LIBRARIES``: loggers, locks, process groups, datasets, optimizers
+that forward does not use), and other units of a plan that are reached as children of a module around them.
 """
 
 from __future__ import annotations
@@ -72,6 +72,15 @@ _IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
 _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
 _WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
 _WRAPPERS += (staticmethod, classmethod, property)
+_BY_THEMSELVES = re.compile(
+    r"torch\.(utils\.data|optim|distributed|multiprocessing|autograd|_)|transformers\.tokenization"
+)
+_DERIVED_FROM = frozenset(
+    {"torch", "transformers", "accelerate", "peft", "diffusers", "lightning", "pytorch_lightning"}
+)
+"""Modules of libraries whose objects work by themselves (data sets, optimizers, process groups), and libraries from
+whose other classes people derive what they keep things in."""
+_CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig"})
 _BASES = (nn.Module, object, CustomOpDef, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
 """Classes of libraries whose objects, and those of classes derived from them, are looked at."""
 
@@ -118,6 +127,7 @@ class Walk:
         self._homes: set[tuple[Any, ...]] = set()
         self.functions: list[tuple[str, types.CodeType]] = []
         self._open: deque[tuple[str, Any, int, bool]] = deque()
+        self._optimizers: list[tuple[str, dict[str, Any]]] = []
 
     def run(self, roots: Iterable[tuple[str, Any]], found: Iterable[Node] = ()) -> list[Node]:
         """All that can change. ``found``: such things themselves."""
@@ -143,6 +153,15 @@ class Walk:
                 self.fixed[id(value)] = value
             self._look(name, value, step, loose)
         return self.nodes
+
+    def from_unit(self, roots: Iterable[tuple[str, Any]]) -> Code:
+        """From a unit's ``roots``; what its code may do. Where that is to take gradients, optimizers that were reached
+        are its own: they are looked at as well."""
+        self.run(roots)
+        code = may_do(self.functions)
+        if code.uses_gradients and self._optimizers:
+            self.run(self._optimizers)
+        return code
 
     def _node(self, name: str, obj: Any, kind: Kind, step: int, loose: bool) -> None:
         if id(obj) in self._known:
@@ -202,7 +221,9 @@ class Walk:
             how = PARAMETERS if name.endswith("._parameters") and issubclass(kind, dict) else kind_of(value)
             if how is not None:
                 self._node(name, value, how, step, loose)
-            elif any(is_library(owner) for owner in kind.__mro__):
+            elif is_opaque(kind):
+                if issubclass(kind, torch.optim.Optimizer):
+                    self._optimizers.append((name, vars(value)))
                 return
             if kind in ADVANCING or issubclass(kind, ctypes._Pointer):
                 self._go(name, step, (("", part) for part in gc.get_referents(value)), loose)
@@ -227,10 +248,8 @@ class Walk:
             kind = OfModules(MODULE.hidden | tensors | {"_parameters"})
         elif id(module) not in self._inside:
             attached = attached_to(module)
-            if attached is not None and attached.state.unit not in ("", self._unit):
-                if _IN_MODULES.search(name):
-                    return
-                kind = Fields(MODULE.hidden | {"forward", *_STATE, *HOOKS})
+            if attached is not None and attached.state.unit not in ("", self._unit) and _IN_MODULES.search(name):
+                return
         self._node(name, fields, kind, step, False)
         self._go(f"{name}.forward", step, [("", placed_before(fields.get("forward")))], False)
         self._class(name, type(module), step)
@@ -389,7 +408,23 @@ def _in_library(name: Any) -> bool:
     return top in LIBRARIES or top in sys.stdlib_module_names
 
 
+@functools.cache
+def is_opaque(cls: type) -> bool:
+    """Whether objects of a class are left alone: libraries' own but for configurations, and what is derived from such
+    as work by themselves, whoever derived it."""
+    owners = [owner for owner in cls.__mro__ if is_library(owner)]
+    if not owners:
+        return False
+    if any(_top(owner) not in _DERIVED_FROM or _BY_THEMSELVES.match(owner.__module__) for owner in owners):
+        return True
+    return is_library(cls) and not any(owner.__name__ in _CONFIGURATIONS for owner in owners)
+
+
 def is_library(cls: type) -> bool:
     if cls in _BASES or cls.__module__ == "multiprocessing.sharedctypes":
         return False
-    return str(cls.__module__).partition(".")[0] in LIBRARIES
+    return _top(cls) in LIBRARIES
+
+
+def _top(cls: type) -> str:
+    return str(cls.__module__).partition(".")[0]

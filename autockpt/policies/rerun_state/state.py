@@ -24,7 +24,7 @@ from torch.nn.modules import module as all_modules
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import stream_of
-from autockpt.policies.rerun_state.code import Code, may_do
+from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.kinds import ABSENT, Fields, Parameters
 from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, TYPE, Global, Node, Walk, changed_of, said
 from autockpt.policies.rerun_state.tensors import (
@@ -87,7 +87,7 @@ class Quiet:
     def __init__(self, unit: str, module: nn.Module, lively: set[str]) -> None:
         self.inside = {id(inner) for inner in module.modules()}
         walk = Walk(unit, self.inside, (), lively, close=False)
-        walk.run(_roots(module))
+        walk.from_unit(_roots(module))
         firm = [node for node in walk.nodes if not node.loose]
         self.lively = [node._replace(taken=None) for node in firm if node.name in lively]
         tensors = [node for node in firm if node.kind is TENSORS and node.name not in lively]
@@ -184,8 +184,7 @@ class UnitState:
         if quiet is None:
             inside = {id(inner) for inner in module.modules()}
             walk = Walk(memory.unit, inside, (), memory.lively, close=True)
-            walk.run(_roots(module))
-            memory.code = may_do(walk.functions)
+            memory.code = walk.from_unit(_roots(module))
             self._still = walk.run(arguments)
         else:
             self._marks = quiet.marks()

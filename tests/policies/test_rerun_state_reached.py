@@ -1,0 +1,178 @@
+"""What a forward changes outside of its own module: hooks that it registers, other units, objects of classes derived
+from libraries', an optimizer of its own. Changed once by each forward, as in plain training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from autockpt.policies.rerun_state.reach import is_opaque
+from autockpt.runtime import attach
+from autockpt.schema.choices import RECOMPUTE, Segment, parse_choice
+from tests.policies.zoo import assert_equal
+
+D = 8
+CHOICES = [RECOMPUTE, Segment(size=2), *map(parse_choice, ("selective", "remake", "offload"))]
+
+
+class Layer(nn.Module):
+    """``change(self, x)`` is what it does besides; ``before``: the layer before it, no child of its."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor], before: Layer | None) -> None:
+        super().__init__()
+        self.a, self.b, self.norm, self.change = nn.Linear(D, D), nn.Linear(D, D), nn.BatchNorm1d(D), change
+        self.before, self.ready, self.shared = [before] if before is not None else [], False, torch.ones(D)
+        self.norm.scale = 1.0  # type: ignore[assignment]
+        self.fast = [nn.Linear(D, D)]
+        self.adam = torch.optim.Adam(self.fast[0].parameters(), lr=0.01)
+        self.config: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(self.change(self, x)) + self.shared))
+
+
+class Config(transformers.PretrainedConfig):
+    calls = 0
+
+
+class Model(nn.Module):
+    def __init__(self, change: Callable[[Any, Tensor], Tensor], config: Any) -> None:
+        super().__init__()
+        first = Layer(change, None)
+        self.layers, self.bias = nn.ModuleList([first, Layer(change, first)]), nn.Parameter(torch.ones(D))
+        self.config: Any = config
+        for layer in self.layers:
+            layer.config = config  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.bias * 1.5
+        for layer in self.layers:
+            layer.shared = shared  # type: ignore[assignment]
+            x = layer(x)
+        return x * (1 + self.config.calls / 100)
+
+
+def hook_on_a_parameter(layer: Any, x: Tensor) -> Tensor:
+    if not layer.ready:
+        layer.a.weight.register_hook(lambda gradient: gradient * 0.5)
+        layer.ready = True
+    return x
+
+
+def hook_on_a_gradient_that_is_there(layer: Any, x: Tensor) -> Tensor:
+    if not layer.ready:
+        layer.a.weight.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
+        layer.ready = True
+    return x
+
+
+def hook_on_a_module(layer: Any, x: Tensor) -> Tensor:
+    if not layer.ready:
+        layer.b.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
+        layer.ready = True
+    return x
+
+
+def hook_on_a_node(layer: Any, x: Tensor) -> Tensor:
+    layer.shared.grad_fn.register_hook(lambda given, got: (given[0] * 0.5, *given[1:]))
+    return x
+
+
+def another_unit_is_called(layer: Any, x: Tensor) -> Tensor:
+    return x + sum(other(x) for other in layer.before)
+
+
+def a_norm_of_another_unit(layer: Any, x: Tensor) -> Tensor:
+    return next(iter([*layer.before, layer])).norm(x)
+
+
+def a_number_in_another_unit(layer: Any, x: Tensor) -> Tensor:
+    for other in layer.before:
+        other.norm.scale *= 0.9
+    return x * layer.norm.scale
+
+
+def a_count_in_a_configuration(layer: Any, x: Tensor) -> Tensor:
+    layer.config.calls += 1
+    return x
+
+
+def an_optimizer_of_its_own(layer: Any, x: Tensor) -> Tensor:
+    (layer.fast[0](x.detach()) - x.detach()).pow(2).mean().backward()
+    layer.adam.step()
+    layer.adam.zero_grad()
+    return x + layer.fast[0](x.detach())
+
+
+CHANGES = [
+    hook_on_a_parameter,
+    hook_on_a_gradient_that_is_there,
+    hook_on_a_module,
+    hook_on_a_node,
+    another_unit_is_called,
+    a_norm_of_another_unit,
+    a_number_in_another_unit,
+    a_count_in_a_configuration,
+    an_optimizer_of_its_own,
+]
+
+
+def run(model: Model) -> dict[str, Tensor]:
+    seen = {}
+    for step in range(4):
+        model.zero_grad()
+        x = torch.arange(4.0 * D).view(4, D).sin() * (step + 1)
+        model(x).pow(2).sum().backward()
+        seen |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return seen | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def make(change: Callable[[Any, Tensor], Tensor], config: Callable[[], Any]) -> Model:
+    torch.manual_seed(0)
+    return Model(change, config())
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_forward_does_it_once(change: Callable[[Any, Tensor], Tensor], choice: Any) -> None:
+    wanted, model = run(make(change, Config)), make(change, Config)
+    with attach(model, {"layers.0": choice, "layers.1": choice}, sentinels="all"):
+        assert_equal(run(model), wanted)
+
+
+def library_config() -> Any:
+    config = transformers.LlamaConfig()
+    config.calls = 0
+    return config
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_a_configuration_of_a_librarys_own_class_counts_too(choice: Any) -> None:
+    wanted, model = (
+        run(make(a_count_in_a_configuration, library_config)),
+        make(a_count_in_a_configuration, library_config),
+    )
+    with attach(model, {"layers.0": choice, "layers.1": choice}, sentinels="all"):
+        assert_equal(run(model), wanted)
+
+
+class Examples(torch.utils.data.Dataset[int]):
+    pass
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+class Tokens(transformers.PreTrainedTokenizerBase):
+    pass
+
+
+@pytest.mark.parametrize("left_alone", [Examples, Own, Tokens, torch.optim.Adam, transformers.Trainer])
+def test_data_sets_optimizers_and_tokenizers_are_left_alone(left_alone: type) -> None:
+    assert is_opaque(left_alone) and not is_opaque(Config)
