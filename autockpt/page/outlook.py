@@ -133,7 +133,7 @@ def changes(
         effect = f"takes up to {format_binary(logits)} off this moment (gradients equal up to rounding)"
         found.append(JobChange(CHUNKED, effect, asked.chunks))
     trained = held.get(GRADIENTS, 0) + held.get(STATES, 0)
-    if trained and not settings.get("lora"):
+    if trained and not settings.get("lora") and not _few_train(settings):
         effect = f"takes nearly all of {format_binary(trained)} of gradients and optimizer states off this moment"
         found.append(JobChange("Adapters instead of all weights", effect, asked.adapters))
     held_by_all = trained + held.get("weights", 0)
@@ -141,6 +141,12 @@ def changes(
         effect = f"takes about {format_binary(held_by_all // 2)} off, if weights, gradients and states are split"
         found.append(JobChange("Sharding over two devices", effect, asked.sharded(2)))
     return tuple(found)
+
+
+def _few_train(settings: Mapping[str, Any]) -> bool:
+    """Whether most weights are frozen, as in a live model with adapters, whose settings name no rank."""
+    numbers, trained = settings.get("params"), settings.get("trainable_params")
+    return bool(numbers) and trained is not None and trained < numbers / 2
 
 
 def plan_in_chunks(plan: Plan | None) -> bool:

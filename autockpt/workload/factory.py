@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -23,6 +23,8 @@ _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]
 _RETURNS = "It must return (model, batch), (model, batch, loss), a dict with these keys, or a Step."
 # Settings of the spec that only a factory which takes them can follow.
 _PASSED_ON = ("batch_size", "seq_len", "pad_to", "packed", "dtype", "attn", "weights", "trust_remote_code")
+# Settings that are followed whatever a factory returns; what else a Step leaves open, it has decided itself.
+_FOLLOWED = ("model", "units", "seed", "master_weights", "keep_gradients", "ddp", "shard")
 _KEYS = tuple(f.name for f in fields(Step) if f.name not in ("spec", "settings", "notes"))
 
 
@@ -45,7 +47,15 @@ def call_factory(spec: WorkloadSpec) -> Step | dict[str, Any]:
         if is_out_of_memory(error):
             raise
         raise explain(error, spec.model) from None
-    return _understood(returned, spec.model)
+    made = _understood(returned, spec.model)
+    if isinstance(made, Step):
+        for name in _given(spec, [n for n in WorkloadSpec.model_fields if n not in (*_PASSED_ON, *_FOLLOWED)]):
+            raise WorkloadError(
+                f"{_option(name)} has no effect on {spec.model}, which makes its own Step",
+                remedy="Leave it out and set it up in the function, or return (model, batch) or a dict, for which the "
+                "options are followed.",
+            )
+    return made
 
 
 _NEEDED = {"batch_size": ", which a search for a global batch needs", "seq_len": ", which a search for lengths needs"}
@@ -87,17 +97,26 @@ def _arguments(function: Callable[..., Any], spec: WorkloadSpec) -> dict[str, An
         parameters = ()
     taken = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    defaults = WorkloadSpec.model_fields
-    given = {name: getattr(spec, name) for name in _PASSED_ON if getattr(spec, name) != defaults[name].default}
+    given = _given(spec, _PASSED_ON)
     for name in given:
         if name not in taken and not takes_all:
             raise WorkloadError(
-                f"--{name.replace('_', '-')} has no effect on {spec.model}, which makes its own model and batch",
+                f"{_option(name)} has no effect on {spec.model}, which makes its own model and batch",
                 remedy=f"Leave it out, or give the function a parameter named {name}{_NEEDED.get(name, '')}.",
             )
     if "seed" in taken:
         given["seed"] = spec.seed
     return given
+
+
+def _given(spec: WorkloadSpec, names: Iterable[str]) -> dict[str, Any]:
+    """Of these settings those that are not as they are by default."""
+    defaults = WorkloadSpec.model_fields
+    return {name: getattr(spec, name) for name in names if getattr(spec, name) != defaults[name].default}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _understood(returned: Any, name: str) -> Step | dict[str, Any]:

@@ -117,10 +117,12 @@ def make_run(
     answered: bool = True,
     workload: WorkloadSpec | None = None,
     options: tuple[str, ...] = (),
+    **settings: int,
 ) -> RunDirectory:
     """A run that has come to its end; with ``answered`` False one that was stopped before.
 
-    ``workload`` is what its question holds of the job (None: a live step), ``options`` are more of its command line.
+    ``workload`` is what its question holds of the job (None: a live step), ``options`` are more of its command line,
+    ``settings`` more of its plan's.
     """
     question = {"model": model, "budget": budget}
     question |= {"workload": workload.model_dump(mode="json")} if workload is not None else {}
@@ -153,7 +155,7 @@ def make_run(
         model=model,
         fingerprint="0123abcd",
         source="measured",
-        settings={"batch_size": 4, "seq_len": 64},
+        settings={"batch_size": 4, "seq_len": 64} | settings,
         environment=ENVIRONMENT,
         budget=BUDGET,
         predicted=ours.predicted,

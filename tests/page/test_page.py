@@ -163,6 +163,12 @@ def test_only_options_that_this_job_takes_are_offered(
     assert found == offered
 
 
+@pytest.mark.parametrize(("trained", "offered"), [(100, True), (2, False)])
+def test_adapters_are_offered_where_most_weights_train(tmp_path: Path, trained: int, offered: bool) -> None:
+    run = contents_of(make_run(tmp_path, params=100, trainable_params=trained))  # a live step, which names no rank
+    assert any(change.name.startswith(LORA) for change in run.changes) == offered
+
+
 def test_a_micro_batch_of_an_update_is_asked_for_by_itself(tmp_path: Path) -> None:
     run = make_run(tmp_path, workload=WorkloadSpec(model="gpt2-tiny", batch_size=4), options=("--global-batch", "4"))
     run.write_sizes(SizesTimed(plans={2: "a", 4: "b"}, winner=2, times={2: (1.0,), 4: (2.0,)}))

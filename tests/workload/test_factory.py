@@ -141,6 +141,15 @@ def test_options_reach_the_parameters_of_their_names() -> None:
         make("options", dtype="bf16")
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("lora", 2), ("accumulate", 4), ("optimizer", "sgd"), ("autocast", "bf16"), ("liger", True)]
+)
+def test_options_that_a_step_has_decided_are_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(WorkloadError, match=f"--{option} has no effect on mine:whole, which makes its own Step"):
+        make("whole", **{option: value})
+    assert make("whole", units="0,2").units == "0,2"
+
+
 def test_lora_on_a_users_model() -> None:
     assert 0 < make("two", lora=2).settings["trainable_params"] < make("two").settings["params"]
     with pytest.raises(UsageError, match="made an optimizer for the old one"):
