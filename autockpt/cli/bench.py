@@ -36,10 +36,10 @@ def bench(
         opt("--most-rounds N", "Time what decides who is ahead at most this often.", min=1),
     ] = 60,
     timeout: Annotated[str | None, opt("--timeout TIME", "Begin no round after so long: 90s, 10m, 1h.")] = None,
-    trials: Annotated[int, opt("--trials -n N", "Plans measured by each search of ours, at most.", min=1)] = 20,
+    trials: Annotated[int, opt("--trials -n N", "Plans measured by each search, at most.", min=1)] = 20,
     choices: Annotated[
         str | None,
-        opt("--choices A,B", "What plans of ours may use. Default: all; on a CPU no offload."),
+        opt("--choices A,B", "What autockpt's plans may use. Default: all; on a CPU no offload."),
     ] = None,
     device: DeviceName = None,
     seed: Annotated[int, opt("--seed N", "For weights, batch and sampler.", min=0)] = 0,
@@ -47,10 +47,10 @@ def bench(
     fresh: Fresh = False,
     as_json: Annotated[bool, opt("--json", "Print the report as JSON.")] = False,
 ) -> None:
-    """Measure plans of ours against every other way of saving memory.
+    """Measure autockpt's plans against other ways of saving memory.
 
     Same machine, batch and meter, interleaved steps: rules per layer, op-level sets, PyTorch's SAC ILP (pip install
-    'autockpt[bench]'), torch.compile's memory budget, a plan of ours per budget. Gradients are compared with plain
+    'autockpt[bench]'), torch.compile's memory budget, a searched plan per budget. Gradients are compared with plain
     training's first. A method that cannot run is a row that says so. Writes a table, a picture and JSON.
     """
     from autockpt.bench import run_bench
@@ -102,7 +102,7 @@ def _space(choices: str | None, device: str | None) -> tuple[SearchSpace, tuple[
     if get_device(device).kind != "cpu":
         return space, ()
     note = (
-        "plans of ours do without offload here: on a CPU it goes to memory-mapped files, which a peak does not count "
+        "plans are searched without offload here: on a CPU it goes to memory-mapped files, which a peak does not count "
         "(--choices allows it)"
     )
     return space.restricted((*(c for c in space.choices if "offload" not in c), *space.head)), (note,)

@@ -44,11 +44,7 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
         str, "--model -m MODEL", "Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory."
     ),
     "batch_size": _option(int, "--batch-size -b N", "Sequences per micro-batch. Default: the shape's.", min=1),
-    "seq_len": _option(
-        str,
-        "--seq-len -s N|auto",
-        "Tokens of the longest sequence. Default: the shape's. In search also auto: the longest that fit the budget.",
-    ),
+    "seq_len": _option(int, "--seq-len -s N", "Tokens of the longest sequence. Default: the shape's.", min=1),
     "units": _option(
         str, "--units NAMES", "Modules to choose for: encoder.layers.*,mid. Default: repeated blocks, or the best cuts."
     ),
@@ -97,17 +93,25 @@ WORKLOAD_OPTIONS: dict[str, Any] = {
 }
 
 
+# instead of the length above, for a verb that can look for it
+LENGTH_OR_AUTO = _option(
+    str,
+    "--seq-len -s N|auto",
+    "Tokens of the longest sequence, or auto: the longest that fit the budget. Default: the shape's.",
+)
 SIMULATED_ONLY = ("master_weights", "keep_gradients", "ddp", "shard")
 
 
-def takes_workload(verb: Callable[..., None]) -> Callable[..., None]:
+def takes_workload(verb: Callable[..., None], **instead: Any) -> Callable[..., None]:
     """Give a verb the workload options; it receives those that were given as one mapping, ``workload``.
 
-    A verb without ``--hardware`` takes real steps, and gets none of what only simulated hardware can follow.
+    ``instead``: other options for some fields. A verb without ``--hardware`` takes real steps, and gets none of what
+    only simulated hardware can follow.
     """
     own = inspect.signature(verb, eval_str=True).parameters
     without = () if "hardware" in own else SIMULATED_ONLY
-    taken = {name: annotation for name, annotation in WORKLOAD_OPTIONS.items() if name not in without}
+    options = WORKLOAD_OPTIONS | instead
+    taken = {name: annotation for name, annotation in options.items() if name not in without}
 
     @functools.wraps(verb)
     def run(**options: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
 from autockpt.cli.options import (
+    LENGTH_OR_AUTO,
     DeviceName,
     Fresh,
     RunsFolder,
@@ -38,7 +40,7 @@ DEFAULT_HARDWARE, SIMULATED_MODEL = "rtx4090", "llama-1b"
 
 
 @guarded
-@takes_workload
+@partial(takes_workload, seq_len=LENGTH_OR_AUTO)
 def search(
     workload: dict[str, Any],
     *,
@@ -99,7 +101,7 @@ def search(
         int,
         opt(
             "--trials -n N",
-            "Measure (or simulate) at most this many candidates, besides the plans that everybody knows.",
+            "Measure (or simulate) at most this many candidates, besides the well-known plans.",
             min=1,
         ),
     ] = 40,
@@ -137,8 +139,8 @@ def search(
         Path | None,
         opt(
             "--resume RUN|PLAN",
-            "Start from this plan or run, a simulated one, too: what is not given is as there; its plan is tried "
-            "early, its prices count for nothing.",
+            "Start from this plan or run, which may be simulated: options that are not given are taken from it, its "
+            "plan is tried early, and costs are found anew.",
         ),
     ] = None,
     log_to: Annotated[

@@ -1,4 +1,4 @@
-"""The plans that everybody knows, by name: what a search is compared with and starts from."""
+"""The well-known plans, by name: what a search is compared with and starts from."""
 
 from __future__ import annotations
 

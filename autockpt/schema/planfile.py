@@ -43,7 +43,7 @@ _COMMENTS = {
     "otherwise": "the same choices in steps that are compiled otherwise, or not at all",
     "predicted": "simulated: bytes by a ghost run of this very plan, seconds by op times",
     "measured": "by real training steps; noise is relative",
-    "baselines": "what everybody would try first, for comparison",
+    "baselines": "well-known plans, for comparison",
 }
 _BYTES = re.compile(r"^(\s*(?:- )?(?:\w+_)?bytes: )([0-9]{4,})$", re.MULTILINE)
 

@@ -35,7 +35,7 @@ class SearchRequest(Data):
     compile: CompileMode | None = Field(default=None, description="measure compiled steps")
     device: str | None = Field(default=None, description="cpu, cuda, cuda:1, xpu, …; None: the best there is")
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
-    start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices count for nothing")
+    start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(
         default=40, gt=0, description="candidates measured at most; well-known plans are measured besides"

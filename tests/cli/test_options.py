@@ -1,7 +1,11 @@
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import typer
+
+from autockpt.cli.app import build
 from autockpt.cli.options import WORKLOAD_OPTIONS, duration, workload_spec
 from autockpt.errors import UsageError
 from autockpt.schema import WorkloadSpec
@@ -17,6 +21,18 @@ def test_options_lie_over_a_plans_own() -> None:
     assert (spec.model, spec.batch_size, spec.packed) == ("llama-tiny", 8, False)
     assert workload_spec({}, base=base) == base
     assert workload_spec({}, default="gpt2-tiny", seed=3) == WorkloadSpec(model="gpt2-tiny", seed=3)
+
+
+def test_only_a_search_looks_for_the_longest_sequences_and_says_so() -> None:
+    command: Any = typer.main.get_command(build())
+    said = {
+        verb: option.metavar
+        for verb, known in command.commands.items()
+        for option in known.params
+        if "--seq-len" in option.opts
+    }
+    assert said.pop("search") == "N|auto"
+    assert set(said) == {"bench", "diagnose", "explain", "trace", "verify"} and set(said.values()) == {"N"}
 
 
 def test_without_a_model_there_is_a_remedy() -> None:
