@@ -24,7 +24,7 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
         console.print("~ simulated, not measured", style="dim")
     console.print()
     took = words.seconds(answer.seconds)
-    counted = f"The trials told of above are those of micro-batches of {best.batch_size}; "
+    counted = f"The trials above are those of micro-batches of {best.batch_size}; "
     counted += f"{answer.trials} of all sizes, in {took}."
     console.print(bullets([counted, *answer.notes]))
     heading("The settings that go with the plan:", console)

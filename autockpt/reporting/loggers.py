@@ -105,7 +105,7 @@ def serve(lines: Iterator[str], answer: Callable[[str], None]) -> None:
 class LoggingListener:
     """Passes everything on to ``inner`` and every trial's numbers to the sinks, one step each.
 
-    Measured and simulated numbers have names of their own. A sink that fails is told of once and left alone: a search
+    Measured and simulated numbers have names of their own. A sink that fails is reported once and left alone: a search
     does not end because a log cannot be written.
     """
 
