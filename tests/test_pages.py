@@ -1,4 +1,4 @@
-"""The commands on the pages are parsed by what they call, each of them; those of the README run, made small."""
+"""The commands on the pages are parsed by what they call, each of them; those of README and docs run, made small."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -20,8 +21,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from autockpt import public
+import autockpt as package
+from autockpt import Plan, public
+from autockpt.cli import search as searching
 from autockpt.cli.app import build
+from autockpt.devices import get_device
 from autockpt.explaining import subject
 from search_spaces.spaces import load_space
 from tests.diagnose.logs import FORWARD, message
@@ -37,6 +41,7 @@ PAGES = [
 ]
 PROGRAMS = ("autockpt", "python", "pytest", "sh")
 INSTALLS = re.compile(r"^(python3? -m (venv|pip)|pip|names=|for|done|git|\. )")
+LENGTHS = "32\n8 9\n"
 SMALL = {"--model": "llama-tiny", "--batch-size": "2", "--seq-len": "32", "--budget": "60%act", "--trials": "1"}
 
 
@@ -146,6 +151,17 @@ def test_what_a_script_calls_is_parsed(command: str, tmp_path: Path) -> None:
         parses(verb, arguments)
 
 
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "choices.md").read_text(), re.S))
+def test_a_plan_on_a_page_is_one(block: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(block)
+    plan = Plan.load(tmp_path / "plan.yaml")
+    assert plan.choices and plan.status == "unmeasured"
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     lines = re.findall(r"```bash\n(.*)\n```", (ROOT / "README.md").read_text())
@@ -176,14 +192,21 @@ def autockpt(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield run
 
 
-def small(command: str) -> list[str]:
-    """The same command for a tiny model, few choices and one trial."""
+def on(page: str, *parts: str) -> str:
+    """The first command of a page that has all these parts."""
+    return next(c for c in commands_of(ROOT / page) if all(part in c for part in parts))
+
+
+def small(command: str, **instead: str) -> list[str]:
+    """The same command for a tiny model, few choices and one trial; ``instead``: further options' values."""
     words = words_of(command)[1:]
-    for option, value in SMALL.items():
+    for option, value in (SMALL | {f"--{name.replace('_', '-')}": value for name, value in instead.items()}).items():
         if option in words:
             words[words.index(option) + 1] = value
     if words[0] == "search" and "--choices" not in words:
         words += ["--choices", "save,recompute,offload"]
+    if words[0] == "search" and "--trials" not in words:
+        words += ["--trials", "1"]
     if words[0] == "search" and "--hardware" not in words and "--device" not in words:
         words += ["--device", "cpu"]
     return words
@@ -194,6 +217,11 @@ def plan(autockpt: Autockpt) -> dict[str, Any]:
     """What the README's first search finds, its plan as ``plan.yaml``."""
     first = small(next(c for c in commands_of(ROOT / "README.md") if c.startswith("autockpt search")))
     return json.loads(autockpt(*first, "--plan-out", "plan.yaml", "--json"))
+
+
+def room(plan: dict[str, Any]) -> str:
+    """The budget of that search in bytes, for questions that take no share of a job's own peak."""
+    return f"{plan['budget']['bytes'] / 1e6}MB"
 
 
 def test_the_first_job_has_a_feasible_and_binding_budget(autockpt: Autockpt) -> None:
@@ -220,8 +248,61 @@ def test_what_becomes_of_a_run(autockpt: Autockpt, plan: dict[str, Any]) -> None
     assert {page.name for page in run.glob("*.html")} == {"report.html", f"compare-{run.name}.html"}
     assert len(autockpt("history", str(run), "--csv").splitlines()) > 2
     assert "llama-tiny" in autockpt("history", str(run), "--compare", str(run))
+    assert run.name in autockpt("history")
+    assert "Trial 0: none" in autockpt("history", str(run), "--trial", "0")
     autockpt("history", str(run), "--trial", "0", "--plan-out", "trial.yaml")
-    assert json.loads(autockpt("explain", "trial.yaml", "--no-limits", "--json"))
+    assert Plan.load(Path("trial.yaml")).measured
+    assert json.loads(autockpt("explain", str(run), "--no-limits", "--json"))["status"] == "measured"
+
+
+def test_a_run_in_python_as_its_page_shows_it(plan: dict[str, Any]) -> None:
+    """The line for pandas only where that is installed."""
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "report.md").read_text(), re.M | re.S)
+    if importlib.util.find_spec("pandas") is None:
+        block = re.sub(r"^run\.frame\(\).*\n", "", block, flags=re.M)
+    block = block.replace("results/…", plan["run_directory"]).replace('"plan.yaml"', '"third.yaml"')
+    exec(block, {"autockpt": package})
+    assert Plan.load(Path("third.yaml")).choices
+
+
+def test_a_micro_batch_is_found_with_the_plan(autockpt: Autockpt) -> None:
+    """Simulated; measured among the campaigns."""
+    command = small(on("docs/integrations.md", "--global-batch"), budget="24GB", global_batch="2")
+    command[-2:] = "--hardware", "rtx4090"  # instead of --device cpu
+    assert json.loads(autockpt(*command, "--json"))["best"]["batch_size"] in (1, 2)
+
+
+def test_one_plan_for_sequences_of_all_lengths(autockpt: Autockpt) -> None:
+    """Without a step; measured among the campaigns."""
+    Path("lengths.txt").write_text(LENGTHS)
+    command = small(on("docs/integrations.md", "--lengths"), budget="24GB")
+    assert json.loads(autockpt(*command, "--dry-run", "--json"))["settings"]["seq_len"] == 32
+
+
+def test_a_simulated_plan_for_adapters_is_gone_on_from(autockpt: Autockpt) -> None:
+    """Without real steps; those are taken among the campaigns."""
+    pytest.importorskip("peft")
+    simulated = small(on("docs/simulation.md", "--lora", "--seq-len"))
+    assert json.loads(autockpt(*simulated, "--plan-out", "PLAN", "--json"))["plan"]["workload"]["lora"] == 16
+    resumed = json.loads(autockpt(*small(on("docs/simulation.md", "--resume")), "--dry-run", "--json"))
+    assert resumed["device"]["kind"] == "cpu" and resumed["plan"]["workload"]["lora"] == 16
+
+
+def test_a_bare_search_simulates_a_card(autockpt: Autockpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no accelerator; the built-in model made small."""
+    if get_device(None).kind != "cpu":
+        pytest.skip("needs a machine without an accelerator")
+    monkeypatch.setattr(searching, "SIMULATED_MODEL", "llama-tiny")
+    command = words_of(next(c for c in commands_of(ROOT / "docs/simulation.md") if c.endswith("search --budget 24GB")))
+    answer = json.loads(autockpt(*command[1:], "--choices", "save,recompute", "--trials", "1", "--json"))
+    assert answer["plan"]["source"] == "simulated"
+
+
+def test_trials_are_logged(autockpt: Autockpt) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    step = ("--model", "llama-tiny", "--batch-size", "2", "--seq-len", "32", "--budget", "60%act")
+    autockpt(*small(on("docs/report.md", "--log-to")), *step, "--out", "logged")
+    assert any(Path("logged/tensorboard").rglob("events*"))
 
 
 def test_what_is_asked_before_there_is_a_run(autockpt: Autockpt) -> None:
@@ -259,6 +340,42 @@ def test_what_measures_for_minutes(autockpt: Autockpt) -> None:
         autockpt("bench", *step, "--budgets", "90%", *few, "--trials", "1", "--device", "cpu", "--json")
     )
     assert {"recompute all", "autockpt"} <= {line["row"]["peer"] for line in report["lines"]}
+
+
+@pytest.mark.campaign
+def test_questions_that_are_several_searches_in_real_steps(autockpt: Autockpt, plan: dict[str, Any]) -> None:
+    command = small(on("docs/integrations.md", "--global-batch"), budget=room(plan), global_batch="2")
+    assert json.loads(autockpt(*command, "--json"))["outcome"]["source"] == "measured"
+    Path("lengths.txt").write_text(LENGTHS)
+    command = small(on("docs/integrations.md", "--lengths"), budget=room(plan))
+    run = json.loads(autockpt(*command, "--json"))["run_directory"]
+    assert autockpt("history", run) and autockpt("verify", run, "--device", "cpu")
+
+
+@pytest.mark.campaign
+def test_real_steps_go_on_from_a_simulated_plan(autockpt: Autockpt) -> None:
+    pytest.importorskip("peft")
+    autockpt(*small(on("docs/simulation.md", "--lora", "--seq-len")), "--plan-out", "PLAN")
+    measured = json.loads(autockpt(*small(on("docs/simulation.md", "--resume")), "--json"))["plan"]
+    assert measured["measured"]["peak_bytes"] and measured["workload"]["lora"] == 16
+
+
+@pytest.mark.campaign
+def test_what_explain_tries_out(autockpt: Autockpt, plan: dict[str, Any]) -> None:
+    assert json.loads(autockpt("explain", plan["run_directory"], "--json"))["limits"]
+    command = words_of(on("docs/simulation.md", "explain --rules"))[1:]
+    assert json.loads(autockpt(*command, "--batch-size", "2", "--seq-len", "32", "--json"))["rules"]
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_steps_are_planned_for_and_verified(autockpt: Autockpt, plan: dict[str, Any]) -> None:
+    step = ("--model", "llama-tiny", "--batch-size", "2", "--seq-len", "32", "--budget", "auto")
+    command = words_of(on("docs/integrations.md", "search --compile"))[1:]
+    compiled = json.loads(autockpt(*command, *step, "--trials", "1", "--device", "cpu", "--json"))
+    assert compiled["plan"]["compile"] == "layers"
+    assert autockpt(*words_of(on("docs/integrations.md", "verify plan.yaml --compile"))[1:], "--device", "cpu")
+    assert Plan.load(Path("plan.yaml")).otherwise
 
 
 def test_a_step_with_a_loss_of_its_own_is_searched_as_the_page_says() -> None:
