@@ -52,8 +52,7 @@ def call_factory(spec: WorkloadSpec) -> Step | dict[str, Any]:
         for name in _given(spec, [n for n in WorkloadSpec.model_fields if n not in (*_PASSED_ON, *_FOLLOWED)]):
             raise WorkloadError(
                 f"{_option(name)} has no effect on {spec.model}, which makes its own Step",
-                remedy="Leave it out and set it up in the function, or return (model, batch) or a dict, for which the "
-                "options are followed.",
+                remedy="Set it up in the function; or return (model, batch), which options are applied to.",
             )
     return made
 
