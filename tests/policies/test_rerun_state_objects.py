@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -523,6 +524,19 @@ def patched(unit: Any, x: Tensor) -> Tensor:
     return x
 
 
+def ensemble(unit: Any) -> None:
+    """Weights of several modules in one, and the module that they are called by without weights of its own."""
+    members = [nn.Linear(D, D) for _ in range(3)]
+    stacked, _ = stack_module_state(members)
+    unit.members = nn.ParameterDict({name: nn.Parameter(value.detach()) for name, value in stacked.items()})
+    unit.base, unit.form = [nn.Linear(D, D, device="meta")], torch.empty(3, device="meta")
+
+
+def mean_of_ensemble(unit: Any, x: Tensor) -> Tensor:
+    unit.form.add_(1)
+    return vmap(lambda weights: functional_call(unit.base[0], weights, (x,)))(dict(unit.members)).mean(0)
+
+
 STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] = {
     "norm in a list": (norm_in_a_list, lambda unit, x: unit.norms[0](x)),
     "norm in a closure": (norm_in_a_closure, lambda unit, x: unit.norm(x)),
@@ -542,6 +556,7 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
     "statistics, late": (with_statistics, statistics_later_on),
     "drawn, late": (lambda unit: (with_key(unit), setattr(unit, "calls", 0)), drawn_later_on),
     "patched, late": (lambda unit: unit.__dict__.update(calls=0), patched),
+    "tensors on meta": (ensemble, mean_of_ensemble),
     "gradients taken inside, late": (lambda unit: unit.__dict__.update(calls=0), of_gradients),
 }
 
