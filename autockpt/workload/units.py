@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autockpt.errors import PlanError, UsageError
 from autockpt.schema.graph import Unit, UnitRole
@@ -371,10 +372,15 @@ def structure_key(module: nn.Module) -> Hashable:
 def _tensors(module: nn.Module) -> Iterator[Hashable]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+            yield name, _shape(parameter), parameter.dtype, parameter.requires_grad
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            yield name, tuple(buffer.shape), buffer.dtype
+            yield name, _shape(buffer), buffer.dtype
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None of what a lazy module's first forward is to give a shape."""
+    return None if is_lazy(tensor) else tuple(tensor.shape)
 
 
 def _settings(module: nn.Module) -> Iterator[Hashable]:

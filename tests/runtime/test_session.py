@@ -11,8 +11,9 @@ from torch import nn
 
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.attachment import attached_to
-from autockpt.runtime import attach, remove
+from autockpt.runtime import apply, attach, remove
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.plan import Plan
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
 LLAMA = CASES["llama"]
@@ -221,6 +222,8 @@ def test_lazy_modules_are_to_have_run_before() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(8), nn.ReLU()) for _ in range(2)))
     with pytest.raises(ConflictError, match=r"0\.0\.weight is not initialised"):
         attach(model, {"0": RECOMPUTE})
+    with pytest.raises(ConflictError, match=r"0\.0\.weight is not initialised"):
+        apply(model, Plan(choices={"0": RECOMPUTE}))
     model(torch.ones(2, 8))
     attach(model, {"0": RECOMPUTE})
     model(torch.ones(2, 8)).sum().backward()
