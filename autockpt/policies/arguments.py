@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from autockpt.policies.rerun_state.reach import own_fields
+from autockpt.policies.rerun_state.reach import attributes, own_fields, set_field
 
 _TENSOR = object()  # stands for a tensor in a template
 _MOST_OBJECTS = 200  # in one call; of more the rest is handed in as it is
@@ -37,10 +37,10 @@ def take_apart(
 ) -> Any:
     """The template of ``value``. Its tensors are appended to ``tensors`` in order, leaves that may hide others to
     ``objects``. ``made``: templates of objects that were met so far, for those that are met again."""
-    if isinstance(value, torch.Tensor):
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):  # isinstance asks for __class__, too, which may be code of the user's
         tensors.append(value)
         return _TENSOR
-    kind = type(value)
     if kind in _PLAIN:
         return value
     made = {} if made is None else made
@@ -90,19 +90,20 @@ def put_together(template: Any, tensors: Iterator[torch.Tensor], made: dict[int,
             cls = template.cls
             made[id(template)] = twin = cls() if cls is SimpleNamespace else object.__new__(cls)
             for name, part in template.fields.items():
-                object.__setattr__(twin, name, put_together(part, tensors, made))
+                set_field(twin, name, put_together(part, tensors, made))
         return made[id(template)]
     return template
 
 
 def hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """Tensors inside argument objects that pytrees do not know (mask objects, dataclasses, BatchEncoding)."""
-    if isinstance(value, torch.Tensor):
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
         yield value
-    elif depth and not isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module)):
-        if isinstance(value, (list, tuple)):
-            parts: Any = value
-        else:
-            parts = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
-        for part in parts:
+    elif depth and not issubclass(kind, (str, bytes, int, float, complex, type, torch.nn.Module)):
+        # by functions of the base classes: an object's own may do anything
+        base = next((base for base in (list, tuple) if issubclass(kind, base)), None)
+        fields = value if issubclass(kind, dict) else attributes(value)
+        parts: Any = () if fields is None else dict.values(fields)
+        for part in parts if base is None else base.__iter__(value):
             yield from hidden_tensors(part, depth - 1)

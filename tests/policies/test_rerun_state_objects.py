@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.rerun_state import tensors
+from autockpt.policies.rerun_state.reach import attributes
 from autockpt.policies.rerun_state.tensors import TENSORS
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Remake, Segment
@@ -62,6 +63,26 @@ class Flow:
     n: int = 0
 
 
+class Hidden(Slots):
+    """Properties before what it keeps."""
+
+    __slots__ = ("__dict__",)
+
+    def fail(self, *_: Any) -> Any:
+        raise AssertionError
+
+    n = own = property(fail)  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        vars(Slots)["n"].__set__(self, 0)
+        vars(self)["own"] = 0
+
+    def count(self) -> int:
+        vars(Slots)["n"].__set__(self, vars(Slots)["n"].__get__(self) + 1)
+        vars(self)["own"] += 1
+        return vars(Slots)["n"].__get__(self) + vars(self)["own"]
+
+
 class Odd:
     """Runs no code of its own for those who only look."""
 
@@ -85,6 +106,50 @@ class Odd:
     @property
     def costly(self) -> int:
         raise AssertionError
+
+
+def odd_kind(base: Any) -> Any:
+    """A class on ``base`` that does not let anybody look by its own methods."""
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError(base)
+
+    special = ("iter", "getitem", "len", "contains", "eq", "or", "ror", "copy", "array", "array_function")
+    names = [f"__{name}__" for name in special] + ["keys", "values", "items", "get", "copy", "union", "get_state"]
+    asked = {"__class__": property(fail)} if base is np.ndarray else {"__getattribute__": fail}
+    return type("Odd", (base,), {**dict.fromkeys(names, fail), **asked, "__hash__": object.__hash__})
+
+
+def odd_containers() -> dict[Any, Any]:
+    held: dict[Any, Any] = {kind: odd_kind(kind)() for kind in (dict, collections.OrderedDict, set, collections.deque)}
+    for key in "ab":
+        dict.__setitem__(held[dict], key, 1)
+        collections.OrderedDict.__setitem__(held[collections.OrderedDict], key, 1)
+    held[np.ndarray] = array = np.zeros(2).view(type("Open", (np.ndarray,), {}))
+    array.__class__ = odd_kind(np.ndarray)
+    held[Box] = Box()
+    held[Box].__dict__ = odd_kind(dict)(n=0)
+    return {**held, list: odd_kind(list)(), np.random.RandomState: odd_kind(np.random.RandomState)(1), "calls": 0}
+
+
+def odd_containers_change(held: dict[Any, Any]) -> float:
+    """All from the first call on, but from the fourth on an order of keys and an object's own dictionary."""
+    held["calls"] += 1
+    n = dict.__getitem__(held[dict], "a")
+    order, array, own = held[collections.OrderedDict], held[np.ndarray], attributes(held[Box])
+    if held["calls"] > 3:
+        collections.OrderedDict.move_to_end(order, next(collections.OrderedDict.__iter__(order)))
+        dict.__setitem__(own, "n", n)
+    dict.__setitem__(held[dict], "a", n + 1)
+    collections.OrderedDict.__setitem__(order, "b", n)
+    list.append(held[list], n)
+    set.add(held[set], n)
+    collections.deque.append(held[collections.deque], n)
+    np.ndarray.__setitem__(array, 0, n)
+    first = collections.OrderedDict.__getitem__(order, next(collections.OrderedDict.__iter__(order)))
+    drawn = np.random.RandomState.random_sample(held[np.random.RandomState])
+    sizes = [kind.__len__(held[kind]) for kind in (list, set, collections.deque)]
+    return n + first + drawn + sum(sizes) + np.ndarray.__getitem__(array, 0) + dict.__getitem__(own, "n")
 
 
 def counting() -> Callable[[], int]:
@@ -224,6 +289,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "own class": (Box, add),
     "slots": (Slots, add),
     "odd class": (Odd, add),
+    "behind properties": (Hidden, Hidden.count),
     "namespace in dicts": (lambda: {"a": {"b": SimpleNamespace(n=0)}}, lambda o: add(o["a"]["b"])),
     "object in a tuple": (lambda: (Box(),), lambda o: add(o[0])),
     "bound method": (lambda: Box().tick, lambda o: o()),
@@ -250,6 +316,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "thread's own": (threading.local, lambda o: setattr(o, "n", getattr(o, "n", 0) + 1) or o.n),
     "memory and errors, late": (memory_of_many_kinds, later_on),
     "attributes and keys, late": (holders_of_many_kinds, attributes_later_on),
+    "odd containers": (odd_containers, odd_containers_change),
     "globals": (Box, of_the_module),
     "a class": (Box, of_the_class),
     "a context variable": (Box, of_the_context),

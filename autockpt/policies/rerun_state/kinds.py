@@ -1,7 +1,8 @@
 """Kinds of things that can change and stay the same object: what is in one now, whether it changed, putting that back.
 
 Everything goes by the types' own functions: properties, ``__getattr__``, ``__eq__`` or ``__iter__`` of a user's class
-never run, and no iterator advances.
+never run, and no iterator advances. So what copies is given no object of a subclass, whose methods it might call, but
+an iterator of the base; and a class is asked for by ``type``, as ``isinstance`` asks for ``__class__``, too.
 """
 
 from __future__ import annotations
@@ -85,12 +86,10 @@ class Fields(Names):
 
     def keys(self, obj: Any) -> Any:
         """A view of them, in their order."""
-        return OrderedDict.keys(obj) if isinstance(obj, OrderedDict) else dict.keys(obj)
+        return _base_of(obj).keys(obj)
 
     def take(self, obj: Any, *, close: bool) -> Any:
-        if isinstance(obj, OrderedDict):
-            return {key: dict.__getitem__(obj, key) for key in OrderedDict.keys(obj)}
-        return dict.copy(obj)
+        return dict.copy(obj) if type(obj) is dict else dict(_base_of(obj).items(obj))
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
         now = self.take(obj, close=False)
@@ -105,7 +104,7 @@ class Fields(Names):
     def put(self, obj: Any, taken: Any) -> None:
         now = [*self.keys(obj)]
         if self.ordered and not (len(now) >= len(taken) and all(map(operator.is_, now, taken))):
-            (OrderedDict if isinstance(obj, OrderedDict) else dict).clear(obj)
+            _base_of(obj).clear(obj)
         super().put(obj, taken)
 
     def size(self, obj: Any) -> int:
@@ -141,13 +140,15 @@ class Elements(Kind):
         self._kind: Any = kind
 
     def take(self, obj: Any, *, close: bool) -> Any:
-        return self._kind.copy(obj)
+        if self._kind is set:
+            return set.union(set(), obj)  # by its own table: elements are not hashed anew
+        return self._kind(self._kind.__iter__(obj))
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
-        now = self._kind.copy(obj)
+        now = self.take(obj, close=False)
         if self._kind is set:
-            return len(now) == len(taken) and {id(v) for v in set.__iter__(now)} == {id(v) for v in set.__iter__(taken)}
-        return len(now) == len(taken) and all(map(_same, self._kind.__iter__(now), self._kind.__iter__(taken)))
+            return len(now) == len(taken) and set(map(id, now)) == set(map(id, taken))
+        return len(now) == len(taken) and all(map(_same, now, taken))
 
     def put(self, obj: Any, taken: Any) -> None:
         self._kind.clear(obj)
@@ -157,7 +158,7 @@ class Elements(Kind):
         return self._kind.__len__(obj)
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
-        return [(f"[{i}]", value) for i, value in enumerate(self._kind.__iter__(taken))]
+        return [(f"[{i}]", value) for i, value in enumerate(taken)]
 
 
 class State(Kind):
@@ -205,29 +206,42 @@ class Arrays(Kind):
     """NumPy arrays."""
 
     def take(self, obj: Any, *, close: bool) -> Any:
-        return obj.__array__().copy() if obj.nbytes <= COPIED_BYTES else None
+        plain = _plain(obj)
+        return plain.copy() if plain.nbytes <= COPIED_BYTES else None
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
         if taken is None:
             return True
-        alike = obj.dtype == taken.dtype and obj.shape == taken.shape
-        return alike and obj.tobytes() == taken.tobytes()  # of objects: which they are
+        now = _plain(obj)
+        alike = now.dtype == taken.dtype and now.shape == taken.shape
+        return alike and now.tobytes() == taken.tobytes()  # of objects: which they are
 
     def put(self, obj: Any, taken: Any) -> None:
-        if taken is None or obj.shape != taken.shape or obj.dtype != taken.dtype or not obj.flags.writeable:
+        now = _plain(obj)
+        if taken is None or now.shape != taken.shape or now.dtype != taken.dtype or not now.flags.writeable:
             raise NotPutBackError
-        sys.modules["numpy"].copyto(obj, taken)
+        sys.modules["numpy"].copyto(now, taken)
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         return [("[…]", value) for value in taken.flat] if taken is not None and taken.dtype.hasobject else ()
 
 
+def _plain(array: Any) -> Any:
+    """The same memory without what a subclass adds."""
+    return sys.modules["numpy"].ndarray.__array__(array)
+
+
+def _base_of(fields: Any) -> Any:
+    """The class whose methods know all of a dictionary and nothing of what a subclass adds."""
+    return OrderedDict if issubclass(type(fields), OrderedDict) else dict
+
+
 def _set_item(fields: Any, key: Any, value: Any) -> None:
-    (OrderedDict if isinstance(fields, OrderedDict) else dict).__setitem__(fields, key, value)
+    _base_of(fields).__setitem__(fields, key, value)
 
 
 def _delete_item(fields: Any, key: Any) -> None:
-    (OrderedDict if isinstance(fields, OrderedDict) else dict).__delitem__(fields, key)
+    _base_of(fields).__delitem__(fields, key)
 
 
 def held_by(iterator: Any) -> list[Any]:
@@ -273,9 +287,9 @@ def _bytes(memory: Any) -> bytes | None:
 def _set_bytes(memory: Any, taken: bytes | None) -> None:
     if taken is None or taken == _bytes(memory):
         return
-    if not isinstance(memory, _C_DATA):
-        target = memory if isinstance(memory, mmap.mmap) else memory.cast("B")
-        target[:] = taken
+    if not issubclass(type(memory), _C_DATA):
+        with memoryview(memory) as view:
+            view.cast("B")[:] = taken
         return
     form = re.sub(":[^:]*:", "", memoryview(memory).format)  # without the names of fields
     if not _POINTERS.isdisjoint(form):  # the objects that they point to may be gone
@@ -323,7 +337,6 @@ _C_DATA: Any = ctypes.Structure.__mro__[1]
 _POINTERS = frozenset("&OPXZz")
 _ARGS: Any = vars(BaseException)["args"]
 _ERROR = Names(("args",), lambda e, _: _ARGS.__get__(e), lambda e, _, args: _ARGS.__set__(e, args), object.__delattr__)
-_NUMPY_STATE = State(lambda r: pickle.dumps(r.get_state(legacy=False)), lambda r, s: r.set_state(pickle.loads(s)))
 _NUMPY_BITS = State(lambda b: pickle.dumps(b.state), lambda b, s: setattr(b, "state", pickle.loads(s)))
 _NUMPY_GENERATOR = State(
     lambda g: _NUMPY_BITS.take(g.bit_generator, close=False), lambda g, s: _NUMPY_BITS.put(g.bit_generator, s)
@@ -341,9 +354,10 @@ _BY_BASE: tuple[tuple[Any, Kind | None], ...] = (
 
 @functools.cache
 def _of_numpy(numpy: Any) -> tuple[tuple[Any, Kind], ...]:
+    old: Any = numpy.random.RandomState
     return (
         (numpy.ndarray, Arrays()),
-        (numpy.random.RandomState, _NUMPY_STATE),
+        (old, State(lambda r: pickle.dumps(old.get_state(r, False)), lambda r, s: old.set_state(r, pickle.loads(s)))),
         (numpy.random.BitGenerator, _NUMPY_BITS),
         (numpy.random.Generator, _NUMPY_GENERATOR),
     )

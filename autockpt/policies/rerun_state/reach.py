@@ -85,6 +85,9 @@ _BASES = (nn.Module, object, CustomOpDef, torch.quasirandom.SobolEngine, TorchFu
 """Classes of libraries whose objects, and those of classes derived from them, are looked at."""
 
 
+_DESCRIPTORS, _CLASS = (types.MemberDescriptorType, types.GetSetDescriptorType), vars(object)["__class__"]
+
+
 class Node(NamedTuple):
     """A thing that can change: how to get there, what it is, and what was ``taken`` from it. ``loose``: reached by way
     of something that is known to change."""
@@ -211,7 +214,7 @@ class Walk:
             self._go(name, step, [("", value.get(None))], loose)
         elif issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
             target = ctypes.py_object.from_address(id(value) + object.__basicsize__).value
-            if not isinstance(target, torch.Tensor):  # which nobody else might hold
+            if not issubclass(type(target), torch.Tensor):  # which nobody else might hold
                 self._go(name, step, [("", target)], loose)
         elif issubclass(kind, torch.Tensor):
             self._node(name, value, TENSORS, step, loose)
@@ -231,13 +234,15 @@ class Walk:
                 self._object(name, value, step, loose)
 
     def _attributes(self, name: str, fields: dict[str, Any] | None, step: int, loose: bool) -> None:
-        if fields is not None and "ds_id" not in fields:  # by which DeepSpeed notes where a parameter is at present
+        if fields is not None and not dict.__contains__(
+            fields, "ds_id"
+        ):  # by which DeepSpeed notes where a parameter is at present
             self._node(name, fields, FIELDS, step, loose)
 
     def _object(self, name: str, value: Any, step: int, loose: bool) -> None:
         self._attributes(name, attributes(value), step, loose)
         if slots := tuple(_slots(type(value))):
-            self._node(name, value, Names(slots, _slot, object.__setattr__, object.__delattr__), step, loose)
+            self._node(name, value, _slots_named(*slots), step, loose)
         if type(value).__flags__ & _HEAP:
             self._node(f"{name}.__class__", value, TYPE, step, loose)
 
@@ -354,7 +359,7 @@ def attributes(obj: Any) -> dict[str, Any] | None:
     """The dictionary of an object's attributes, past all that its class may have to say."""
     for owner in type(obj).__mro__:
         found: Any = vars(owner).get("__dict__")
-        if type(found) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+        if type(found) in _DESCRIPTORS:
             return found.__get__(obj)
     return None
 
@@ -372,8 +377,10 @@ def own_fields(value: Any) -> dict[str, Any] | None:
             object.__new__(cls)
         except TypeError:  # made in C at run time
             return None
-    found = {name: part for name in _slots(cls) if (part := _slot(value, name)) is not ABSENT}
-    found |= attributes(value) or {}
+    fields = attributes(value)
+    if fields is not None and type(fields) is not dict:  # a dictionary of somebody's own class: no other is like it
+        return None
+    found = {name: part for name in _slots(cls) if (part := _slot(value, name)) is not ABSENT} | (fields or {})
     return None if any(type(p) in (list, dict, tuple) and len(p) > _LONG for p in found.values()) else found
 
 
@@ -388,17 +395,34 @@ def _slots(cls: type) -> Iterator[str]:
             yield from (k for k, v in vars(owner).items() if type(v) is types.MemberDescriptorType)
 
 
+def _member(obj: Any, name: str) -> Any:
+    """The descriptor of a slot, past a property of that name; None where there is no such slot."""
+    found = (vars(owner).get(name) for owner in type(obj).__mro__)
+    return next((member for member in found if type(member) in _DESCRIPTORS), None)
+
+
 def _slot(obj: Any, name: str) -> Any:
     try:
-        return object.__getattribute__(obj, name)
+        return _member(obj, name).__get__(obj)
     except (AttributeError, ValueError):  # of an empty cell
         return ABSENT
 
 
-CELL = Names(("cell_contents",), _slot, object.__setattr__, object.__delattr__)
-TYPE = Names(
-    ("",), lambda obj, _: type(obj), lambda obj, _, cls: object.__setattr__(obj, "__class__", cls), object.__delattr__
-)
+def set_field(obj: Any, name: str, value: Any) -> None:
+    """Set one of ``own_fields``, and run no property of that name."""
+    member = _member(obj, name)
+    if member is not None:
+        member.__set__(obj, value)
+    elif (fields := attributes(obj)) is not None:
+        fields[name] = value
+
+
+def _slots_named(*names: str) -> Names:
+    return Names(names, _slot, set_field, lambda obj, name: _member(obj, name).__delete__(obj))
+
+
+CELL = _slots_named("cell_contents")
+TYPE = Names(("",), lambda obj, _: type(obj), lambda obj, _, cls: _CLASS.__set__(obj, cls), object.__delattr__)
 CLASS = Names(None, getattr, type.__setattr__, type.__delattr__)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import CellType
@@ -105,13 +105,15 @@ class Quiet:
                 continue
             if isinstance(kind, Fields):
                 left = {*kind.hidden, *HOOKS} if kind.hidden else ()
-                keys = [] if kind.ordered else [key for key in node.taken if key not in left]
+                # those of other classes may look up in ways of their own
+                by_key = not kind.ordered and type(node.obj) in (dict, OrderedDict)
+                keys = [key for key in node.taken if key not in left] if by_key else []
                 if keys:
                     self._getters.append((operator.itemgetter(*keys, keys[0]), node.obj))
                 else:
                     self._views.append(kind.keys(node.obj))
-                    self._inner += [dict.values(node.obj)] if kind.ordered else []
-            elif isinstance(node.obj, type):
+                    self._inner += [] if by_key else [dict.values(node.obj)]
+            elif issubclass(type(node.obj), type):
                 self._views.append(vars(node.obj).values())
             elif type(node.obj) is list:
                 self._views.append(node.obj)
@@ -379,7 +381,7 @@ def _without_graphs(node: Node, known: dict[int, torch.Tensor]) -> Node:
     """With no tensor that holds a graph."""
 
     def free(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.is_leaf:
+        if not issubclass(type(value), torch.Tensor) or value.is_leaf:
             return value
         return known.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
 
