@@ -21,6 +21,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.base import setting
 from autockpt.policies.conflicts import is_wrapped, refuse_by_message
 from autockpt.policies.fingerprints import layout_of
+from autockpt.policies.identity import keep_identity
 from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.sentinels import CheckedCall
 
@@ -63,6 +64,7 @@ def saving(
 ) -> Iterator[None]:
     """Around a unit's forward: what autograd saves goes by way of ``pack``, which returns what has an ``unpack``, and
     where the unit's code ``assigns`` to a ``.data``, that is looked at. ``watch`` is told when it has ended."""
+    keep_identity()
     assignments = Assignments(unit, pack) if assigns else None
     hooks = saved_tensors_hooks(pack if assignments is None else assignments.pack, _unpack)
     try:

@@ -127,7 +127,7 @@ def offloaded(
     outside = [t for t in tensors if t is not hidden] + buffers
     group = state.pipeline.open(state.unit, device, state.tier)
     watch = state.sentinel.watch(module) if state.sentinel is not None else None
-    packer = Packer(group, outside, module, watch.packed if watch is not None else None)
+    packer = Packer(group, outside, module, watch.packed if watch is not None else None, hidden)
     with saving(state.unit, packer.pack, watch, assigns=watch is not None and watch.assigns):
         set_compiler(compiler)
         try:

@@ -171,13 +171,14 @@ class Moved(Watched):
 class Kept:
     """A saved tensor that stays. Detached: a graph that holds its own output by way of Python is never freed.
 
-    ``tensor`` shares memory and version counter with what was saved.
+    ``tensor`` shares memory and version counter with what was saved. ``itself``: it is that, as of one without a
+    gradient nothing else leads to what was set on it.
     """
 
     __slots__ = ("_unit", "_version", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
-        self.tensor, self._version, self._unit = tensor.detach(), tensor._version, unit
+    def __init__(self, tensor: torch.Tensor, unit: str, *, itself: bool = False) -> None:
+        self.tensor, self._version, self._unit = tensor if itself else tensor.detach(), tensor._version, unit
 
     def unpack(self) -> torch.Tensor:
         if self.tensor._version != self._version:  # nested tensors have no size to ask for
@@ -209,22 +210,29 @@ def _check(probe: torch.Tensor, version: int, unit: str, size: torch.Size) -> No
 class Packer:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
-    ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. Tensors of subclasses stay,
-    whatever they hold; a warning names each kind once. ``packing`` is to be told what leaves.
+    ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. So do leaves, but for the
+    ``hidden`` state. Tensors of subclasses stay, whatever they hold; a warning names each kind once. ``packing`` is to
+    be told what leaves.
     """
 
     def __init__(
-        self, group: Group, outside: Iterable[torch.Tensor], module: nn.Module, packing: Packing | None
+        self,
+        group: Group,
+        outside: Iterable[torch.Tensor],
+        module: nn.Module,
+        packing: Packing | None,
+        hidden: torch.Tensor | None,
     ) -> None:
         self._group, self._module, self._packing = group, module, packing
         # the caller keeps these alive during the forward, so an address cannot change its meaning
+        self._hidden = id(hidden)
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
 
     def pack(self, tensor: torch.Tensor) -> Moved | Kept:
         # inside of forward-mode AD what is made here would be its own, without memory to copy
         if forward_ad._current_level >= 0 or not self._leaves(tensor):
-            return Kept(tensor, self._group.unit)
+            return Kept(tensor, self._group.unit, itself=not tensor.requires_grad)
         entry = self._packing(tensor) if self._packing is not None else None
         return Moved(tensor, self._storage_of(tensor), entry)
 
@@ -239,6 +247,8 @@ class Packer:
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
             and tensor.untyped_storage().nbytes() >= SMALL_BYTES
             and tensor.untyped_storage()._cdata not in self._outside
+            # the graph holds leaves anyway
+            and not (tensor.is_leaf and tensor.requires_grad and id(tensor) != self._hidden)
             and not _is_weight(tensor)
             and not self._is_frozen_cast(tensor)
         )
