@@ -18,7 +18,7 @@ from autockpt.policies.attachment import TellingAttachment, call_inner
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import fingerprint, form_of, laid_out_on, layout_of
 from autockpt.policies.replay import running_again
-from autockpt.policies.rerun_state.surroundings import Casts
+from autockpt.policies.rerun_state.surroundings import Casts, outside_inference
 from autockpt.policies.saved_outputs import alias
 from autockpt.policies.sentinels import CheckedCall
 
@@ -257,7 +257,7 @@ class ChunkedLoss(torch.autograd.Function):
         chunks, casts = loss.chunks(len(hidden)), Casts(hidden.device.type)
         with loss.call.running():
             for rows, entry in zip_longest(chunks, ctx.entries):
-                with torch.enable_grad():
+                with outside_inference(), torch.enable_grad():
                     part = hidden[rows].detach().requires_grad_(wants_hidden)
                     losses = loss.losses(part, target[rows])
                 if entry is not None:

@@ -19,6 +19,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.headcall import Elementwise, MemoryWatch, Rows, gradients_of, refuse_twice
 from autockpt.policies.lazysteps import UNDERSTOOD
+from autockpt.policies.rerun_state.surroundings import outside_inference
 
 _plain_call = torch._C.DisableTorchFunctionSubclass
 
@@ -264,7 +265,7 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         source: LogitsSource = ctx.source
         refuse_twice(source.call)
-        with torch.enable_grad():
+        with outside_inference(), torch.enable_grad():
             hidden = source.hidden.detach().requires_grad_()
             logits = source.compute(hidden)
         return None, *gradients_of(logits, [hidden, *source.call.trained], gradients[0])

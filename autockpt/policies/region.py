@@ -25,7 +25,7 @@ from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.fingerprints import Place, layout_of
 from autockpt.policies.replay import Replay
-from autockpt.policies.rerun_state.surroundings import user_dispatch_modes
+from autockpt.policies.rerun_state.surroundings import outside_inference, user_dispatch_modes
 from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs
@@ -155,7 +155,7 @@ class UnitCall:
         with self._lock:
             order = self._with_ancestors()
             try:
-                with _outside_vmap():
+                with _outside_vmap(), outside_inference():
                     for call in order:
                         call._run_again(self, fill=call is self or (self.levels == 1 and call._waits()))
             except BaseException:

@@ -25,7 +25,7 @@ import torch
 
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.replay import running_again
-from autockpt.policies.rerun_state.surroundings import switched, switches, under, user_dispatch_modes
+from autockpt.policies.rerun_state.surroundings import outside_inference, switched, switches, under, user_dispatch_modes
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
 from autockpt.policies.slots import Empty, Entry, differs
 
@@ -248,5 +248,6 @@ class Maker:
 def _as_below_autograd(unit: str) -> Iterator[None]:
     """Ops do just what their call says: no casts, no graph, nothing that a function mode makes of it. Gradients are
     enabled as whenever a unit runs again."""
-    with torch.enable_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction(), running_again(unit):
+    below = torch._C.DisableTorchFunction()
+    with outside_inference(), torch.enable_grad(), torch._C._DisableAutocast(), below, running_again(unit):
         yield

@@ -117,6 +117,24 @@ def test_transforms_of_torch_func_through_the_head(choice: Choice) -> None:
     assert_as_plain({"lm_head": choice}, by_torch_func)
 
 
+def backward_under_inference_mode(model: Model) -> list[Any]:
+    for step in range(4):
+        loss = losses(model(torch.full((4, 32, 32), 0.1 * step))).sum()
+        with torch.inference_mode():
+            loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@each_kind
+def test_backward_under_inference_mode(kind: str) -> None:
+    assert_as_plain(of_blocks(kind), backward_under_inference_mode)
+
+
+@pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
+def test_backward_under_inference_mode_through_the_head(choice: Choice) -> None:
+    assert_as_plain({"lm_head": choice}, backward_under_inference_mode)
+
+
 @each_kind
 @pytest.mark.parametrize("descends", [False, True])
 def test_many_gradients_at_once_with_dropout(descends: bool, kind: str) -> None:

@@ -12,7 +12,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -159,6 +159,12 @@ def under(modes: Sequence[Any]) -> Iterator[None]:
             stack.push(partial(owner.__exit__, mode))
             owner.__enter__(mode)
         yield
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """For what runs again in a backward that is itself under ``torch.inference_mode``, as forward was not: what is made
+    there autograd does not save."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _random_states(places: Iterable[tuple[str, int]]) -> TorchStates:
