@@ -118,7 +118,7 @@ def offloaded(
         set_compiler(compiler)
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
-    args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs))
+    args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs, twice=False))
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     hidden = next((t for t in tensors if t.is_floating_point()), None)
     device = device_of(module) if hidden is None else hidden.device

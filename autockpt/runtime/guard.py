@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from autockpt.callstack import with_room
 from autockpt.policies.attachment import Attachment, TellingAttachment, call_inner
 from autockpt.policies.base import ForwardListener
 from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.kvcache import CACHE_NAMES, DROPPED, holds_cache, only_own_caches, parameter_names
+from autockpt.policies.rerun_state.reach import is_library
 from autockpt.runtime.compiled import compiled_as
 from autockpt.schema.plan import CompileMode
 
@@ -121,21 +124,39 @@ def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict
 class CacheState(Attachment):
     """The attachment that keeps a language model from building a KV cache in training steps.
 
-    ``position`` is where ``use_cache`` stands among the forward's parameters, asked once: a compiler cannot.
+    ``position`` is where ``use_cache`` stands among the forward's parameters, ``caches`` where caches do, by name:
+    asked once, as a compiler cannot. ``known``: it is a library's, which reads no cache again that it makes itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__("")
-        self.position = _position(type(module))
+        names = parameter_names(type(module))
+        self.position = names.index("use_cache")
+        self.caches = {name: names.index(name) if name in names else len(names) for name in sorted(CACHE_NAMES)}
+        self.known = is_library(type(module))
         self.warned = False
 
 
 def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwargs: Any) -> Any:
-    """The model's forward with ``use_cache`` off wherever gradients are enabled. The config stays as it is."""
+    """The model's forward with ``use_cache`` off wherever gradients are enabled. The config stays as it is.
+
+    With a cache that it is given all is as the caller wants it: somebody reads it. Where there would be one in the
+    output, something stands in its place that tells whoever uses it.
+    """
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
+    compiling = torch.compiler.is_compiling()
+    given = any(
+        kwargs.get(name) is not None or (place < len(args) and args[place] is not None)
+        for name, place in state.caches.items()
+    )
+    if not compiling:
+        given = any([holds_cache(value) for value in (*args, *kwargs.values())]) or given
+    if given:
+        with nullcontext() if compiling else only_own_caches(False):
+            return call_inner(module, state, args, kwargs)
     position = state.position
-    if position is not None and position < len(args):
+    if position < len(args):
         asked = args[position]
         args = (*args[:position], False, *args[position + 1 :])
     else:
@@ -148,29 +169,25 @@ def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwa
             "the outputs hold no past_key_values.",
             stacklevel=4,
         )
-    return call_inner(module, state, args, kwargs)
+    if compiling:
+        return call_inner(module, state, args, kwargs)
+    with only_own_caches(state.known):
+        output = call_inner(module, state, args, kwargs)
+    if asked or (asked is None and getattr(getattr(module, "config", None), "use_cache", False)):
+        _say_dropped(output)
+    return output
 
 
-@functools.lru_cache(maxsize=256)
-def _position(cls: type[nn.Module]) -> int | None:
-    """Where ``use_cache`` stands among the parameters behind ``self`` of a class's forward; None where it has none."""
-    names = list(inspect.signature(cls.forward).parameters)[1:]
-    return names.index("use_cache") if "use_cache" in names else None
+def _say_dropped(output: Any) -> None:
+    """Past the output's own ``__setattr__``, which would move what comes behind it in the tuple."""
+    if getattr(output, "past_key_values", output) is None:
+        with contextlib.suppress(AttributeError):  # a class without room for it
+            object.__setattr__(output, "past_key_values", DROPPED)
 
 
 def cache_owners(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost modules around attached units whose forward takes ``use_cache``; units themselves do not count."""
+    """The modules around attached units whose forward takes ``use_cache``, whichever of them is called; units
+    themselves do not count."""
     attached = {id(unit) for unit in units}
-    found: list[nn.Module] = []
-
-    def search(module: nn.Module) -> None:
-        if id(module) in attached or not any(id(inner) in attached for inner in module.modules()):
-            return
-        if _position(type(module)) is not None:
-            found.append(module)
-            return
-        for child in module.children():
-            search(child)
-
-    search(model)
-    return found
+    takers = (m for m in model.modules() if id(m) not in attached and "use_cache" in parameter_names(type(m)))
+    return [taker for taker in takers if any(id(inner) in attached for inner in taker.modules())]

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import warnings
+import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +13,21 @@ from transformers import (
     EncoderDecoderCache,
     FlaubertConfig,
     FlaubertWithLMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
     StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
     XLMConfig,
     XLMWithLMHeadModel,
 )
 
 from autockpt.errors import ConflictError
-from autockpt.policies.kvcache import with_caches, without_cache
+from autockpt.policies.kvcache import only_own_caches, with_caches, without_cache
 from autockpt.runtime import attach
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, choice_kinds, parse_choice
+from autockpt.runtime.session import Session
+from autockpt.schema.choices import choice_kinds, parse_choice
+from autockpt.workload.units import discover_units
 from tests.policies.zoo import CASES, assert_equal
 
 
@@ -42,6 +51,7 @@ def filled(layer: int = 0) -> DynamicCache:
 HIDDEN = torch.ones(1, 3, 2)
 
 
+@only_own_caches(True)
 def test_empty_caches_are_taken_out_wherever_they_are():
     layer = Layer(0)
     for cache in (StaticCache(_config(), 8), ()):
@@ -50,6 +60,7 @@ def test_empty_caches_are_taken_out_wherever_they_are():
         assert kwargs == {"past_key_values": None, "use_cache": False}
 
 
+@only_own_caches(True)
 @pytest.mark.parametrize("make", [DynamicCache, lambda: EncoderDecoderCache(DynamicCache(), DynamicCache())])
 def test_growing_caches_are_exchanged_for_a_new_empty_one_at_every_run(make):
     given = make()
@@ -80,6 +91,7 @@ def test_everything_else_stays_the_same_object():
     assert new_kwargs is kwargs
 
 
+@only_own_caches(True)
 def test_a_filled_cache_is_refused_by_the_units_name():
     for cache in (
         filled(),
@@ -96,6 +108,7 @@ def test_a_filled_cache_is_refused_by_the_units_name():
         without_cache(Layer(0), "unit", (HIDDEN,), {"past_key_values": (HIDDEN, HIDDEN)})
 
 
+@only_own_caches(True)
 def test_caches_of_a_models_own_count_by_what_they_hold():
     def left(layers: object) -> object:
         cache = SimpleNamespace() if layers is None else SimpleNamespace(layers=layers)
@@ -108,6 +121,7 @@ def test_caches_of_a_models_own_count_by_what_they_hold():
             left(layers)
 
 
+@only_own_caches(True)
 def test_only_this_layers_part_of_a_cache_counts():
     cache = filled(0)
     for layer in (Layer(1), Layer(1, "layer_id")):
@@ -117,6 +131,7 @@ def test_only_this_layers_part_of_a_cache_counts():
         without_cache(Layer(None), "unit", (HIDDEN,), {"past_key_values": cache})
 
 
+@only_own_caches(True)
 def test_a_recurrent_layers_states_count():
     from transformers.cache_utils import LinearAttentionLayer
 
@@ -128,6 +143,7 @@ def test_a_recurrent_layers_states_count():
         without_cache(Layer(0), "unit", (HIDDEN,), {"cache_params": cache})
 
 
+@only_own_caches(True)
 def test_layers_that_only_read_the_cache_keep_it():
     class Reader(Layer):
         _can_checkpoint_with_cache = True
@@ -139,28 +155,189 @@ def test_layers_that_only_read_the_cache_keep_it():
     )
 
 
-@pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_model_with_a_filled_cache(name, choice):
-    case = CASES[name]
-    model = case.make()
-    ids = case.batch()["input_ids"][:, :8]
-    with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
-    with attach(model, case.choices(model, choice)), pytest.raises(ConflictError, match="KV cache"):
-        model(input_ids=ids, past_key_values=cache)
+KINDS = sorted(choice_kinds("block"))
 
 
-@pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
-def test_prefix_tuning_is_refused(choice):
+def language_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "t5":
+        small = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        return T5ForConditionalGeneration(T5Config(**small)).train()
+    if name == "mistral":
+        small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        return MistralForCausalLM(MistralConfig(**small, num_key_value_heads=2, sliding_window=6)).train()
+    return CASES[name].make()
+
+
+def planned(model: nn.Module, kind: str | None) -> Session:
+    units = [unit.name for unit in discover_units(model) if unit.role == "block"]
+    return attach(model, dict.fromkeys(units, parse_choice(kind or "save")), sentinels="all")
+
+
+def in_chunks(model: nn.Module, kind: str | None, cache: Any, **more: Any) -> dict[str, torch.Tensor]:
+    """Loss and gradients where each of three chunks attends to those before."""
+    ids = torch.arange(36).view(2, 18) % 50 + 1
+    losses, encoded = [], None
+    torch.manual_seed(1)
+    with planned(model, kind):
+        for part in ids.chunk(3, 1):
+            given = {"input_ids": part}
+            if model.config.is_encoder_decoder:
+                given = {"encoder_outputs": encoded, "decoder_input_ids": part} | (
+                    {} if encoded else {"input_ids": ids}
+                )
+            out = model(**given, past_key_values=cache, **more)
+            losses.append(out.logits.float().pow(2).mean())
+            cache = out.past_key_values
+            encoded = (out.encoder_last_hidden_state,) if model.config.is_encoder_decoder else None
+        loss = torch.stack(losses).sum()
+        loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+def two_caches() -> EncoderDecoderCache:
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("llama", DynamicCache), ("mistral", DynamicCache), ("gpt2", DynamicCache), ("t5", two_caches)],
+)
+def test_training_in_chunks_with_a_cache_of_the_users(name, make, kind):
+    def cache(model):
+        return DynamicCache(config=model.config) if name == "mistral" else make()
+
+    first, second = language_model(name), language_model(name)
+    wanted = in_chunks(first, None, cache(first))
+    assert_equal(in_chunks(second, kind, given := cache(second)), wanted)
+    there = weakref.ref(given)
+    del given
+    assert there() is None  # the graph of a unit does not hold what holds that graph
+    if name != "t5":
+        used_up = language_model(name)
+        assert not torch.equal(in_chunks(used_up, None, None, use_cache=False)["loss"], wanted["loss"])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "save"])
+@pytest.mark.parametrize("switched_on", [{}, {"use_cache": True}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_a_cache_that_was_not_kept_is_refused_where_it_is_used(name, switched_on, kind):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "use_cache=True is switched off")
+        with pytest.raises(ConflictError, match="kept no KV cache") as caught:
+            in_chunks(language_model(name), kind, None, **switched_on)
+    assert "past_key_values=DynamicCache()" in caught.value.remedy
+
+
+class Block(nn.Module):
+    """Whatever its cache is called, and however it knows its place in it."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.project = place, nn.Linear(8, 24)
+
+    def forward(self, x, memory):
+        q, k, v = (part[:, None] for part in self.project(x).chunk(3, -1))
+        return x + nn.functional.scaled_dot_product_attention(q, *memory.update(k, v, self.place))[:, 0]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(i) for i in range(2))
+
+    def forward(self, x, memory=None):
+        memory = DynamicCache() if memory is None else memory
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x, memory
+
+
+class SwitchedBlocks(Blocks):
+    """Whose forward takes ``use_cache``, and does nothing about it."""
+
+    def forward(self, x, memory=None, use_cache=True):
+        return super().forward(x, memory)
+
+
+class Memory:
+    """A cache of the user's own."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+
+    def update(self, *pair_and_place):
+        *pair, place = pair_and_place
+        before = self.kept.get(place, [p[:, :, :0] for p in pair])
+        self.kept[place] = [torch.cat(both, -2) for both in zip(before, pair, strict=True)]
+        return self.kept[place]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", [Blocks, SwitchedBlocks])
+@pytest.mark.parametrize("make", [DynamicCache, Memory, lambda: None], ids=["theirs", "own", "the model's"])
+def test_chunks_of_a_model_of_the_users_own(make, model, kind):
+    def gradients(choice):
+        made, memory, loss = model(), make(), torch.zeros(())
+        torch.manual_seed(1)
+        with attach(made, dict.fromkeys(["layers.0", "layers.1"], parse_choice(choice)), sentinels="all"):
+            for part in torch.randn(2, 16, 8).chunk(2, 1):
+                out, memory = made(part, memory)
+                loss = loss + out.pow(2).mean()
+            loss.backward()
+        return {"loss": loss.detach()} | {n: p.grad for n, p in made.named_parameters()}
+
+    assert_equal(gradients(kind), gradients("save"))
+
+
+def test_a_cache_that_cannot_be_put_back_is_refused_at_the_call():
+    class Mine(DynamicCache):
+        pass
+
+    model, ids = CASES["llama"].make(), torch.ones(1, 4, dtype=torch.long)
+    with planned(model, "recompute"):
+        for cache in (Mine(), StaticCache(model.config, 8), DynamicCache(offloading=True)):
+            with pytest.raises(
+                ConflictError, match=rf"layers\.0 was called with a KV cache \({type(cache).__name__}\)"
+            ):
+                model(ids, past_key_values=cache)
+            with torch.no_grad():
+                model(ids, past_key_values=Mine())
+
+
+def test_keys_that_are_changed_before_backward_are_an_error():
+    model, cache, ids = CASES["llama"].make(), DynamicCache(), torch.ones(1, 4, dtype=torch.long)
+    with planned(model, "recompute"):
+        for _ in range(2):
+            out = model(ids, past_key_values=cache)
+            if cache.layers[0].keys.shape[-2] == 4:
+                first = cache.layers[0].keys
+        with torch.no_grad():
+            first.mul_(2)
+        with pytest.raises(ConflictError, match="modified by an inplace operation"):
+            out.logits.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefix_tuning(kind):
     peft = pytest.importorskip("peft")
     case = CASES["llama"]
-    model = peft.get_peft_model(case.make(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with attach(model, case.choices(model, choice)), pytest.raises(ConflictError, match="KV cache"):
-        model(**case.batch())
+
+    def gradients(choice):
+        torch.manual_seed(0)
+        prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        model = peft.get_peft_model(case.make(), prefixes)
+        with planned(model, choice):
+            model(**case.batch()).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    assert_equal(gradients(kind), gradients(None))
 
 
-@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", [(XLMConfig, XLMWithLMHeadModel), (FlaubertConfig, FlaubertWithLMHeadModel)])
 def test_models_that_cannot_switch_their_cache_off(family, kind):
     """One attention saves and fills the cache, the others must not find that; the bits are those of plain training."""

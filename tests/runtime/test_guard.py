@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 import warnings
 
@@ -59,21 +60,35 @@ def test_a_switch_of_a_model_that_loops_itself():
             model(torch.ones(1, 4))
 
 
+def kept_no_cache(output):
+    """Nor does the tuple have a place for one; whoever uses it is told."""
+    assert "past_key_values" not in output and len(output.to_tuple()) == 1
+    cache = output.past_key_values
+    with pytest.raises(ConflictError, match="kept no KV cache"):
+        cache.get_seq_length()
+    for use in (len, iter, lambda c: c[0], lambda c: LLAMA.make()(LLAMA.batch()["input_ids"], past_key_values=c)):
+        with pytest.raises(ConflictError, match="kept no KV cache"):
+            use(cache)
+    assert not hasattr(pickle.loads(pickle.dumps(copy.deepcopy(cache))), "layers")
+    return True
+
+
 def test_the_cache_is_off_however_it_is_asked_for():
     model, session = applied()
     ids = LLAMA.batch()["input_ids"]
     with session:
-        assert model(ids).past_key_values is None
+        assert kept_no_cache(model(ids)) and kept_no_cache(model.model(ids))
         assert model(ids, None, None, None, None, None, False).past_key_values is None
         with pytest.warns(UserWarning, match="use_cache=True is switched off"):
-            assert model(ids, use_cache=True).past_key_values is None
+            assert kept_no_cache(model(ids, use_cache=True))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert model(ids, use_cache=True).past_key_values is None
+            assert kept_no_cache(model(ids, use_cache=True))
         with torch.no_grad():
-            assert model(ids).past_key_values is not None
+            assert model(ids).past_key_values.get_seq_length() == ids.shape[1]
+            model.generate(ids[:1], max_new_tokens=2, do_sample=False)
         assert model.config.use_cache is True
-    assert model(ids).past_key_values is not None
+    assert model(ids).past_key_values.get_seq_length() == ids.shape[1]
 
 
 def test_the_cache_is_off_inside_a_model_of_the_users_own():
@@ -81,17 +96,16 @@ def test_the_cache_is_off_inside_a_model_of_the_users_own():
         def __init__(self):
             super().__init__()
             self.lm = LLAMA.make()
-            self.kept = None
+            self.out = None
 
         def forward(self, ids):
-            out = self.lm(input_ids=ids)
-            self.kept = out.past_key_values
-            return out.logits
+            self.out = self.lm(input_ids=ids)
+            return self.out.logits
 
     model = Mine()
     with attach(model, {"lm.model.layers.0": RECOMPUTE}):
         model(LLAMA.batch()["input_ids"]).sum().backward()
-        assert model.kept is None
+        assert kept_no_cache(model.out)
 
 
 def test_without_kv_cache_is_plain_training():
