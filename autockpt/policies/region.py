@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.fingerprints import Place, layout_of
@@ -30,6 +31,24 @@ from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.saved import Kept, Watched
 from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs
 from autockpt.policies.user_checkpoint import hooks_in_force
+
+_ONE = threading.RLock()
+_PATIENCE = 120.0  # seconds
+
+
+@contextmanager
+def _one_at_a_time(unit: str) -> Iterator[None]:
+    """Random states, switches and what units reach are the process's: what one thread puts back for a second run is
+    not for another's. Raises ConflictError after long, as where a second run waits for a backward in another thread."""
+    if not _ONE.acquire(timeout=_PATIENCE):
+        raise ConflictError(
+            f"{unit} cannot run again in backward: another thread has been running units again for {_PATIENCE:.0f} s",
+            remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
+        )
+    try:
+        yield
+    finally:
+        _ONE.release()
 
 
 @contextmanager
@@ -103,7 +122,7 @@ class UnitCall:
     def __init__(self, replay: Replay, region: Recording | None = None) -> None:
         self.unit = replay.state.unit
         self.number, self.levels = (0, 1) if region is None else (region.calls, region.levels)
-        self._replay, self._lock = replay, threading.RLock() if region is None else region.lock
+        self._replay = replay
         self._sources: list[_Outside | _Inside] = []
         self._positions: list[int] = []
         self._slots: list[weakref.ref[Slot]] = []
@@ -152,7 +171,7 @@ class UnitCall:
         Raises InPlaceError where something that a call read was changed since, ConflictError where a call does not do
         again what it did.
         """
-        with self._lock:
+        with _one_at_a_time(self.unit):
             order = self._with_ancestors()
             try:
                 with _outside_vmap(), outside_inference():
@@ -246,7 +265,6 @@ class Recording:
 
     def __init__(self, levels: int) -> None:
         self.levels, self.calls = levels, 0
-        self.lock = threading.RLock()
         self._known: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int, UnitCall, int]] = {}
 
     def run(self, replay: Replay) -> Any:

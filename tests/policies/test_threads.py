@@ -1,0 +1,81 @@
+"""Backward of several graphs in several threads at once: what one puts back for a second run is not another's."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError
+from autockpt.policies import region
+from autockpt.runtime import attach
+from autockpt.schema.choices import choice_kinds, parse_choice
+from tests.policies.zoo import assert_equal
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = lambda: nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.GELU(), nn.Linear(256, 64))  # noqa: E731
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def gradients(kind: str) -> dict[str, Tensor]:
+    model, seen = Layers(), {}
+    parameters = list(model.parameters())
+    with attach(model, dict.fromkeys([f"layers.{i}" for i in range(4)], parse_choice(kind)), sentinels="all"):
+        for step in range(12):
+            losses = [model(torch.randn(64, 64)).pow(2).mean() for _ in range(2)]
+            together, found, errors = threading.Barrier(2), {}, []
+
+            def backward(i: int, losses=losses, together=together, found=found, errors=errors) -> None:
+                together.wait()
+                try:
+                    found[i] = torch.autograd.grad(losses[i], parameters)
+                except ConflictError as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=backward, args=(i,)) for i in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if errors:
+                raise errors[0]
+            seen |= {f"{step} {i} {place}": g for i, grads in found.items() for place, g in enumerate(grads)}
+    seen = dict(sorted(seen.items()))
+    return seen | {"random state": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("kind", sorted(set(choice_kinds("block")) - {"save", "compile_budget"}))
+def test_two_threads_each_with_a_backward_of_its_own(kind):
+    assert_equal(gradients(kind), gradients("save"))
+
+
+def test_whoever_would_wait_for_ever_is_told(monkeypatch):
+    monkeypatch.setattr(region, "_PATIENCE", 0.05)
+    model, held, over = Layers(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with region._one_at_a_time("another"):
+            held.set()
+            over.wait()
+
+    with attach(model, {"layers.1": parse_choice("recompute")}):
+        loss = model(torch.randn(4, 64)).sum()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        with pytest.raises(ConflictError, match=r"layers\.1 cannot run again in backward: another thread"):
+            loss.backward(retain_graph=True)
+        over.set()
+        thread.join()
+        loss.backward()
