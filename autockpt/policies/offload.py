@@ -99,7 +99,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
 
     Parameters, buffers, small tensors and tensors from outside stay, the first floating-point argument (the hidden
     state) does not. Tensors of subclasses (DTensor, FP8 of torchao or Transformer Engine) stay, too, with a warning:
-    what they hold beside one plain memory is theirs. Raises ConflictError for a filled KV cache and while a CUDA graph
+    what they hold beside one plain memory is theirs. Raises ConflictError while a CUDA graph
     is captured, MeasurementError where the other side is full, and in backward InPlaceError where a saved tensor was
     changed in place.
     """

@@ -38,7 +38,7 @@ class RecomputePolicy(Policy):
 def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped and made again in backward.
 
-    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place). In backward
+    Raises ConflictError where the forward cannot be run twice (inputs changed in place, some KV caches). In backward
     ConflictError where it does not do again what it did, InPlaceError where something that it read was changed since.
     """
     if not acts(state):

@@ -102,7 +102,7 @@ def _words(members: Sequence[PlannedUnit], levels: int) -> str:
 def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped and made again with its segment.
 
-    Raises ConflictError where the forward cannot be run twice (a filled KV cache, inputs changed in place). In backward
+    Raises ConflictError where the forward cannot be run twice (inputs changed in place, some KV caches). In backward
     ConflictError where a unit does not do again what it did, InPlaceError where something that it read was changed.
     """
     if not acts(state):
