@@ -142,8 +142,11 @@ def _cache_type() -> Any:
 
 @functools.lru_cache(maxsize=256)
 def parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Those of a class's forward behind ``self``."""
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
+    """Those of a class's forward behind ``self``; none where it cannot be asked, as of TorchScript's."""
+    try:
+        return tuple(inspect.signature(cls.forward).parameters)[1:]
+    except (AttributeError, TypeError, ValueError):
+        return ()
 
 
 def _kept(cache: Any, unit: str) -> StandIn:

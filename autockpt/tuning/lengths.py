@@ -271,7 +271,7 @@ def _of_all(
     spent = sum(outcome.measured_trials for outcome in outcomes.values())
     took = words.seconds(time.monotonic() - began)
     counted = (f"The trials told of are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
-    notes = (*longest.notes, *found.notes, *(counted if len(outcomes) > 1 else ()))
+    notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *found.notes)
     more = {"plan": found.plan, "plan_path": path, "notes": notes}
     return longest.model_copy(update=more)
 

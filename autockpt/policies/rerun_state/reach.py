@@ -73,13 +73,12 @@ _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
 _WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
 _WRAPPERS += (staticmethod, classmethod, property)
 _BY_THEMSELVES = re.compile(
-    r"torch\.(utils\.data|optim|distributed|multiprocessing|autograd|_)|transformers\.tokenization"
+    r"torch\.(utils\.data|optim|distributed|multiprocessing|autograd|_)|transformers\.(tokenization|train)"
 )
 _DERIVED_FROM = frozenset(
     {"torch", "transformers", "accelerate", "peft", "diffusers", "lightning", "pytorch_lightning"}
 )
-"""Modules of libraries whose objects work by themselves (data sets, optimizers, process groups), and libraries from
-whose other classes people derive what they keep things in."""
+"""Modules whose objects work by themselves, as data sets do, and libraries of which others keep what people count."""
 _CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig"})
 _BASES = (nn.Module, object, CustomOpDef, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
 """Classes of libraries whose objects, and those of classes derived from them, are looked at."""
@@ -234,9 +233,8 @@ class Walk:
                 self._object(name, value, step, loose)
 
     def _attributes(self, name: str, fields: dict[str, Any] | None, step: int, loose: bool) -> None:
-        if fields is not None and not dict.__contains__(
-            fields, "ds_id"
-        ):  # by which DeepSpeed notes where a parameter is at present
+        # by "ds_id" DeepSpeed notes where a parameter is at present
+        if fields is not None and not dict.__contains__(fields, "ds_id"):
             self._node(name, fields, FIELDS, step, loose)
 
     def _object(self, name: str, value: Any, step: int, loose: bool) -> None:
@@ -445,9 +443,7 @@ def is_opaque(cls: type) -> bool:
 
 
 def is_library(cls: type) -> bool:
-    if cls in _BASES or cls.__module__ == "multiprocessing.sharedctypes":
-        return False
-    return _top(cls) in LIBRARIES
+    return cls not in _BASES and cls.__module__ != "multiprocessing.sharedctypes" and _top(cls) in LIBRARIES
 
 
 def _top(cls: type) -> str:
