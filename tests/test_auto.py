@@ -129,7 +129,7 @@ assert not has_plan(model)
 torch.manual_seed(1)
 output = model(**llama.batch())
 output.loss.backward()
-assert output.past_key_values is None and has_plan(model)
+assert type(output.past_key_values).__name__ == "DroppedCache" and has_plan(model)
 assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
 torch.manual_seed(1)
 plain(**llama.batch(), use_cache=False).loss.backward()

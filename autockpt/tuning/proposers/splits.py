@@ -336,10 +336,8 @@ class SplitProposer(Proposer):
         """Saving everything, and the fastest of the well-known ones that fits."""
         tried = [trial for choices in self.known.values() if (trial := self.trials.find(choices)) is not None]
         none = [trial for trial in tried if trial.measured is not None and trial.name == NONE]
-        return (
-            none
-            + sorted((t for t in tried if t.feasible is not False and t not in none), key=lambda t: t.score_seconds)[:1]
-        )
+        others = (t for t in tried if t.feasible is not False and t not in none)  # None: not known yet
+        return none + sorted(others, key=lambda t: t.score_seconds)[:1]
 
     def _costs(self) -> dict[Split, Cost]:
         """All splits that were measured."""
