@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -43,14 +44,17 @@ def _noted_handle(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
         made.append(self)
 
 
-# PyTorch makes one of these for whatever hook is registered, on tensors, modules and nodes of autograd's, and keeps no
-# list of those on the nodes.
-RemovableHandle.__init__ = _noted_handle  # type: ignore[method-assign]
+@functools.cache
+def _note_handles() -> None:
+    """From now on, in all of the process. PyTorch makes a handle for whatever hook is registered, on tensors, modules
+    and nodes of autograd's, and keeps no list of those on the nodes."""
+    RemovableHandle.__init__ = _noted_handle  # type: ignore[method-assign]
 
 
 @contextmanager
 def _without_its_hooks() -> Iterator[None]:
     """Hooks that are registered in here are taken away at the end: those of the ordinary forward are there already."""
+    _note_handles()
     made: list[RemovableHandle] = []
     with setting(_current, "handles", made):
         try:

@@ -119,7 +119,7 @@ UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "assignment": lambda x, y: _assigned(x, y),
     "a list": lambda x, y: torch.stack([row.logsumexp(-1).mean() for row in x]).sum(),
     "both": lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1)) + x.logsumexp(-1).square().mean(),
-    "an autograd function": lambda x, y: _Square.apply(x).mean(),  # type: ignore[union-attr]
+    "an autograd function": lambda x, y: Square.apply(x).mean(),  # type: ignore[union-attr]
 }
 
 
@@ -128,7 +128,7 @@ def _assigned(x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x.view(-1, 64), y.clamp(max=59).view(-1))
 
 
-class _Square(torch.autograd.Function):
+class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)

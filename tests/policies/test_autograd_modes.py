@@ -97,24 +97,23 @@ def of_blocks(kind: str) -> dict[str, Choice]:
     return dict.fromkeys(("layers.0", "layers.1"), parse_choice(kind))
 
 
-@each_kind
-def test_forward_mode(kind: str) -> None:
-    assert_as_plain(of_blocks(kind), with_tangents)
+everywhere = pytest.mark.parametrize(
+    "choices",
+    [
+        *(pytest.param(of_blocks(kind), id=kind) for kind in sorted(choice_kinds("block"))),
+        *(pytest.param({"lm_head": choice}, id=str(choice)) for choice in (CHUNKED_SOFTMAX, CHUNKED_LOSS)),
+    ],
+)
 
 
-@pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
-def test_forward_mode_through_the_head(choice: Choice) -> None:
-    assert_as_plain({"lm_head": choice}, with_tangents)
+@everywhere
+def test_forward_mode(choices: dict[str, Choice]) -> None:
+    assert_as_plain(choices, with_tangents)
 
 
-@each_kind
-def test_transforms_of_torch_func(kind: str) -> None:
-    assert_as_plain(of_blocks(kind), by_torch_func)
-
-
-@pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
-def test_transforms_of_torch_func_through_the_head(choice: Choice) -> None:
-    assert_as_plain({"lm_head": choice}, by_torch_func)
+@everywhere
+def test_transforms_of_torch_func(choices: dict[str, Choice]) -> None:
+    assert_as_plain(choices, by_torch_func)
 
 
 def backward_under_inference_mode(model: Model) -> list[Any]:
@@ -125,14 +124,9 @@ def backward_under_inference_mode(model: Model) -> list[Any]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-@each_kind
-def test_backward_under_inference_mode(kind: str) -> None:
-    assert_as_plain(of_blocks(kind), backward_under_inference_mode)
-
-
-@pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
-def test_backward_under_inference_mode_through_the_head(choice: Choice) -> None:
-    assert_as_plain({"lm_head": choice}, backward_under_inference_mode)
+@everywhere
+def test_backward_under_inference_mode(choices: dict[str, Choice]) -> None:
+    assert_as_plain(choices, backward_under_inference_mode)
 
 
 @each_kind

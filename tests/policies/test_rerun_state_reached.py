@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autockpt.policies.rerun_state.reach import is_opaque
+from autockpt.policies.rerun_state.libraries import is_opaque
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Segment, parse_choice
 from tests.policies.zoo import assert_equal

@@ -1,8 +1,8 @@
 """What can be reached from a unit: its modules' attributes, and on from there through objects of any class, closures,
 and the globals and class attributes that code names.
 
-Left alone are what libraries keep for themselves (``LIBRARIES``: loggers, locks, process groups, datasets, optimizers
-that forward does not use), and other units of a plan that are reached as children of a module around them.
+Left alone are what ``libraries`` keep for themselves, but for an optimizer that forward steps, and other units of a
+plan that are reached as children of a module around them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
-from torch._library.custom_ops import CustomOpDef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies.attachment import attached_to
 from autockpt.policies.base import setting
@@ -44,19 +41,13 @@ from autockpt.policies.rerun_state.kinds import (
     OfModules,
     kind_of,
 )
+from autockpt.policies.rerun_state.libraries import in_library, is_library, is_opaque
 from autockpt.policies.rerun_state.structure import is_sharded, placed_before
 from autockpt.policies.rerun_state.tensors import PLAIN_TENSORS, SMALL_BYTES, TENSORS, Kind
 
 OBJECTS, DEPTH, SECONDS = 20_000, 24, 5.0
 """The most objects that are looked at from one unit, as many in one container, the most steps away, and for how long
 on the processor. Of all beyond a warning says that it is not looked at; ``tensors`` has the bounds in bytes."""
-_NAMES = """
-    torch torchvision torchaudio transformers accelerate peft deepspeed diffusers datasets tokenizers safetensors numpy
-    scipy pandas bitsandbytes triton liger_kernel xformers flash_attn apex lightning pytorch_lightning tqdm rich wandb
-    tensorboard mlflow autockpt logging threading _thread multiprocessing concurrent asyncio socket selectors subprocess
-    ctypes inspect re importlib pathlib tempfile pytest _pytest
-"""
-LIBRARIES = frozenset(re.findall(r"\w+", _NAMES))
 _AT_A_TIME = 256
 ARGUMENT = "the argument"
 _HEAP = 1 << 9  # the flag of classes that are written in Python
@@ -72,18 +63,6 @@ _IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
 _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
 _WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
 _WRAPPERS += (staticmethod, classmethod, property)
-_BY_THEMSELVES = re.compile(
-    r"torch\.(utils\.data|optim|distributed|multiprocessing|autograd|_)|transformers\.(tokenization|train)"
-)
-_DERIVED_FROM = frozenset(
-    {"torch", "transformers", "accelerate", "peft", "diffusers", "lightning", "pytorch_lightning"}
-)
-"""Modules whose objects work by themselves, as data sets do, and libraries of which others keep what people count."""
-_CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig"})
-_BASES = (nn.Module, object, CustomOpDef, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
-"""Classes of libraries whose objects, and those of classes derived from them, are looked at."""
-
-
 _DESCRIPTORS, _CLASS = (types.MemberDescriptorType, types.GetSetDescriptorType), vars(object)["__class__"]
 
 
@@ -260,7 +239,7 @@ class Walk:
     def _class(self, name: str, cls: type, step: int) -> None:
         for owner in (*type.mro(cls), *type.mro(type(cls))):
             if (
-                _in_library(owner.__module__)
+                in_library(owner.__module__)
                 or id(owner) in self._known
                 or (owner is not cls and id(owner) in self.seen)
             ):
@@ -272,7 +251,7 @@ class Walk:
 
     def _function(self, name: str, function: types.FunctionType, step: int) -> None:
         home = function.__globals__
-        if _in_library(home.get("__name__")):
+        if in_library(home.get("__name__")):
             return
         self.functions.append((name, function.__code__))
         for cell in function.__closure__ or ():
@@ -288,11 +267,11 @@ class Walk:
         for key in names:
             value = home.get(key, ABSENT)
             module = sys.modules.get(key) if value is ABSENT else value
-            own = type(module) is types.ModuleType and not _in_library(module.__name__)
+            own = type(module) is types.ModuleType and not in_library(module.__name__)
             if own and (id(module), *names) not in self._homes:
                 self._homes.add((id(module), *names))
                 self._names(vars(module), names, made, step)
-            library = issubclass(type(value), type) and _in_library(value.__module__)
+            library = issubclass(type(value), type) and in_library(value.__module__)
             if type(value) is types.ModuleType or library or (value is ABSENT and key not in made):
                 continue
             if (id(home), key) not in self._homes:
@@ -422,29 +401,3 @@ def _slots_named(*names: str) -> Names:
 CELL = _slots_named("cell_contents")
 TYPE = Names(("",), lambda obj, _: type(obj), lambda obj, _, cls: _CLASS.__set__(obj, cls), object.__delattr__)
 CLASS = Names(None, getattr, type.__setattr__, type.__delattr__)
-
-
-@functools.cache
-def _in_library(name: Any) -> bool:
-    top = str(name).partition(".")[0]
-    return top in LIBRARIES or top in sys.stdlib_module_names
-
-
-@functools.cache
-def is_opaque(cls: type) -> bool:
-    """Whether objects of a class are left alone: libraries' own but for configurations, and what is derived from such
-    as work by themselves, whoever derived it."""
-    owners = [owner for owner in cls.__mro__ if is_library(owner)]
-    if not owners:
-        return False
-    if any(_top(owner) not in _DERIVED_FROM or _BY_THEMSELVES.match(owner.__module__) for owner in owners):
-        return True
-    return is_library(cls) and not any(owner.__name__ in _CONFIGURATIONS for owner in owners)
-
-
-def is_library(cls: type) -> bool:
-    return cls not in _BASES and cls.__module__ != "multiprocessing.sharedctypes" and _top(cls) in LIBRARIES
-
-
-def _top(cls: type) -> str:
-    return str(cls.__module__).partition(".")[0]

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
-from autockpt.policies.rerun_state.reach import is_library
+from autockpt.policies.rerun_state.libraries import is_library
 
 _C: Any = torch._C
 _CPU = torch.device("cpu")
