@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -60,22 +63,44 @@ def test_two_threads_each_with_a_backward_of_its_own(kind):
     assert_equal(gradients(kind), gradients("save"))
 
 
-def test_whoever_would_wait_for_ever_is_told(monkeypatch):
-    monkeypatch.setattr(region, "_PATIENCE", 0.05)
-    model, held, over = Layers(), threading.Event(), threading.Event()
+@contextmanager
+def another_thread_runs_units_again() -> Iterator[None]:
+    held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
         with region._one_at_a_time("another"):
             held.set()
             over.wait()
 
-    with attach(model, {"layers.1": parse_choice("recompute")}):
-        loss = model(torch.randn(4, 64)).sum()
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
-        with pytest.raises(ConflictError, match=r"layers\.1 cannot run again in backward: another thread"):
-            loss.backward(retain_graph=True)
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        yield
+    finally:
         over.set()
         thread.join()
+
+
+def test_whoever_would_wait_for_ever_is_told(monkeypatch):
+    monkeypatch.setattr(region, "_PATIENCE", 0.05)
+    model = Layers()
+    with attach(model, {"layers.1": parse_choice("recompute")}):
+        loss = model(torch.randn(4, 64)).sum()
+        with (
+            another_thread_runs_units_again(),
+            pytest.raises(ConflictError, match=r"layers\.1 cannot run again in backward: another thread"),
+        ):
+            loss.backward(retain_graph=True)
         loss.backward()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_waits_for_no_thread_that_stayed_behind():
+    with another_thread_runs_units_again():
+        child = os.fork()
+        if child == 0:  # no thread is here but this one
+            with region._one_at_a_time("a unit"):
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
