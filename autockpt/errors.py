@@ -51,8 +51,9 @@ class RunDirectoryError(UsageError):
 class InfeasibleError(AutockptError):
     """No plan fits the budget. Exit code 3.
 
-    ``smallest_peak`` is the least reachable peak in bytes, where known; ``ways`` are changes of the job that would fit
-    (``schema.remedy.Alternative``), least change first; ``run`` is the run's directory that it is on record in, if any.
+    ``smallest_peak`` is the least reachable peak in bytes, where known; ``alternatives`` are changes of the job that
+    would fit (``schema.remedy.Alternative``), least change first; ``run`` is the run's directory that it is on record
+    in, if any.
     """
 
     exit_code = 3
@@ -63,11 +64,11 @@ class InfeasibleError(AutockptError):
         *,
         remedy: str | None = None,
         smallest_peak: int | None = None,
-        ways: Sequence[Any] = (),
+        alternatives: Sequence[Any] = (),
     ) -> None:
         super().__init__(message, remedy=remedy)
         self.smallest_peak = smallest_peak
-        self.ways = tuple(ways)
+        self.alternatives = tuple(alternatives)
         self.run: Any = None
 
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("errors", "schema", "callstack", "collector"),
     ("simulator", "solvers", "devices", "history"),
     ("policies", "workload", "reporting"),
-    ("runtime",),
+    ("runtime", "hardware"),
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning",),

@@ -140,8 +140,8 @@ def _explain(error: AutockptError, as_json: bool) -> int:
         smallest = format_bytes(error.smallest_peak)
         if smallest not in error.message + remedy:
             remedy = f"The smallest peak that any plan reaches is {smallest}. {remedy}".strip()
-    if isinstance(error, InfeasibleError) and error.ways:
-        more["ways_out"] = [way.model_dump(mode="json") for way in error.ways]
+    if isinstance(error, InfeasibleError) and error.alternatives:
+        more["alternatives"] = [way.model_dump(mode="json") for way in error.alternatives]
     _say(error.message, remedy, as_json, error.exit_code, **more)
     return error.exit_code
 

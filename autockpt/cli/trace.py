@@ -44,7 +44,7 @@ def trace(
     graph, settings = _trace(spec, loaded, device)
     peak = None
     if device is not None:
-        from autockpt.profiling import as_seen_by, device_peak
+        from autockpt.hardware.cuda_memory import as_seen_by, device_peak
 
         graph = as_seen_by(device, graph, spec)
         peak = device_peak(device, graph)
@@ -77,7 +77,7 @@ def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -
 
     kind: dict[str, Any] = {}
     if hardware is not None and hardware.kind in ("cuda", "rocm"):
-        from autockpt.profiling import capability_of
+        from autockpt.hardware.cuda_memory import capability_of
 
         kind = {"device": "cuda", "capability": capability_of(hardware)}
     with screen.progress().status("tracing …"), Tracer.from_spec(spec, **kind) as tracer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autockpt.diagnose.frames import OPTIMIZER, STAGES, WEIGHTS
-from autockpt.explaining.holdings import LOGITS, PointBytes
+from autockpt.explaining.holdings import LOGITS, StepBytes
 from autockpt.profiling import simulated_memory
 from autockpt.schema import Graph, format_binary
 from autockpt.schema.diagnosis import Agreement, DeviceFailure, Room, SnapshotReading, Stage, Tensor
@@ -31,7 +31,7 @@ def compare(
 
     Holdings are those at the peak where it does not. Bytes include the context.
     """
-    held = PointBytes(graph, head, room.overhead)
+    held = StepBytes(graph, head, room.overhead)
     line = [size + room.overhead for size in graph.timeline()]
     peak = max(line, default=graph.resident_bytes + room.overhead)
     over = next((i for i, size in enumerate(line) if size > room.budget), None)
@@ -69,7 +69,7 @@ def _beside(snapshot: SnapshotReading, holdings: Sequence[Holding]) -> Iterator[
         yield f"{name.capitalize()}: {sizes}; {verdict}."
 
 
-def _stage(graph: Graph, held: PointBytes, at: int) -> Stage:
+def _stage(graph: Graph, held: StepBytes, at: int) -> Stage:
     op = graph.ops[at]
     if op.phase == "optimizer":
         return "optimizer"

@@ -71,7 +71,7 @@ def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener
         "plan_path": outcome.plan_path if outcome is not None else None,
         "fits_already": outcome is not None and not outcome.binding,
         "smallest_peak": given.smallest_peak,
-        "ways": given.ways,
+        "alternatives": given.alternatives,
         "notes": tuple(dict.fromkeys((*doubts, *(outcome.notes if outcome is not None else notes)))),
     }
 

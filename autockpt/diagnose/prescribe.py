@@ -1,4 +1,4 @@
-"""The way out of an OOM: a plan for the very device that failed; or, where none fits, changes of the job that would."""
+"""What helps after an OOM: a plan for the very device that failed; where none fits, changes of the job that would."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SPACE = "knobs"
 
 @dataclass(frozen=True)
 class Prescription:
-    """What helps: an outcome with a plan, or the ways out and the least peak that any plan reaches, in bytes."""
+    """What helps: an outcome with a plan, or the alternatives and the least peak that any plan reaches, in bytes."""
 
     outcome: SearchOutcome | None = None
-    ways: tuple[Alternative, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     smallest_peak: int | None = None
 
 
@@ -47,7 +47,7 @@ def prescribe(
     try:
         outcome = save_plan_copy(request, search_described(request, clock))
     except InfeasibleError as error:
-        return Prescription(ways=error.ways, smallest_peak=error.smallest_peak)
+        return Prescription(alternatives=error.alternatives, smallest_peak=error.smallest_peak)
     return Prescription(outcome=outcome, smallest_peak=outcome.smallest_peak)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autockpt.explaining.fronts import fronts
-from autockpt.explaining.holdings import PointBytes
+from autockpt.explaining.holdings import StepBytes
 from autockpt.explaining.limits import MOST_TIMES, workload_limits
 from autockpt.explaining.longest import largest_lean
 from autockpt.explaining.moment import curve, moment, peak_op, telling_op
@@ -40,7 +40,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         graph = subject.tracer.trace(chosen.choices)
         peak = subject.needs(graph)
         reserved = peak - graph.peak_bytes - answers.overhead
-        held = PointBytes(graph, subject.head, answers.overhead, reserved)
+        held = StepBytes(graph, subject.head, answers.overhead, reserved)
         at, telling = peak_op(graph), telling_op(held)
         device = subject.profiled.predictor.device
         measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None

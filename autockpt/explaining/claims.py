@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autockpt.errors import AutockptError
-from autockpt.explaining.holdings import PointBytes
+from autockpt.explaining.holdings import StepBytes
 from autockpt.explaining.moment import peak_op
 from autockpt.explaining.speed import FEED_FORWARD, SCORES, part_namer, speed_of
 from autockpt.explaining.subject import Subject
+from autockpt.hardware.roofline import roofline_times
 from autockpt.profiling.predictor import simulation_of
-from autockpt.profiling.roofline import roofline_times
 from autockpt.schema import RECOMPUTE, Choice, Graph, Segment, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule
 from autockpt.tracing import Tracer
@@ -222,7 +222,7 @@ class Claims:
 
     def _largest(self, graph: Graph) -> Counter[str]:
         """Bytes of the largest tensor kept for backward at the peak of a plain step, by part of a layer."""
-        held, part_of = PointBytes(graph, self.subject.head), part_namer(graph)
+        held, part_of = StepBytes(graph, self.subject.head), part_namer(graph)
         made: Counter[str] = Counter()
         for storage in held.alive_at(peak_op(graph)):
             if (op := held.makers.get(storage.id)) is not None and op.phase == "forward":

@@ -24,7 +24,7 @@ _RESIDENT = {"weight": "weights", "optimizer": "optimizer states", "other": "buf
 _ORDER = ("weights", "optimizer states", "buffers and batch", "at the start", CASTS, GRADIENTS, TEMPORARY, *COME_AND_GO)
 
 
-class PointBytes:
+class StepBytes:
     """Every storage of a graph with its purpose, and who is alive when.
 
     ``overhead``: bytes of the device's context; ``reserved``: what its allocator needs on top of the tensors.

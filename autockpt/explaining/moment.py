@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autockpt.explaining.holdings import COME_AND_GO, GROWING, PointBytes, joined
+from autockpt.explaining.holdings import COME_AND_GO, GROWING, StepBytes, joined
 from autockpt.explaining.kinds import within
 from autockpt.reporting.area import resampled
 from autockpt.schema import Graph, Storage
@@ -24,7 +24,7 @@ def peak_op(graph: Graph) -> int:
     return int(np.argmax(timeline)) if len(timeline) else 0
 
 
-def curve(held: PointBytes, points: int = POINTS) -> Curve:
+def curve(held: StepBytes, points: int = POINTS) -> Curve:
     """The bytes of a cycle in at most ``points`` runs of ops, each at its worst op, so that no peak is lost."""
     graph = held.graph
     n = len(graph.ops)
@@ -46,14 +46,14 @@ def curve(held: PointBytes, points: int = POINTS) -> Curve:
     )
 
 
-def telling_op(held: PointBytes) -> int:
+def telling_op(held: StepBytes) -> int:
     """The op whose storages are worth a look: that of the peak, or where nothing comes and goes then, of the most."""
     at = peak_op(held.graph)
     moving = held.together(COME_AND_GO)
     return at if not len(moving) or moving[at] else int(np.argmax(moving))
 
 
-def moment(held: PointBytes, at: int, listed: int = LISTED) -> Moment:
+def moment(held: StepBytes, at: int, listed: int = LISTED) -> Moment:
     """The op ``at``, and the largest groups of alike storages that come and go and are alive then."""
     groups: dict[tuple, list[Storage]] = defaultdict(list)
     for s in held.alive_at(at):
@@ -72,7 +72,7 @@ def moment(held: PointBytes, at: int, listed: int = LISTED) -> Moment:
     )
 
 
-def _alike(held: PointBytes, s: Storage) -> tuple:
+def _alike(held: StepBytes, s: Storage) -> tuple:
     """What storages of different units have in common when they are the same tensor of equal layers."""
     op = held.makers.get(s.id)
     meta = max((o for o in op.outputs if o.storage == s.id), key=lambda o: len(o.shape), default=None) if op else None

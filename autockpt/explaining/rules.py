@@ -11,7 +11,7 @@ from typing import Literal
 
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
 from autockpt.explaining.claims import COMMON, SCORES_SOURCE, bound_by, claims
-from autockpt.explaining.holdings import PointBytes
+from autockpt.explaining.holdings import StepBytes
 from autockpt.explaining.moment import peak_op
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.measuring import Measurer, WorkerMeasurer
@@ -104,7 +104,7 @@ def _graphs(subject: Subject, plans: Plans) -> dict[str, Graph]:
 
 def _activations(graph: Graph, head: str | None) -> int:
     """Bytes that come and go, at the peak of plain training: what the rules mean by memory."""
-    return sum(h.peak_bytes for h in PointBytes(graph, head).holdings(peak_op(graph)) if h.comes_and_goes)
+    return sum(h.peak_bytes for h in StepBytes(graph, head).holdings(peak_op(graph)) if h.comes_and_goes)
 
 
 def _reading(graph: Graph, subject: Subject, plain: float, peak: int, activations: int, overhead: int) -> Reading:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from autockpt.explaining.kinds import ATTENTION, LOSS, OpKinds
+from autockpt.hardware.roofline import bound_of, peak_flops
+from autockpt.hardware.work import work_of_op
 from autockpt.profiling.predictor import simulation_of
-from autockpt.profiling.roofline import bound_of, peak_flops
-from autockpt.profiling.work import work_of_op
 from autockpt.schema import Graph, Op, OpTimes
 from autockpt.schema.explanation import Bound, Part, Speed
 from autockpt.schema.hardware import Hardware

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autockpt.errors import RunDirectoryError
+from autockpt.hardware.nominal import nominal_op_times
+from autockpt.hardware.roofline import roofline_times
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import UniformRuns, cached_op_times, nominal_op_times
-from autockpt.profiling.roofline import roofline_times
+from autockpt.profiling import UniformRuns, cached_op_times
 from autockpt.schema import Environment, Graph, OpTimes
 from autockpt.schema.explanation import Basis
 from autockpt.schema.hardware import Hardware

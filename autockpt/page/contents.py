@@ -9,12 +9,12 @@ from typing import Any
 
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.explaining.subject import hardware_for
+from autockpt.hardware.roofline import peak_flops
 from autockpt.history.rundir import RunDirectory
 from autockpt.page.outlook import Asked, JobChange, changes
 from autockpt.page.plans import SAID, SIMULATED, PlanPoint, Plans, plans_of
 from autockpt.page.sentence import more_budget, next_steps, sentence, why
 from autockpt.page.tape import Timeline, tape_of
-from autockpt.profiling.roofline import peak_flops
 from autockpt.reporting.explain_words import rates
 from autockpt.schema import (
     SAVE,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autockpt.explaining.holdings import COME_AND_GO, GROWING, PointBytes
+from autockpt.explaining.holdings import COME_AND_GO, GROWING, StepBytes
 from autockpt.explaining.kinds import base_name, within
 from autockpt.explaining.speed import op_seconds
 from autockpt.reporting.area import resampled
@@ -53,7 +53,7 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
     if not graph.ops:
         return None
     overhead = times.environment.device.overhead_bytes if times is not None else 0
-    held = PointBytes(graph, overhead=overhead)
+    held = StepBytes(graph, overhead=overhead)
     total = bytes_timeline(graph) + overhead
     begins, seconds = _clock(graph, times)
     n = len(graph.ops)
@@ -103,7 +103,7 @@ def _clock(graph: Graph, times: OpTimes | None) -> tuple[np.ndarray, float | Non
     return np.concatenate([[0.0], np.cumsum(step)[:-1]]) / whole, whole
 
 
-def _ranked(held: PointBytes) -> tuple[list[Storage], list[Storage]]:
+def _ranked(held: StepBytes) -> tuple[list[Storage], list[Storage]]:
     """What comes and goes: the storages that matter most by bytes and life, in order of birth; and all others."""
     n = len(held.graph.ops)
     moving = [s for s in held.own if held.purposes[s.id] in COME_AND_GO and s.bytes]
@@ -126,7 +126,7 @@ class _Index:
 
 
 def _rows(
-    held: PointBytes, storages: Sequence[Storage], unit: Callable[[str], int], kind: _Index, word: _Index
+    held: StepBytes, storages: Sequence[Storage], unit: Callable[[str], int], kind: _Index, word: _Index
 ) -> tuple[tuple[int, ...], ...]:
     graph = held.graph
     n = len(graph.ops)

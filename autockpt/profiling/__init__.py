@@ -1,8 +1,6 @@
 """What each choice costs on each kind of unit: op times, menus, the planning problem, predictions."""
 
-from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak
 from autockpt.profiling.menus import build_menus
-from autockpt.profiling.nominal import nominal_op_times
 from autockpt.profiling.predictor import (
     MemoryModel,
     Predictor,
@@ -32,7 +30,6 @@ from autockpt.profiling.profile import (
     within_host,
 )
 from autockpt.profiling.refusals import refused_choices
-from autockpt.profiling.roofline import roofline_times
 
 __all__ = [
     "LEAN_CALLS",
@@ -42,23 +39,18 @@ __all__ = [
     "Predictor",
     "Traces",
     "UniformRuns",
-    "as_seen_by",
     "build_menus",
     "build_problem",
     "build_profile",
     "cached_op_times",
-    "capability_of",
-    "device_peak",
     "forget_op_times",
     "head_graphs",
     "leanest",
     "measure_op_times",
     "memory_at_hand",
     "needed_on",
-    "nominal_op_times",
     "point_bytes",
     "refused_choices",
-    "roofline_times",
     "said_of",
     "simulated_memory",
     "torch_device",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from autockpt.profiling.roofline import seconds_of_work
-from autockpt.profiling.work import Work
+from autockpt.hardware.roofline import seconds_of_work
+from autockpt.hardware.work import Work
 from autockpt.schema.hardware import Efficiency, Hardware
 from autockpt.schema.machine import ElementTime, Machine, ProductTime, Traffic
 

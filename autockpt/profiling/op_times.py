@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
 from autockpt.devices.disk import DiskTransport
+from autockpt.hardware.signature import signature
 from autockpt.profiling.probes import Stopwatch, by_transport, watch_seconds
 from autockpt.schema.choices import parse_choices
-from autockpt.tracing import signature
 
 if TYPE_CHECKING:
     from autockpt.measuring import StepRunner

@@ -14,8 +14,8 @@ import torch
 
 from autockpt.devices import host_bytes_of
 from autockpt.errors import UsageError
+from autockpt.hardware.cuda_memory import Allocates, Requests, as_seen_by, capability_of, device_peak, with_resident
 from autockpt.policies.fingerprints import TABLE_BYTES
-from autockpt.profiling.cuda_memory import Allocates, Requests, as_seen_by, capability_of, device_peak, with_resident
 from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, WorkloadSpec, plan_hash
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence

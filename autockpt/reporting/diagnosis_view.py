@@ -159,7 +159,7 @@ def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
         return
     smallest = f": the leanest needs {format_binary(said.smallest_peak)}" if said.smallest_peak is not None else ""
     console.print(Text(f"No plan alone fits{smallest}.", style="bold"))
-    if not said.ways:
+    if not said.alternatives:
         console.print(Text("Nothing that was tried fits: take a smaller model, or a larger device."))
         return
     console.print(Text("What would, each ghost-run with one choice on all layers; simulated, not measured:"))
@@ -192,7 +192,7 @@ def _how_to(said: Diagnosis, console: Console) -> None:
 
 def _ways(said: Diagnosis) -> Table:
     table = plain_table("<change", ">peak", ">step", ">per token", "<with", "<what changes")
-    for way in said.ways:
+    for way in said.alternatives:
         step = f"~{words.seconds(way.step_seconds)}" if way.step_seconds is not None else ""
         cost = f"~{way.relative_cost:.2f}×"
         table.add_row(way.options, format_binary(way.peak_bytes), step, cost, way.plan, way.effect)

@@ -190,7 +190,7 @@ class Agreement(Data):
 
 
 class Diagnosis(Data):
-    """The whole answer. Bytes of holdings, rows and ways are simulated; those of log and snapshot were reported."""
+    """The whole answer. Bytes of holdings, rows and alternatives are simulated, those of log and snapshot reported."""
 
     model: str | None = None
     settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
@@ -206,7 +206,7 @@ class Diagnosis(Data):
     plan_path: Path | None = None
     fits_already: bool = Field(default=False, description="saving everything fits, by the simulation")
     smallest_peak: int | None = None
-    ways: tuple[Alternative, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     unprescribed: str = Field(default="", description="why nothing could be simulated")
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

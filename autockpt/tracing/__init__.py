@@ -1,7 +1,6 @@
 """The ghost run: from a workload, with or without choices, to the graph of its whole training cycle."""
 
 from autockpt.tracing.fx import to_fx
-from autockpt.tracing.signature import signature
 from autockpt.tracing.tracer import Tracer, record, trace
 
-__all__ = ["Tracer", "record", "signature", "to_fx", "trace"]
+__all__ = ["Tracer", "record", "to_fx", "trace"]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.hardware.operators import Operator
 from autockpt.policies.tape import RerunOp
-from autockpt.tracing.operators import Operator
 
 # Nodes whose own formula adds tensors of one shape; everywhere else such an addition is the engine's.
 _ADDING_NODES = ("VarMeanBackward", "StdMeanBackward", "LogcumsumexpBackward", "CumprodBackward", "ProdBackward")

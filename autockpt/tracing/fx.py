@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
+from autockpt.hardware.signature import ATTENTION, Call, TensorSpec, Word, dtype_of, parse_signature, word_value
 from autockpt.schema.graph import Graph, Op, TensorMeta
-from autockpt.tracing.signature import ATTENTION, Call, TensorSpec, Word, dtype_of, parse_signature, word_value
 
 _Key = tuple[int, int, tuple[int, ...], tuple[int, ...], str]  # storage, offset, shape, stride, dtype
 

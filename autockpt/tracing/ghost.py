@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from autockpt.errors import GhostError
-from autockpt.tracing.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
+from autockpt.hardware.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
+from autockpt.hardware.operators import Operator
+from autockpt.hardware.triton_launches import no_launches
 from autockpt.tracing.memory import GhostMemory
-from autockpt.tracing.operators import Operator
 from autockpt.tracing.recorder import KindOfCall, Recorder
 from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes, leaves
 from autockpt.tracing.storages import StorageLog
-from autockpt.tracing.triton_launches import no_launches
 
 # Values of this many bytes are worth having for true answers (masks, positions, tables); more cost time and memory.
 _REAL_BYTES = 1 << 23

@@ -28,10 +28,10 @@ from autockpt import errors
 from autockpt.callstack import with_room
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.errors import AutockptError, GhostError
+from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.child import ALIVE, DONE, FAILED, FORK, READY, Build, Note, serve, wait
-from autockpt.tracing.cuda_kernels import Capability
 from autockpt.tracing.run import TracedRun
 from autockpt.workload.configs import quiet
 

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.hardware.operators import Operator, Operators, count_flops, flat_tensors
+from autockpt.hardware.quantised_kernels import notes_on_quantised
+from autockpt.hardware.scratch import GIVEN_UP, WorkspaceTrials, is_measured
+from autockpt.hardware.signature import dtype_name, plain_signature, signature
+from autockpt.hardware.triton_launches import LAUNCH, NOTE
+from autockpt.hardware.workspaces import accelerator_workspace_bytes, workspace_bytes
 from autockpt.schema.graph import Tier
 from autockpt.tracing.accumulation import Counts, EngineAdds, FusedAdds
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
-from autockpt.tracing.operators import Operator, Operators, count_flops, flat_tensors
-from autockpt.tracing.quantised_kernels import notes_on_quantised
 from autockpt.tracing.saved import SavedTensors
-from autockpt.tracing.scratch import GIVEN_UP, WorkspaceTrials, is_measured
 from autockpt.tracing.shapes import Outcome
-from autockpt.tracing.signature import dtype_name, plain_signature, signature
 from autockpt.tracing.storages import StorageLog
-from autockpt.tracing.triton_launches import LAUNCH, NOTE
-from autockpt.tracing.workspaces import accelerator_workspace_bytes, workspace_bytes
 
 _SCALARS = frozenset({int, bool, str, type(None)})
 _SETTINGS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})

@@ -16,6 +16,9 @@ from autockpt.devices import nvml
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
+from autockpt.hardware.cuda_kernels import AMPERE, Capability, fuses_dropout
+from autockpt.hardware.flash_package import FLASH, flash_on_ghosts, note_on_flash
+from autockpt.hardware.operators import Operator
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_known
 from autockpt.policies.saved_outputs import Products, products_known
@@ -27,14 +30,11 @@ from autockpt.schema.names import fold, outermost
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Place, RawGraph, Source, summarize, to_graph
-from autockpt.tracing.cuda_kernels import AMPERE, Capability, fuses_dropout
 from autockpt.tracing.cuts import find_cuts, said_of_cuts
-from autockpt.tracing.flash_package import FLASH, flash_on_ghosts, note_on_flash
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, imitate_device, untouched
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
-from autockpt.tracing.operators import Operator
 from autockpt.tracing.recorder import RealRecorder, Recorder
 from autockpt.tracing.transport import GhostTransport, NotingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autockpt.tracing.operators import Operator, count_flops, flat_tensors
-from autockpt.tracing.signature import contiguous_stride
+from autockpt.hardware.operators import Operator, count_flops, flat_tensors
+from autockpt.hardware.signature import contiguous_stride
 
 Argument = Callable[[str], Any]
 """A call's argument by its name in the schema; None where it was not given."""

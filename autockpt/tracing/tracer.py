@@ -12,13 +12,13 @@ import torch
 
 from autockpt.collector import frozen
 from autockpt.errors import GhostError, TracingError, UsageError, python_door
+from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.plan import Plan
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.crew import MOST, Crew
-from autockpt.tracing.cuda_kernels import Capability
 from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
 from autockpt.tracing.run import Change, GhostRun, RecordedRun, capability_of
 from autockpt.workload import Step, preload

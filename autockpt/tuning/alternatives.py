@@ -16,14 +16,8 @@ from typing import Any
 import torch
 
 from autockpt.errors import AutockptError, ConflictError
-from autockpt.profiling import (
-    MemoryModel,
-    Predictor,
-    UniformRuns,
-    memory_at_hand,
-    nominal_op_times,
-    uniform_graphs,
-)
+from autockpt.hardware.nominal import nominal_op_times
+from autockpt.profiling import MemoryModel, Predictor, UniformRuns, memory_at_hand, uniform_graphs
 from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, Listener, OpTimes, Prediction, Silence
 from autockpt.schema.remedy import Alternative
 from autockpt.tracing import Tracer

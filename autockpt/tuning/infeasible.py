@@ -107,8 +107,9 @@ def head_of_alternatives(found: Traced) -> Choice:
 
 def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[Alternative] = ()) -> InfeasibleError:
     """The same error with another remedy, and ``ways`` besides those that it has."""
-    ways = (*error.ways, *ways)
-    found = InfeasibleError(error.message, remedy=remedy, smallest_peak=error.smallest_peak, ways=ways)
+    found = InfeasibleError(
+        error.message, remedy=remedy, smallest_peak=error.smallest_peak, alternatives=(*error.alternatives, *ways)
+    )
     found.run = error.run
     return found
 

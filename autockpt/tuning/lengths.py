@@ -270,7 +270,7 @@ def _of_all(
         found.plan.save(path, existing="replace")
     spent = sum(outcome.measured_trials for outcome in outcomes.values())
     took = words.seconds(time.monotonic() - began)
-    counted = (f"The trials told of are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
+    counted = (f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
     notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *found.notes)
     more = {"plan": found.plan, "plan_path": path, "notes": notes}
     return longest.model_copy(update=more)

@@ -268,7 +268,7 @@ def find_plan(
     if (pace := _pace(found)) is not None:
         forget_op_times(environment, question.workload_key)
         found.notes.append(
-            f"steps took {pace:.2g} times as long as op times had told: other work ran on the machine, now or when "
+            f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
             "these were measured. The search went by its own steps; the next one measures op times anew"
         )
     rows = scored_rows(proposer.known, found.trials, found.best, question.host_budget)
@@ -291,7 +291,7 @@ def find_plan(
 
 
 def _pace(found: SearchResult) -> float | None:
-    """How long the first steps took, relative to what op times had told; None where about so long, or not known."""
+    """How long the first steps took, relative to what op times predicted; None where about so long, or not known."""
     paces = [
         t.measured.step_seconds / t.predicted.step_seconds
         for t in found.trials[found.resumed :]

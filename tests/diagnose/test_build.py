@@ -42,7 +42,7 @@ def few_choices() -> Iterator[None]:
 def plain_peak(few_choices: None) -> int:
     """Simulated peak of the job without a plan, context included, on a card with lots of room."""
     said = diagnose(DiagnoseRequest(spec=SPEC, hardware=load_hardware("rtx4090")))
-    assert said.agreement is not None and said.fits_already and not said.ways
+    assert said.agreement is not None and said.fits_already and not said.alternatives
     return said.agreement.simulated_peak
 
 
@@ -58,7 +58,7 @@ def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
     said = diagnose(DiagnoseRequest(log=crowded(plain_peak, 0.85), spec=SPEC, plan_out=path))
     assert said.room is not None and said.agreement is not None
     assert said.agreement.overflows and said.agreement.stage in ("forward", "loss", "backward")
-    assert said.choices and not said.ways and not said.fits_already
+    assert said.choices and not said.alternatives and not said.fits_already
     ours = said.rows[-1].predicted
     assert ours is not None and ours.peak_bytes <= said.room.budget < plain_peak
     plan = Plan.load(path)
@@ -66,14 +66,14 @@ def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
     assert sum(h.peak_bytes for h in said.holdings) > said.room.budget
 
 
-def test_where_no_plan_fits_the_ways_out_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_plan_fits_the_alternatives_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autockpt.tuning.alternatives.MOST_RANKS", 1)  # each variant is a ghost run of its own
     monkeypatch.setattr("autockpt.tuning.alternatives._lean_optimizers", lambda *_: iter(()))
     said = diagnose(DiagnoseRequest(log=crowded(plain_peak, 0.28), spec=SPEC))
-    assert said.room is not None and not said.choices and said.ways
-    assert all(way.peak_bytes <= said.room.budget for way in said.ways)
+    assert said.room is not None and not said.choices and said.alternatives
+    assert all(way.peak_bytes <= said.room.budget for way in said.alternatives)
     assert said.smallest_peak is not None and said.smallest_peak > said.room.budget
-    assert any("--batch-size" in way.options or "--seq-len" in way.options for way in said.ways)
+    assert any("--batch-size" in way.options or "--seq-len" in way.options for way in said.alternatives)
 
 
 def test_the_tensor_whose_allocation_failed_is_named() -> None:

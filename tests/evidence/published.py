@@ -25,7 +25,9 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from autockpt.profiling import device_peak, roofline_times, tracer_for
+from autockpt.hardware.cuda_memory import device_peak
+from autockpt.hardware.roofline import roofline_times
+from autockpt.profiling import tracer_for
 from autockpt.profiling.predictor import SAFETY, simulation_of
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
 from autockpt.workload import Step, build

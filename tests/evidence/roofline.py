@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from autockpt.devices.cpu import CpuDevice
+from autockpt.hardware.roofline import roofline_times
 from autockpt.measuring.runner import StepRunner
 from autockpt.profiling.predictor import simulation_of
-from autockpt.profiling.roofline import roofline_times
 from autockpt.schema import RECOMPUTE, SAVE, Choice, WorkloadSpec, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.workload import build

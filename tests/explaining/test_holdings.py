@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
-from autockpt.explaining.holdings import PointBytes
+from autockpt.explaining.holdings import StepBytes
 from autockpt.explaining.kinds import OTHER
 from autockpt.explaining.moment import curve, moment, peak_op
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, WorkloadSpec
@@ -37,7 +37,7 @@ def head(tracer: Tracer) -> str | None:
 def test_every_byte_of_the_peak_is_told_exactly_once(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     for graph in graphs.values():
-        held, at = PointBytes(graph, head(tracer), overhead=1234), peak_op(graph)
+        held, at = StepBytes(graph, head(tracer), overhead=1234), peak_op(graph)
         holdings = held.holdings(at)
         assert sum(h.peak_bytes for h in holdings) == graph.peak_bytes + 1234
         moving = sum(h.peak_bytes for h in holdings if h.comes_and_goes)
@@ -51,7 +51,7 @@ def test_every_byte_of_the_peak_is_told_exactly_once(traced: tuple[Tracer, dict[
 def test_every_byte_of_every_moment_is_told_exactly_once(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     for graph in graphs.values():
-        lines = PointBytes(graph, head(tracer)).timelines
+        lines = StepBytes(graph, head(tracer)).timelines
         assert [int(v) for v in np.sum(list(lines.values()), axis=0)] == list(graph.timeline())
         assert all(int(line.min()) >= 0 for line in lines.values())
 
@@ -59,7 +59,7 @@ def test_every_byte_of_every_moment_is_told_exactly_once(traced: tuple[Tracer, d
 def test_hardly_anything_is_made_by_an_unknown_op(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     for graph in graphs.values():
-        held = PointBytes(graph, head(tracer))
+        held = StepBytes(graph, head(tracer))
         own = [s for s in held.own if s.kind == "activation"]
         unknown = sum(s.bytes for s in own if held.kind_of(s) == OTHER)
         assert unknown <= 0.01 * sum(s.bytes for s in own)
@@ -68,7 +68,7 @@ def test_hardly_anything_is_made_by_an_unknown_op(traced: tuple[Tracer, dict[str
 def test_purposes_follow_the_plan(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     most = {
-        plan: {h.name: h.most_bytes for h in PointBytes(g, head(tracer)).holdings(peak_op(g))}
+        plan: {h.name: h.most_bytes for h in StepBytes(g, head(tracer)).holdings(peak_op(g))}
         for plan, g in graphs.items()
     }
     assert "made again" not in most["none"] and "brought back" not in most["none"]
@@ -87,7 +87,7 @@ def test_the_curve_keeps_the_peak(traced: tuple[Tracer, dict[str, Graph]]) -> No
     tracer, graphs = traced
     for graph in graphs.values():
         for points in (7, 360):
-            c = curve(PointBytes(graph, head(tracer), overhead=10), points)
+            c = curve(StepBytes(graph, head(tracer), overhead=10), points)
             assert max(c.total) == graph.peak_bytes + 10 and len(c.total) == len(c.fixed) == len(c.growing) <= points
             assert all(t >= f + g >= 0 for t, f, g in zip(c.total, c.fixed, c.growing, strict=True))
             assert c.spans[0].start == 0 and c.spans[-1].stop == c.ops == len(graph.ops)
@@ -96,7 +96,7 @@ def test_the_curve_keeps_the_peak(traced: tuple[Tracer, dict[str, Graph]]) -> No
 
 def test_equal_units_are_one_line() -> None:
     graph = small_graph()
-    held = PointBytes(graph, "head")
+    held = StepBytes(graph, "head")
     at = 9  # both blocks are through their forward
     by_unit = {s.name: (s.bytes, s.count) for s in held.by_unit(at)}
     assert by_unit["h.0-1"] == (150, 2)
@@ -106,6 +106,6 @@ def test_equal_units_are_one_line() -> None:
 
 def test_a_graph_without_ops_is_no_error() -> None:
     graph = Graph(resident_bytes=5, signatures=(), ops=(), storages=())
-    held = PointBytes(graph)
+    held = StepBytes(graph)
     assert peak_op(graph) == 0
     assert curve(held).total == () and moment(held, 0).alive == ()

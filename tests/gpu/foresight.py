@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from autockpt.errors import DeviceOutOfMemory
+from autockpt.hardware.cuda_memory import as_seen_by, device_peak
 from autockpt.history.statistics import median_interval, ratio_interval
 from autockpt.measuring import WorkerMeasurer
-from autockpt.profiling import as_seen_by, build_profile, device_peak, measure_op_times, uniform_graphs
+from autockpt.profiling import build_profile, measure_op_times, uniform_graphs
 from autockpt.schema import Choice, Hardware, WorkloadSpec, searched_kinds
 from search_spaces.hardware import described_like
 from tests.gpu.items import Context

@@ -192,7 +192,9 @@ def test_where_nothing_fits_it_stops_before_the_first_step(tmp_path):
     assert "nothing fits 1.05 MiB (1.10 MB)" in caught.value.message and caught.value.smallest_peak
     remedy = caught.value.remedy
     assert "per_device_train_batch_size=1, gradient_accumulation_steps=2: fits with" in remedy, remedy
-    assert all(way.peak_bytes + way.spare_bytes == 1_100_000 for way in caught.value.ways) and "--" not in remedy
+    assert (
+        all(way.peak_bytes + way.spare_bytes == 1_100_000 for way in caught.value.alternatives) and "--" not in remedy
+    )
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     assert run.state.global_step == 0 and untouched(model) and not run.optimizer.state
     assert_equal(weights(model), before)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from autockpt.hardware.cuda_memory import device_peak, with_resident, workspaces_stay
 from autockpt.policies.fingerprints import TABLE_BYTES
-from autockpt.profiling import device_peak, memory_at_hand, simulated_memory, tracer_for
-from autockpt.profiling.cuda_memory import with_resident, workspaces_stay
+from autockpt.profiling import memory_at_hand, simulated_memory, tracer_for
 from autockpt.profiling.predictor import SAFETY
 from autockpt.schema import OFFLOAD, DeviceInfo, Graph, WorkloadSpec
 from autockpt.simulator.allocator import SMALL_SIZE

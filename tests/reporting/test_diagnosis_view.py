@@ -60,7 +60,7 @@ def planned() -> Diagnosis:
 
 
 def no_plan_fits() -> Diagnosis:
-    """A diagnosis with ways out."""
+    """A diagnosis with alternatives."""
     ways = (
         Alternative(
             options="--batch-size 1 --accumulate 4",
@@ -71,7 +71,7 @@ def no_plan_fits() -> Diagnosis:
             relative_cost=1.25,
         ),
     )
-    return _base().model_copy(update={"ways": ways, "smallest_peak": 27 * GIB})
+    return _base().model_copy(update={"alternatives": ways, "smallest_peak": 27 * GIB})
 
 
 def shown(said: Diagnosis, width: int = 120) -> str:
@@ -99,7 +99,7 @@ def test_a_plan_is_shown_beside_the_well_known_ones() -> None:
         assert part in text, part
 
 
-def test_ways_out_have_their_peak_and_their_cost() -> None:
+def test_alternatives_have_their_peak_and_their_cost() -> None:
     text = shown(no_plan_fits())
     assert "No plan alone fits: the leanest needs 27.0 GiB." in text
     for part in ("--batch-size 1 --accumulate 4", "20.0 GiB", "~2.5 s", "~1.25×", "every layer on recompute"):

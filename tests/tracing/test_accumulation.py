@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from autockpt.hardware.roofline import roofline_times
 from autockpt.profiling import simulated_memory, tracer_for
 from autockpt.profiling.predictor import simulation_of
-from autockpt.profiling.roofline import roofline_times
 from autockpt.reporting.graph_summary import summarise
 from autockpt.schema import Graph, WorkloadSpec, parse_choice
 from autockpt.tracing import run

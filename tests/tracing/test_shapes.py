@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autockpt.tracing.operators import Operator
+from autockpt.hardware.operators import Operator
 from autockpt.tracing.shapes import Layout, Shapes, leaves
 
 aten = torch.ops.aten

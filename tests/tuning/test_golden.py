@@ -7,7 +7,7 @@ import json
 import pytest
 import transformers
 
-from autockpt.profiling.cuda_memory import workspaces_stay
+from autockpt.hardware.cuda_memory import workspaces_stay
 from search_spaces.hardware import load_hardware
 from tests.tuning.golden.cases import ANSWERS, CASES, MADE_UP, answer, compared
 

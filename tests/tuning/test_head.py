@@ -1,4 +1,4 @@
-"""Where logits are what does not fit: softmax in chunks; chunked_loss only if allowed, else named as the way out."""
+"""Where logits are what does not fit: softmax in chunks; chunked_loss only if allowed, else named as an alternative."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def request_(tmp_path: Path) -> SearchRequest:
     return SearchRequest(budget=parse_budget(BUDGET), workload=spec, space=space, device="cpu", dry_run=True)
 
 
-def test_the_way_out_is_named_with_the_smallest_peak(request_: SearchRequest) -> None:
+def test_it_is_named_as_an_alternative_with_the_smallest_peak(request_: SearchRequest) -> None:
     with pytest.raises(InfeasibleError, match="nothing fits") as caught:
         run_search(request_)
-    way = next(way for way in caught.value.ways if way.options == "--allow-inexact")
+    way = next(way for way in caught.value.alternatives if way.options == "--allow-inexact")
     assert way.peak_bytes <= 250_000_000 and "up to rounding" in way.effect and "--allow-inexact" in caught.value.remedy
 
 
@@ -149,7 +149,7 @@ class Live:
         self.batch = {"input_ids": ids, "labels": ids}
 
 
-def test_a_live_search_names_the_way_out_and_takes_it() -> None:
+def test_a_live_search_names_the_alternative_and_takes_it() -> None:
     live = Live()
     space = load_space("knobs").restricted(("recompute",))
     asked = {"budget": "16MB", "space": space, "trials": 3}

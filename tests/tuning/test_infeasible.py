@@ -95,7 +95,7 @@ def test_what_was_assumed_is_said_with_the_alternatives() -> None:
     error = infeasible.with_alternatives(InfeasibleError("nothing fits"), [way], COMMAND_LINE)
     noted = infeasible.with_notes(error, ("Experts is not quantised",))
     assert "--lora 16" in noted.remedy and noted.remedy.endswith("\n• Experts is not quantised")
-    assert noted.ways == error.ways
+    assert noted.alternatives == error.alternatives
     assert infeasible.with_notes(error, ()) is error
 
 

@@ -107,7 +107,7 @@ def test_where_only_a_base_in_4_bits_fits_a_live_search_names_it() -> None:
     made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16, lora=4))
     with pytest.raises(InfeasibleError) as caught:
         search_step(Step(made.model, made.batch, optimizer=made.optimizer), budget="800KB", trials=2)
-    assert [way.effect for way in caught.value.ways] == ["the base in 4 bits, simulated"]
+    assert [way.effect for way in caught.value.alternatives] == ["the base in 4 bits, simulated"]
 
 
 def test_adapters_then_a_base_in_4_bits_by_options() -> None:

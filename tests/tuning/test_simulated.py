@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from autockpt.errors import InfeasibleError
+from autockpt.hardware.cuda_memory import as_seen_by
 from autockpt.history.rundir import RunDirectory
 from autockpt.page.render import run_page
-from autockpt.profiling import as_seen_by, simulated_memory
+from autockpt.profiling import simulated_memory
 from autockpt.schema import (
     OFFLOAD,
     RECOMPUTE,
@@ -144,7 +145,7 @@ def test_a_budget_is_at_most_what_the_hardware_has(card: Hardware) -> None:
     assert within(parse_budget("auto"), card) == (parse_budget("auto"), ())
 
 
-def test_nothing_fits_names_ways_out_that_really_fit(tmp_path: Path) -> None:
+def test_nothing_fits_names_alternatives_that_really_fit(tmp_path: Path) -> None:
     cpu = load_hardware("cpu")  # to the byte: a caching allocator hands out whole segments of 20 MiB
     small = cpu.model_copy(update={"memory_bytes": cpu.context_bytes + 3_500_000})
     spec = WORKLOAD.model_copy(update={"batch_size": 8})
@@ -152,7 +153,7 @@ def test_nothing_fits_names_ways_out_that_really_fit(tmp_path: Path) -> None:
         run_search(ask(tmp_path, small, budget="auto", workload=spec))
     assert caught.value.exit_code == 3 and caught.value.smallest_peak is not None
     assert caught.value.smallest_peak > small.memory_bytes
-    ways = caught.value.ways
+    ways = caught.value.alternatives
     assert 1 <= len(ways) <= 3 and all(way.peak_bytes <= small.memory_bytes for way in ways)
     assert all(w.spare_bytes == small.memory_bytes - w.peak_bytes for w in ways)
     assert all(way.options in caught.value.remedy for way in ways) and "simulated" in caught.value.remedy

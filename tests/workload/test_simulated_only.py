@@ -13,7 +13,7 @@ from autockpt.tuning import run_search
 from autockpt.workload import build, make_optimizer, refuse_simulated
 from search_spaces.spaces import load_space
 
-MODEL = "tests.tracing.cuda_models:causal_fp32"
+MODEL = "tests.hardware.cuda_models:causal_fp32"
 
 
 @pytest.mark.parametrize(

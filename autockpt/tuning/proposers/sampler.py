@@ -140,14 +140,14 @@ def _shown(trial: Trial, kinds: Sequence[str], budget: ResolvedBudget) -> optuna
     """One trial for ``show_trials``."""
     layers = len(trial.choices)
     counts = {kind: sum(choice.kind == kind for choice in trial.choices.values()) for kind in kinds}
-    told: dict[str, Any] = {"trial": trial.number, "name": trial.name, "from": trial.encoding, "state": trial.state}
-    told |= {"plan": trial.plan_hash, **trial.parameters, **({"why": trial.message} if trial.message else {})}
+    attrs: dict[str, Any] = {"trial": trial.number, "name": trial.name, "from": trial.encoding, "state": trial.state}
+    attrs |= {"plan": trial.plan_hash, **trial.parameters, **({"why": trial.message} if trial.message else {})}
     if trial.predicted is not None:
-        told["predicted peak MiB"] = trial.predicted.peak_bytes / MIB
-        told |= {"predicted step seconds": trial.predicted.step_seconds} if trial.predicted.step_seconds else {}
+        attrs["predicted peak MiB"] = trial.predicted.peak_bytes / MIB
+        attrs |= {"predicted step seconds": trial.predicted.step_seconds} if trial.predicted.step_seconds else {}
     if trial.measured is not None:
-        told["noise"] = trial.measured.noise
-    told |= {unit: str(choice) for unit, choice in fold(trial.choices).items()}
+        attrs["noise"] = trial.measured.noise
+    attrs |= {unit: str(choice) for unit, choice in fold(trial.choices).items()}
     score = trial.score
     over = None if score is None else score.peak_bytes / budget.bytes - 1
     values = None
@@ -158,7 +158,7 @@ def _shown(trial: Trial, kinds: Sequence[str], budget: ResolvedBudget) -> optuna
         values=values,
         params={f"{kind} layers": count for kind, count in counts.items()},
         distributions={f"{kind} layers": IntDistribution(0, max(layers, 1)) for kind in kinds},
-        user_attrs=told | ({"over budget": over} if over is not None else {}),
+        user_attrs=attrs | ({"over budget": over} if over is not None else {}),
         constraints={"over budget": over} if over is not None else None,
         # where optuna-dashboard looks for them
         system_attrs={"constraints": [over]} if over is not None else None,

@@ -9,10 +9,11 @@ from functools import partial
 
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
+from autockpt.hardware.nominal import nominal_op_times
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.compiled import missing
-from autockpt.profiling import build_profile, nominal_op_times, used_by_others
+from autockpt.profiling import build_profile, used_by_others
 from autockpt.schema import (
     CompileMode,
     Measurement,
@@ -136,9 +137,9 @@ def _searched(
         late = question.limits.seconds_left(clock) < 0
         elsewise, said = (None, []) if late else _in_eager_steps(measurer, found)
         found.notes.extend(said)
-        choices, told = found.best.choices, (*found.notes, _NOT_PREDICTED)
+        choices, notes = found.best.choices, (*found.notes, _NOT_PREDICTED)
         plan = make_plan(
-            question, tracer, choices, environment, found.budget, source="measured", rows=rows, notes=told
+            question, tracer, choices, environment, found.budget, source="measured", rows=rows, notes=notes
         ).model_copy(update={"compile": mode})
         plan = plan if elsewise is None else plan.noting("eager", elsewise)
         if run is not None:

@@ -8,6 +8,7 @@ from functools import partial
 
 from autockpt.devices import Device, get_device
 from autockpt.errors import DeviceOutOfMemory
+from autockpt.hardware.nominal import nominal_op_times
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.environment import environment_to_measure_in
@@ -18,7 +19,6 @@ from autockpt.profiling import (
     measure_op_times,
     memory_at_hand,
     needed_on,
-    nominal_op_times,
     refused_choices,
     used_by_others,
     wants_disk,
@@ -55,8 +55,8 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
     else:  # asking a GPU oneself would open a context, for as long as this process lives
         with clock.stage("build"):
             environment = worker.environment
-    room, needs = (environment, device.used_by_others()), needed_on(environment.device)
-    what_if = partial(on_device, request.budget, device.torch_device, *room, found.uniform)
+    needs, others = needed_on(environment.device), device.used_by_others()
+    what_if = partial(on_device, request.budget, device.torch_device, environment, others, found.uniform)
     job, limit = Described(request.workload), {"timeout": request.timeout}
     stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
     question = question_of(request, found, request.budget)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autockpt.hardware.roofline import environment_of_hardware, roofline_times
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import (
@@ -16,7 +17,6 @@ from autockpt.profiling import (
     torch_device,
     tracer_for,
 )
-from autockpt.profiling.roofline import environment_of_hardware, roofline_times
 from autockpt.schema import (
     Budget,
     Environment,

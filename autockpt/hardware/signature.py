@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autockpt.tracing.operators import IN_PLACE
+from autockpt.hardware.operators import IN_PLACE
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.float64: "f64",

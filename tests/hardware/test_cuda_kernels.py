@@ -5,9 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autockpt.schema import RECOMPUTE, Graph, WorkloadSpec
-from autockpt.tracing import Tracer, run
-from autockpt.tracing.cuda_kernels import (
+from autockpt.hardware.cuda_kernels import (
     AMPERE,
     attention,
     attention_kernel,
@@ -15,9 +13,11 @@ from autockpt.tracing.cuda_kernels import (
     fused_dropout,
     fuses_dropout,
 )
-from autockpt.tracing.operators import Operator
-from autockpt.tracing.workspaces import accelerator_workspace_bytes
-from tests.tracing.cuda_models import HEADS, LENGTH, WIDTH
+from autockpt.hardware.operators import Operator
+from autockpt.hardware.workspaces import accelerator_workspace_bytes
+from autockpt.schema import RECOMPUTE, Graph, WorkloadSpec
+from autockpt.tracing import Tracer, run
+from tests.hardware.cuda_models import HEADS, LENGTH, WIDTH
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TURING, ADA, HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (7, 5), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -103,7 +103,7 @@ def test_dropout_is_one_kernel_wherever_it_is_called_from() -> None:
 
 
 def traced(factory: str, device: str, capability: tuple[int, int] | None = None, *, recompute: bool = False) -> Graph:
-    spec = WorkloadSpec(model=f"tests.tracing.cuda_models:{factory}")
+    spec = WorkloadSpec(model=f"tests.hardware.cuda_models:{factory}")
     with Tracer.from_spec(spec, device=device, capability=capability, fallback=False) as tracer:
         blocks = [u.name for u in tracer.units if u.role == "block"]
         assert len(blocks) == 3

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autockpt.tracing.operators import Operator, flat_tensors
-from autockpt.tracing.workspaces import workspace_bytes
+from autockpt.hardware.operators import Operator, flat_tensors
+from autockpt.hardware.workspaces import workspace_bytes
 from tests.tracing.reference import peak_over
 
 aten = torch.ops.aten

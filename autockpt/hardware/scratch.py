@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from autockpt.devices.cpu import allocator_peak
+from autockpt.hardware.operators import Operator, flat_tensors, overload_of
+from autockpt.hardware.signature import TensorSpec, Word, dtype_of, parse_signature, word_value
 from autockpt.schema.files import ScratchFolder
-from autockpt.tracing.operators import Operator, flat_tensors, overload_of
-from autockpt.tracing.signature import TensorSpec, Word, dtype_of, parse_signature, word_value
 
 _ALWAYS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer_backward"})
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # packs its blocks by oneDNN's products
@@ -142,7 +142,7 @@ def _in_fresh_process(wanted: list[str], threads: int) -> dict[str, int]:
     with ScratchFolder() as folder:
         question, answer = Path(folder, "question"), Path(folder, "answer")
         question.write_text(json.dumps(wanted))
-        program = "import sys; from autockpt.tracing.scratch import main; main(*sys.argv[1:])"
+        program = "import sys; from autockpt.hardware.scratch import main; main(*sys.argv[1:])"
         command = [sys.executable, "-c", program, str(threads), str(question), str(answer)]
         paths = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
         environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "KINETO_LOG_LEVEL": "99"}

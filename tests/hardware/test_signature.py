@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.tracing.signature import (
+from autockpt.hardware.signature import (
     Call,
     TensorSpec,
     Word,

@@ -14,10 +14,10 @@ from math import ceil
 import numpy as np
 
 from autockpt.errors import UsageError
-from autockpt.profiling.work import Work, work_of_op
+from autockpt.hardware.signature import ATTENTION
+from autockpt.hardware.work import Work, work_of_op
 from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes
 from autockpt.schema.explanation import Bound
-from autockpt.tracing.signature import ATTENTION
 
 VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
 # Parameters per kernel of the grouped optimizers: 30 to 110 in ATen's MultiTensorApply.cuh, by tensors per parameter.

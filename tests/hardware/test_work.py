@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.profiling.work import STRIDED_COPY, Work, work_of_op
+from autockpt.hardware.signature import contiguous_stride
+from autockpt.hardware.work import STRIDED_COPY, Work, work_of_op
 from autockpt.schema.graph import Op, TensorMeta
-from autockpt.tracing.signature import contiguous_stride
 
 
 def tensor(dtype: str, *shape: int, storage: int = 9, stride: tuple[int, ...] | None = None) -> TensorMeta:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from autockpt.errors import AutockptError
+from autockpt.hardware.flash_package import FLASH
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
-from autockpt.tracing.flash_package import FLASH
 
 pytestmark = pytest.mark.slow
 

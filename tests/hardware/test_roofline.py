@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt.errors import UsageError
+from autockpt.hardware.roofline import REGION_OPS, roofline_times, seconds_of_work, two_clocks
+from autockpt.hardware.work import Work
 from autockpt.profiling.predictor import simulation_of
-from autockpt.profiling.roofline import REGION_OPS, roofline_times, seconds_of_work, two_clocks
-from autockpt.profiling.work import Work
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.hardware import Hardware

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autockpt.profiling.cuda_memory import as_seen_by, capability_of, device_peak, events, workspace_bytes
-from autockpt.profiling.sharding import sharded
+from autockpt.hardware.cuda_memory import as_seen_by, capability_of, device_peak, events, workspace_bytes
+from autockpt.hardware.sharding import sharded
 from autockpt.schema import Graph, Hardware, Op, Phase, Storage, TensorMeta, Unit, WorkloadSpec
 from autockpt.schema.hardware import Efficiency
 from autockpt.simulator import bytes_timeline

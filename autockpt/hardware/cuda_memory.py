@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from autockpt.profiling.sharding import changed, sharded
+from autockpt.hardware.sharding import changed, sharded
 from autockpt.schema import DevicePeak, Graph, Hardware, Storage, StorageKind, WorkloadSpec
 from autockpt.simulator import bytes_timeline
 from autockpt.simulator.allocator import MIB, AllocatorPeak, Event, replay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.profiling import nominal_op_times
+from autockpt.hardware.nominal import nominal_op_times
 from autockpt.schema import Graph, Op, Storage, TensorMeta
 from tests.profiling.test_host import environment
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autockpt.errors import WorkloadError
-from autockpt.tracing.cuda_kernels import AMPERE, Capability
+from autockpt.hardware.cuda_kernels import AMPERE, Capability
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from autockpt.tracing.operators import Operator, Operators, count_flops, flat_tensors
+from autockpt.hardware.operators import Operator, Operators, count_flops, flat_tensors
 
 aten = torch.ops.aten
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autockpt.tracing.cuda_autocast import cuda_autocast
-from autockpt.tracing.quantised_kernels import cuda_int8_products
-from autockpt.tracing.triton_launches import LAUNCH, fused_loss_on_cuda
+from autockpt.hardware.cuda_autocast import cuda_autocast
+from autockpt.hardware.quantised_kernels import cuda_int8_products
+from autockpt.hardware.triton_launches import LAUNCH, fused_loss_on_cuda
 
 Attention = Literal["cudnn", "flash", "efficient", "math"]
 Capability = tuple[int, int]

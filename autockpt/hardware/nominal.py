@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from autockpt.profiling.work import work_of_op
+from autockpt.hardware.work import work_of_op
 from autockpt.schema import Environment, Graph, OpTimes
 from autockpt.schema.graph import Op
 from autockpt.simulator.estimate import element_bytes

@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing import Tracer
-from autockpt.tracing.cuda_autocast import (
+from autockpt.hardware.cuda_autocast import (
     FORBIDDEN,
     FP32,
     FP32_RESULT,
@@ -21,7 +19,9 @@ from autockpt.tracing.cuda_autocast import (
     cuda_autocast,
     overloads,
 )
-from tests.tracing.cuda_models import WIDTH
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing import Tracer
+from tests.hardware.cuda_models import WIDTH
 
 BF16, FP16, FP32_TYPE = torch.bfloat16, torch.float16, torch.float32
 X, W = torch.rand(4, 8).bfloat16(), torch.rand(8, 8)
@@ -108,7 +108,7 @@ def test_gradients_come_back_in_the_type_of_the_input() -> None:
 
 def traced(factory: str, device: str, **settings: Any) -> tuple[set[str], int]:
     """Types of what softmax gives in a ghost run, and the bytes that its step saves."""
-    spec = WorkloadSpec(model=f"tests.tracing.cuda_models:{factory}", **settings)
+    spec = WorkloadSpec(model=f"tests.hardware.cuda_models:{factory}", **settings)
     with Tracer.from_spec(spec, device=device, fallback=False) as tracer:
         graph = tracer.trace()
     types = {out.dtype for op in graph.ops if op.target == "aten._softmax.default" for out in op.outputs}

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autockpt.tracing.operators import Operator
-from autockpt.tracing.quantised_kernels import CUDA_RULES, cpu_quantised
+from autockpt.hardware.operators import Operator
+from autockpt.hardware.quantised_kernels import CUDA_RULES, cpu_quantised
 
 _BLOCK = 16  # channels
 _UNBLOCKED_INPUT = 3  # channels up to which the input of a convolution is taken as it is

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt.hardware.operators import Operator
+from autockpt.hardware.scratch import WorkspaceTrials, is_measured, measured_bytes
+from autockpt.hardware.signature import plain_signature
 from autockpt.schema.graph import Graph
 from autockpt.tracing import Tracer
-from autockpt.tracing.operators import Operator
-from autockpt.tracing.scratch import WorkspaceTrials, is_measured, measured_bytes
-from autockpt.tracing.signature import plain_signature
 from autockpt.workload import Step
+from tests.hardware.test_workspaces import known, real_workspace
 from tests.tracing.reference import Real
-from tests.tracing.test_workspaces import known, real_workspace
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

@@ -11,10 +11,10 @@ from functools import cache
 from math import prod
 from typing import Literal
 
+from autockpt.hardware.operators import IN_PLACE
+from autockpt.hardware.signature import ATTENTION, Call, TensorSpec, dtype_of, parse_signature
 from autockpt.schema.graph import Op
 from autockpt.simulator.estimate import UNTOUCHED, base_name, element_bytes
-from autockpt.tracing.operators import IN_PLACE
-from autockpt.tracing.signature import ATTENTION, Call, TensorSpec, dtype_of, parse_signature
 
 WorkKind = Literal["none", "matrix", "attention", "elements"]
 
