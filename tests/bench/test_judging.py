@@ -37,6 +37,7 @@ ROWS = [row(key) for key in PEAKS]
 BUDGET = ResolvedBudget(asked="60%", bytes=60)
 
 
+@pytest.mark.slow
 def test_overheads_come_from_pairs_and_are_judged_within_the_group() -> None:
     lines = {line.row.key: line for line in lines_of(ROWS, rounds(12))}
     over = lines["quick"].overhead

@@ -19,6 +19,7 @@ def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from autockpt.cli.app import build\n"
@@ -60,6 +61,7 @@ def test_the_version(autockpt) -> None:
     assert result.code == 0 and result.out == f"autockpt {package.__version__}\n"
 
 
+@pytest.mark.slow
 def test_the_entry_point_ends_with_the_exit_code() -> None:
     done = fresh(
         "import sys; sys.argv = ['autockpt', 'search', '--budget', '24']; from autockpt.cli import main; main()"

@@ -79,6 +79,7 @@ def test_a_simulated_plan_is_explained_on_the_device_that_it_was_simulated_for(
     assert result.code == 2 and "my-card" in result.err and "--hardware" in result.err
 
 
+@pytest.mark.slow
 def test_a_plans_own_budget_stands_but_a_share_is_another_jobs_anew(autockpt, asked: Asked, tmp_path: Path) -> None:
     def explained(budget: str, *arguments: str, headroom: str = "") -> Any:
         held = ResolvedBudget(asked=budget, bytes=950, headroom=headroom, headroom_bytes=50)

@@ -57,6 +57,7 @@ FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device here that is always full")
 
 
+@pytest.mark.slow
 @needs_full
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_an_answer_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path, options: list[str]) -> None:
@@ -71,6 +72,7 @@ def test_an_answer_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path, 
         assert "Traceback" not in ended.stderr and "bug" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_without_the_characters_gets_the_answer(tmp_path: Path) -> None:
     run, plain = make_run(tmp_path), {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     command = [sys.executable, "-m", "autockpt", "history", str(run.path)]

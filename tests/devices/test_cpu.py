@@ -104,6 +104,7 @@ def test_errors_pass_through_and_leave_the_meter_usable(device):
     assert device.measure_peak(lambda: None, resident=7).peak_bytes == 7
 
 
+@pytest.mark.slow
 def test_the_profiler_prints_nothing_and_leaves_the_environment_alone():
     """In a process of its own: how much is printed is decided when a process first profiles, and other tests do."""
     program = (

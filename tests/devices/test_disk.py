@@ -219,6 +219,7 @@ def test_a_full_disk_is_noticed_before_anything_leaves(tmp_path, monkeypatch):
     assert way.queues.sent == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_behind(tmp_path, end):
     program = (

@@ -145,6 +145,7 @@ def test_the_file_has_no_name(tmp_path):
     assert parcel.nbytes == 1000
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_by_a_killed_process(tmp_path):
     program = (
         "import sys, os, signal, torch\n"

@@ -297,6 +297,7 @@ def test_the_zero_stage_is_read_from_where_the_run_began(tmp_path: Path) -> None
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a capacity of 23.64 GiB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

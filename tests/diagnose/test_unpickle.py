@@ -26,6 +26,7 @@ DATA = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(DATA, st.integers(0, pickle.HIGHEST_PROTOCOL))
 @settings(max_examples=200, deadline=None)
 def test_plain_data_comes_back_as_it_was(data: Any, protocol: int) -> None:

@@ -35,6 +35,7 @@ def test_solvers_on_small_problems(tmp_path, monkeypatch, capsys):
     assert "labels" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_published_job_is_simulated_and_all_of_them_are_understood(tmp_path):
     import yaml
 
@@ -50,11 +51,13 @@ def test_a_published_job_is_simulated_and_all_of_them_are_understood(tmp_path):
     assert "BERT-base" in published.bytes_table([job], {job.id: said})
 
 
+@pytest.mark.slow
 def test_samplers_hold_their_optimum_against_the_simulator():
     program = importlib.import_module("tests.evidence.samplers.__main__")
     assert "to 1e-9" in program.check(queues=False)
 
 
+@pytest.mark.slow
 def test_a_sample_of_mutants_is_of_different_lines_and_each_changes_its_module():
     import ast
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import statistics
 
+import pytest
+
 from tests.evidence.until import compare_until
 from tests.history.test_statistics import log_normal, share_covering
 
 
+@pytest.mark.slow
 def test_measuring_until_sure_keeps_its_promise_and_stops_early():
     rng = random.Random(1)
     results = [

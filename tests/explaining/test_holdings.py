@@ -34,6 +34,7 @@ def head(tracer: Tracer) -> str | None:
     return tracer.head.name if tracer.head else None
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_peak_is_told_exactly_once(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     for graph in graphs.values():

@@ -20,6 +20,7 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = ()) -> Graph:
     return Graph(resident_bytes=0, signatures=("x",), ops=ops, storages=storages, units=UNITS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "module", "kind"),
     [

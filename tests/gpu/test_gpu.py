@@ -240,6 +240,7 @@ def test_what_is_done_is_skipped_and_what_died_is_said(tmp_path, monkeypatch, ca
     assert "not begun" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path, monkeypatch):
     item = items_of(TINY)[0]
     slow = tmp_path / "slow"
@@ -349,6 +350,7 @@ def test_what_pyproject_asks_for_is_what_is_looked_for():
     assert not needs & {name.partition(">")[0] for name in packages.requirements(())}
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_imported_is_said_before_anything_runs(monkeypatch):
     monkeypatch.setattr(packages, "MODULES", ("json", "no_such_module", "nor_such_a_one"))
     found = packages.warmed(dict(os.environ), ())

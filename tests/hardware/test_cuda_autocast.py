@@ -115,6 +115,7 @@ def traced(factory: str, device: str, **settings: Any) -> tuple[set[str], int]:
     return types, sum(graph.storages[s].bytes for s in {s for op in graph.ops for s in op.saves})
 
 
+@pytest.mark.slow
 def test_a_ghost_run_for_cuda_saves_what_cuda_saves() -> None:
     """Softmax gives 16 bit on the CPU; on CUDA fp32 for itself and a copy in 16 bit for the product after it."""
     here, there = (traced("gates", device, autocast="bf16") for device in ("cpu", "cuda"))

@@ -114,6 +114,7 @@ def count(graph: Graph, target: str) -> int:
     return sum(op.target.startswith(f"aten.{target}.") for op in graph.ops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "capability", "kernel"),
     [
@@ -132,6 +133,7 @@ def test_a_step_for_cuda_takes_its_kernels_in_both_directions(factory, capabilit
     assert sum(op.flops for op in graph.ops if op.target.startswith(f"aten.{kernel}")) > 0
 
 
+@pytest.mark.slow
 def test_recompute_takes_them_again() -> None:
     graph = traced("causal_bf16", "cuda", AMPERE, recompute=True)
     assert count(graph, "_scaled_dot_product_flash_attention") == 6
@@ -139,6 +141,7 @@ def test_recompute_takes_them_again() -> None:
     assert len(again) == 3
 
 
+@pytest.mark.slow
 def test_what_attention_saves() -> None:
     """Score matrices with dropout on the CPU; row sums in fp32 under flash, per 32 rows under the efficient kernel."""
     scores = 2 * HEADS * LENGTH * LENGTH
@@ -157,6 +160,7 @@ def test_what_attention_saves() -> None:
     assert 2 * HEADS * 96 * 4 in made_sizes
 
 
+@pytest.mark.slow
 def test_dropout_saves_a_byte_an_element_and_makes_its_mask_first() -> None:
     graph = traced("causal_fp32", "cuda", AMPERE)
     sizes = {s.id: s.bytes for s in graph.storages}
@@ -168,6 +172,7 @@ def test_dropout_saves_a_byte_an_element_and_makes_its_mask_first() -> None:
         assert mask < result  # a caching allocator may find another place for it
 
 
+@pytest.mark.slow
 def test_a_mask_is_made_a_bias_in_every_layer() -> None:
     graph = traced("masked_bf16", "cuda", AMPERE)
     bias = [s for s in graph.storages if s.bytes == 2 * LENGTH * LENGTH * 2 and s.birth >= 0]
@@ -226,6 +231,7 @@ def test_the_gpu_at_hand_is_asked_before_the_child_is_made(monkeypatch):
     assert not torch.cuda.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("known", "count", "said"), [(None, 2, True), ((9, 0), 2, False), (None, 0, False)])
 def test_a_capability_that_could_not_be_asked_is_said_on_the_graph(monkeypatch, known, count, said):
     monkeypatch.setattr(run.nvml, "capability", lambda index: known)

@@ -129,6 +129,7 @@ def test_matrix_workspaces_stay_or_come_and_go_with_each_product(monkeypatch: py
     assert seen(plain).resident == kept.resident
 
 
+@pytest.mark.slow
 def test_capabilities() -> None:
     assert capability_of(load_hardware("rtx4090")) == (8, 9)
     assert all(load_hardware(n).capability for n in list_hardware() if load_hardware(n).kind == "cuda")
@@ -309,6 +310,7 @@ def test_optimizer_states_come_with_the_first_step() -> None:
     assert all(key not in keys[: keys.index(9)] for key in (2, 3, 4, 5))
 
 
+@pytest.mark.slow
 def test_a_large_graph_is_no_burden() -> None:
     count = 20_000
     storages = tuple(

@@ -233,6 +233,7 @@ def step(hardware: Hardware, graphs: dict[str, Graph], plan: str = "save") -> fl
     return simulation_of(graphs[plan], roofline_times(hardware, graphs.values())).step_seconds
 
 
+@pytest.mark.slow
 def test_every_signature_gets_its_seconds(graphs: dict[str, Graph]) -> None:
     times = roofline_times(card(), graphs.values())
     for graph in graphs.values():
@@ -279,6 +280,7 @@ def test_recomputing_costs_its_ops_and_its_regions(graphs: dict[str, Graph]) -> 
     assert extra == pytest.approx(regions * REGION_OPS * cpu.launch_seconds, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_watches_ops_costs_a_cpu_all_of_it_and_a_busy_gpu_nothing(traced: dict[str, Graph]) -> None:
     watched = sum(op.watched for op in traced["remake"].ops)
     assert watched > 50 and not any(op.watched for kind in ("save", "recompute") for op in traced[kind].ops)
@@ -304,6 +306,7 @@ def test_a_description_may_say_what_a_region_costs(graphs: dict[str, Graph]) -> 
     assert more[1] - more[0] == pytest.approx(len(graphs["save"].blocks()) * 1e-2, rel=0.01)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(figure=st.sampled_from(("matrix", "bandwidth", "launch", "share")), factor=st.floats(1.0, 8.0))
 def test_better_figures_are_never_slower(graphs: dict[str, Graph], figure: str, factor: float) -> None:

@@ -43,6 +43,7 @@ def test_median_interval_covers_the_median_95_times_in_100(draw, n):
     assert 0.925 <= covering <= 0.985
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("robust", [False, True])
 @pytest.mark.parametrize("n", [3, 6, 10, 30])
 def test_ratio_interval_covers_the_ratio_95_times_in_100_under_common_drift(robust, n):

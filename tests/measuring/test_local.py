@@ -23,6 +23,7 @@ def workload():
     return made
 
 
+@pytest.mark.slow
 def test_measures_and_restores(workload):
     before = bits(workload)
     with LocalMeasurer(workload) as measurer:
@@ -34,6 +35,7 @@ def test_measures_and_restores(workload):
     assert same(before, bits(workload))
 
 
+@pytest.mark.slow
 def test_the_users_garbage_collector_is_as_before(workload):
     gc.unfreeze()
     with LocalMeasurer(workload) as measurer:

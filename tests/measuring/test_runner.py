@@ -53,6 +53,7 @@ def test_a_plan_is_measured_whole_and_recomputing_takes_fewer_bytes():
     assert runner.measure({}, steps=1).peak_bytes == plain.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in choice_kinds("block") if kind != "compile_budget"])
 def test_the_first_cycle_of_a_plan_has_the_peak_of_all(kind: str):
     """So that no cycle is spent on the peak alone where the allocator keeps nothing."""

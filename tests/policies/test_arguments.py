@@ -5,6 +5,7 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,7 @@ def same(a, b) -> bool:
     return a == b
 
 
+@pytest.mark.slow
 @given(trees)
 def test_round_trip(tree):
     value = with_tensors(tree)

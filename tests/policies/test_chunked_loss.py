@@ -52,6 +52,7 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: f
 # --- gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @each_case
 def test_two_steps_are_equal_up_to_rounding(case, dtype):
@@ -169,6 +170,7 @@ def test_whatever_else_is_done_to_logits_is_right(name):
         assert_close(*both(small_llama(), run))
 
 
+@pytest.mark.slow
 def test_trainer_with_accumulation(tmp_path):
     def run(model: nn.Module) -> dict[str, Tensor]:
         inputs = batch()

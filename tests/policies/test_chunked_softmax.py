@@ -46,6 +46,7 @@ def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 # --- gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @each_case
 def test_two_steps_are_bit_equal(case, dtype):
@@ -76,6 +77,7 @@ def test_num_items_in_batch(count):
     assert_equal(*both(small_llama(), lambda model: step(model, num_items_in_batch=count)))
 
 
+@pytest.mark.slow
 @given(
     rows=st.integers(1, 70),
     vocabulary=st.integers(1, 40),
@@ -110,6 +112,7 @@ def test_any_cross_entropy_is_bit_equal(rows, vocabulary, chunks, dtype, reducti
     assert all(torch.equal(g.nan_to_num(7), w.nan_to_num(7)) for g, w in zip(got, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*LOSSES, *UNKNOWN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whatever_is_done_to_logits_is_bit_equal(name, dtype):

@@ -187,6 +187,7 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
 def test_gradients_are_those_of_plain_training_whatever_changes_between_calls(odd: str, choice: str) -> None:

@@ -61,6 +61,7 @@ def trained(where: str, choice: Any = None) -> list[Any]:
     return [getattr(leaf, name, None) for leaf in leaves for name in ("grad", "main_grad", "reads")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("where", ["grad", "main_grad"])
 def test_what_backward_sets_on_saved_tensors_is_set_on_the_leaves(where, kind):

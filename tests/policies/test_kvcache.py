@@ -200,6 +200,7 @@ def two_caches() -> EncoderDecoderCache:
     return EncoderDecoderCache(DynamicCache(), DynamicCache())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "make"),
@@ -220,6 +221,7 @@ def test_training_in_chunks_with_a_cache_of_the_users(name, make, kind):
         assert not torch.equal(in_chunks(used_up, None, None, use_cache=False)["loss"], wanted["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "save"])
 @pytest.mark.parametrize("switched_on", [{}, {"use_cache": True}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
@@ -276,6 +278,7 @@ class Memory:
         return self.kept[place]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", [Blocks, SwitchedBlocks])
 @pytest.mark.parametrize("make", [DynamicCache, Memory, lambda: None], ids=["theirs", "own", "the model's"])
@@ -321,6 +324,7 @@ def test_keys_that_are_changed_before_backward_are_an_error():
             out.logits.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_tuning(kind):
     peft = pytest.importorskip("peft")
@@ -337,6 +341,7 @@ def test_prefix_tuning(kind):
     assert_equal(gradients(kind), gradients(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", [(XLMConfig, XLMWithLMHeadModel), (FlaubertConfig, FlaubertWithLMHeadModel)])
 def test_models_that_cannot_switch_their_cache_off(family, kind):

@@ -96,6 +96,7 @@ class SaveViews(torch.autograd.Function):
     seen: Any = None
 
 
+@pytest.mark.slow
 def test_all_views_of_a_storage_come_back_from_one_copy():
     def body(unit, x):
         return SaveViews.apply(x) * unit.weight
@@ -540,6 +541,7 @@ def ways(folder: Any) -> tuple[dict[str, Any], Callable[..., Any]]:
     return made, lambda device, tier: made[tier]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "cnn"])
 def test_gradients_are_bit_equal_with_both_tiers_in_one_model(name, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "PART_BYTES", 8192)

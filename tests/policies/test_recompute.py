@@ -81,6 +81,7 @@ def assert_as_plain(make: Callable[[], nn.Module], choices: dict[str, Any] = CHO
         assert_equal(run(model), wanted)
 
 
+@pytest.mark.slow
 def test_the_forward_runs_twice_and_only_where_gradients_are_enabled():
     model = Model(lambda unit, x: unit.linear(x).sigmoid())
     with attach(model, CHOICES):
@@ -518,6 +519,7 @@ def test_the_input_is_kept_in_the_way_of_what_is_around():
     assert packed == [torch.Size([4, 8])] * 4  # two units, two steps, nothing but the inputs
 
 
+@pytest.mark.slow
 def test_a_graph_break_inside_a_compiled_unit():
     def body(unit, x):
         y = unit.linear(x).sigmoid()
@@ -548,6 +550,7 @@ class Remembering(nn.Module):
         return torch.tanh(self.linear(x * self.mean)) * (1 + 0.1 * self.calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [True, False])
 def test_state_that_changes_in_a_unit_that_breaks_the_graph(layers: bool):
     def train(choices: dict[str, Any]) -> list[Tensor]:
@@ -565,6 +568,7 @@ def test_state_that_changes_in_a_unit_that_breaks_the_graph(layers: bool):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_dropout_where_the_compiler_has_a_backend_to_look_at_graphs_with():
     def train(choices: dict[str, Any], fullgraph: bool = False) -> list[Tensor]:
         torch._dynamo.reset()

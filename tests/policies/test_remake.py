@@ -65,6 +65,7 @@ class Heavy(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", KEEPS, ids=str)
 @pytest.mark.parametrize("within", [(), ("mlp",), ("input_layernorm", "mlp.act_fn")], ids=str)
 def test_any_set_is_bit_equal(keep: tuple[str, ...], within: tuple[str, ...]) -> None:

@@ -177,6 +177,7 @@ def run(model: nn.Module, *, together: bool) -> dict[str, Tensor]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("change", CHANGES)

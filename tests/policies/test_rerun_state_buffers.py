@@ -111,6 +111,7 @@ def run(model: nn.Module, *, together: bool = False) -> dict[str, Tensor]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
 @pytest.mark.parametrize("name", MAKERS)
 def test_each_step_changes_them_once(name, choice):

@@ -376,6 +376,7 @@ def trained(make: Callable[[], nn.Module], choice: Any = None) -> dict[str, Tens
     return contextvars.copy_context().run(run)
 
 
+@pytest.mark.slow
 @each_choice
 @pytest.mark.parametrize("given", [False, True], ids=["kept", "given"])
 @pytest.mark.parametrize("name", OBJECTS)
@@ -628,6 +629,7 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
 }
 
 
+@pytest.mark.slow
 @each_choice
 @pytest.mark.parametrize("name", STAGES)
 def test_modules_and_weights(name, choice):
@@ -726,6 +728,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.slow
 @each_choice
 @pytest.mark.parametrize("name", BETWEEN)
 def test_between_forward_and_backward(name, choice):

@@ -137,6 +137,7 @@ def make(change: Callable[[Any, Tensor], Tensor], config: Callable[[], Any]) -> 
     return Model(change, config())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_forward_does_it_once(change: Callable[[Any, Tensor], Tensor], choice: Any) -> None:

@@ -85,6 +85,7 @@ def run(model: nn.Module, change: Callable[[Block], None], at: int) -> dict[str,
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -152,6 +153,7 @@ class Growing(nn.Module):
         return (self.late(x) if isinstance(self.late, nn.Module) else x @ self.late).sigmoid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2, 4])
 @pytest.mark.parametrize("what", ["module", "parameter"])
 @pytest.mark.parametrize("choice", CHOICES, ids=str)

@@ -106,6 +106,7 @@ def test_a_second_backward_over_the_same_graph():
         assert_equal(gradients(model, times=3), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit"])
 def test_attention_runs_once(name):
     """Dropout inside attention takes it apart into products on this device; it draws random numbers then."""
@@ -125,6 +126,7 @@ def test_attention_runs_once(name):
     assert counts["keep_attention"].get("aten.addmm") == counts["recompute"].get("aten.addmm")
 
 
+@pytest.mark.slow
 def test_modules_inside_one_another():
     """What the outer one keeps, the inner one must not keep again."""
     case = CASES["gpt2"]
@@ -135,6 +137,7 @@ def test_modules_inside_one_another():
         assert_equal(train(model, case, "fp32"), wanted)
 
 
+@pytest.mark.slow
 def test_more_is_kept_the_more_is_named():
     case = CASES["llama"]
     model = case.make().eval()  # attention with dropout is not kept
@@ -309,6 +312,7 @@ def parts() -> nn.Module:
     return nn.Sequential(Parts(), Parts())
 
 
+@pytest.mark.slow
 def test_only_parts_of_a_unit_run_again():
     wanted = gradients(parts())
     model = parts()
@@ -344,6 +348,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("name", sorted(PARTS))
 def test_parts_of_real_layers_run_again_with_equal_gradients(name: str, precision: str):

@@ -176,6 +176,7 @@ def write(by: str, unit: Any) -> None:
         torch.optim.Adam([unit.a.bias], lr=0.5, fused=True).step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [".data", "NumPy", "fused optimizer"])
 @pytest.mark.parametrize("kind", [*RERUNNING, "remake"], ids=str)
 def test_a_loop_that_begins_to_write_to_weights_before_backward_is_found_in_that_step(kind: Any, by: str) -> None:
@@ -199,6 +200,7 @@ def test_a_loop_that_begins_to_write_to_weights_before_backward_is_found_in_that
         assert session.proof().spots >= 2 * 4 and "of other calls at one place" in str(session.proof())
 
 
+@pytest.mark.slow
 def test_forwards_without_backward_are_not_all_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(mlp)
     with attached(model, "recompute") as session:
@@ -278,6 +280,7 @@ def test_kernels_that_do_not_repeat_are_compared_within_rounding() -> None:
             step(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("remake", "selective"))
 def test_sketches_are_no_ops_of_the_unit(kind: str) -> None:
     """A call that is watched on a device whose kernels do not repeat themselves holds no more than another."""
@@ -364,6 +367,7 @@ def test_they_hold_no_more_than_a_number_per_tensor(kind: str) -> None:
     assert 0 < kept("all") - kept("off") <= 2 * 20 * 8
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_mixed_plan_under_all_of_them() -> None:
     case = CASES["t5"]
     kinds = ("recompute", "remake", "offload", "selective")

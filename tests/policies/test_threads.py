@@ -58,6 +58,7 @@ def gradients(kind: str) -> dict[str, Tensor]:
     return seen | {"random state": torch.get_rng_state()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(set(choice_kinds("block")) - {"save", "compile_budget"}))
 def test_two_threads_each_with_a_backward_of_its_own(kind):
     assert_equal(gradients(kind), gradients("save"))

@@ -111,6 +111,7 @@ def trained(write: Callable[[Any, Tensor], Tensor], late: int, kind: str | None,
     return seen | {"average": model[1].average[0].clone()}  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 3], ids=["at once", "late"])
 @pytest.mark.parametrize("write", [written_by_numpy, an_average_by_data, assigned_to_what_only_its_op_saved])
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,6 +132,7 @@ def test_assigning_to_the_data_of_what_autograd_has_saved_is_refused(kind: str, 
         trained(assigned, late, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sentinels", ["off", "sample"])
 @pytest.mark.parametrize("late", [0, 3], ids=["at once", "late"])
 @pytest.mark.parametrize(

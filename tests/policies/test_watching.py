@@ -79,6 +79,7 @@ def compiler_reset():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler_reset")
 @pytest.mark.parametrize("choice", [*WATCHING, *OTHERS], ids=str)
 @pytest.mark.parametrize("returned", ["tensor", "tuple", "constant"])
@@ -100,6 +101,7 @@ def test_torch_cond(returned, choice):
         assert_equal(gradients(conditional, choice, False), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler_reset")
 def test_torch_map_of_a_function_that_returns_a_tensor_is_refused_where_it_would_be_a_tuple():
     from torch._higher_order_ops.map import map as mapped

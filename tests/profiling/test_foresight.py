@@ -23,12 +23,14 @@ def graph() -> Graph:
         return tracer.trace({name: OFFLOAD for name in blocks[::2]})
 
 
+@pytest.mark.slow
 def test_a_promise_holds_context_reserve_and_margin(graph: Graph) -> None:
     peak = device_peak(CARD, graph)
     assert ("matrix workspaces" in graph.resident) == workspaces_stay(CARD)  # as the device sees it
     assert simulated_memory(CARD)(graph) == peak.total + int(SAFETY * peak.reserved) > graph.peak_bytes
 
 
+@pytest.mark.slow
 def test_under_a_budget_cached_segments_are_given_back_before_it_fails(graph: Graph) -> None:
     free = simulated_memory(CARD)(graph)
     budgets = range(free, graph.peak_bytes, -(2 << 20))
@@ -50,12 +52,14 @@ def test_an_accelerator_at_hand_needs_whole_segments_and_its_context_without_a_m
     assert memory_at_hand(device.model_copy(update={"kind": "cpu"})) is None
 
 
+@pytest.mark.slow
 def test_without_a_caching_allocator_it_is_what_tensors_hold() -> None:
     with tracer_for(CPU, SPEC) as tracer:
         graph = tracer.trace()
     assert simulated_memory(CPU)(graph) == graph.peak_bytes + CPU.context_bytes
 
 
+@pytest.mark.slow
 def test_sharding_is_seen_by_every_graph(graph: Graph) -> None:
     with tracer_for(CARD, SPEC.model_copy(update={"shard": 4})) as tracer:
         shared = tracer.trace()

@@ -12,6 +12,8 @@ from autockpt.profiling.fronts import MOST_PARTS, MOST_REMADE, MOST_SETS, remake
 from autockpt.schema import RECOMPUTE, SAVE, Graph, WorkloadSpec
 from autockpt.tracing import Tracer
 
+pytestmark = pytest.mark.slow
+
 
 def alike(graph: Graph) -> Any:
     """Op times in which every op takes as long."""

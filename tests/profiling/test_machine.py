@@ -31,6 +31,7 @@ SMALL = replace(
 )
 
 
+@pytest.mark.slow
 def test_a_measured_machine_becomes_a_file_that_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(machine.SIZES, ("cpu", True), SMALL)
     monkeypatch.setattr(probes, "LEAST_SAMPLE", 0.0)

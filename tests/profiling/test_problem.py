@@ -165,6 +165,7 @@ def test_hand_computed_peak():
     assert base.peak_bytes >= RESIDENT + HIDDEN + 5 * (HIDDEN + INSIDE) + HEAD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "accumulate"), [("llama-tiny", 1), ("gpt2-tiny", 2)])
 def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, accumulate: int):
     """Saving everything to the byte, ten mixed plans within 1 %, and refined plans that fit."""

@@ -72,6 +72,7 @@ class Training:
         return went
 
 
+@pytest.mark.slow
 def test_it_goes_leaner_before_the_budget_and_back_when_there_is_room(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "autockpt")
     made = Training(SAVES, meter := Made(100, 50, 10), "4500MB", monkeypatch)
@@ -102,6 +103,7 @@ def test_it_never_moves_in_the_middle_of_an_accumulation(monkeypatch) -> None:
     assert len(made.handle.moves) == 1 and made.sets.acting == 1
 
 
+@pytest.mark.slow
 def test_torn_memory_counts_and_a_set_that_was_given_up_again_waits_longer(monkeypatch) -> None:
     made = Training(SAVES, meter := Made(10, 10, 10), "10000MB", monkeypatch)
     meter.tears = 0  # whenever everything is saved
@@ -145,6 +147,7 @@ def test_sets_by_length_move_with_their_batches(monkeypatch) -> None:
     assert made.update(8, 30) == [1, 2 if len(made.sets.sessions) > 2 else 1]
 
 
+@pytest.mark.slow
 def test_gradients_are_plain_trainings_through_all_moves(monkeypatch) -> None:
     lengths = (8, 30, 20)
     wanted = gradients(LLAMA.make(), lengths)

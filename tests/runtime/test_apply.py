@@ -200,6 +200,7 @@ def test_a_larger_batch_than_planned_is_one_warning():
         model(**longer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_check_passes_and_leaves_no_trace(name):
     case = CASES[name]

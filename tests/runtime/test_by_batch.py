@@ -67,6 +67,7 @@ def used(handle: Any) -> dict[int, int]:
     return dict(handle._session.used)
 
 
+@pytest.mark.slow
 def test_each_forward_goes_by_its_batch_and_gradients_stay_bit_equal() -> None:
     lengths = (8, 64, 20, 8, 64)
     wanted = gradients(LLAMA.make(), lengths)
@@ -84,6 +85,7 @@ def test_each_forward_goes_by_its_batch_and_gradients_stay_bit_equal() -> None:
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", KINDS, ids=lambda c: c.kind)
 def test_a_backward_goes_by_what_its_forward_went_by(first: Choice) -> None:
     lengths = (64, 16, 64, 16)
@@ -94,6 +96,7 @@ def test_a_backward_goes_by_what_its_forward_went_by(first: Choice) -> None:
             assert_equal(gradients(model, lengths, at_once=True), wanted)
 
 
+@pytest.mark.slow
 def test_one_backward_through_two_forwards() -> None:
     def both(model: nn.Module) -> dict[str, Any]:
         torch.manual_seed(1)
@@ -107,6 +110,7 @@ def test_one_backward_through_two_forwards() -> None:
             assert_equal(both(model), wanted)
 
 
+@pytest.mark.slow
 def test_a_larger_batch_takes_the_leanest_set_and_says_so_once() -> None:
     model = LLAMA.make()
     with apply(model, sets(16, 64)) as handle:
@@ -144,6 +148,7 @@ def test_the_size_of_batches_of_all_kinds() -> None:
     assert batch_size(module, (), {"input_ids": ids[:, :3], "labels": ids}) == (16, 8)
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_choose_for_themselves() -> None:
     lengths = (8, 64)
     wanted = gradients(LLAMA.make(), lengths)
@@ -164,6 +169,7 @@ def test_copies_and_pickles_choose_for_themselves() -> None:
         assert used(handle) == {0: 1, 1: 1}
 
 
+@pytest.mark.slow
 def test_a_set_may_choose_inside_of_what_another_chooses_for() -> None:
     inside = {"model.layers.0.mlp": "recompute", "model.layers.1.self_attn": {"kind": "selective"}}
     plan = Plan.model_validate(
@@ -189,6 +195,7 @@ def inside_or_whole() -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_backwards_from_inside_the_model() -> None:
     """They do not pass the model's outputs, as where it returns none, or an object with tensors in it."""
 
@@ -209,6 +216,7 @@ def test_backwards_from_inside_the_model() -> None:
         assert_equal(inner(model), wanted)
 
 
+@pytest.mark.slow
 def test_a_backward_within_another_forward_leaves_that_to_its_own_set() -> None:
     def nested(model: Any) -> dict[str, Any]:
         torch.manual_seed(1)
@@ -283,6 +291,7 @@ def test_what_cannot_be_attached_leaves_the_model_as_it_was() -> None:
         apply(model, sets(16, 64))
 
 
+@pytest.mark.slow
 def test_layers_that_are_compiled_in_place() -> None:
     lengths = (8, 64, 8, 64)
     wanted = gradients(LLAMA.make().eval(), lengths)

@@ -14,6 +14,8 @@ from autockpt.runtime import attach, remove
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, choice_kinds, parse_choice
 from tests.policies.zoo import CASES, assert_equal
 
+pytestmark = pytest.mark.slow
+
 LLAMA = CASES["llama"]
 CHOICES = {"model.layers.0": RECOMPUTE, "model.layers.1": SAVE, "model.layers.2": OFFLOAD}
 

@@ -66,6 +66,7 @@ def kept(model: nn.Module) -> int:
     return bytes_alive_after(lambda: model(batch()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["layers", "model"])
 @pytest.mark.parametrize("first", ["apply", "compile"])
 def test_a_plan_acts_whether_applied_before_or_after_compiling(mode: str, first: str):
@@ -98,6 +99,7 @@ def test_a_compiled_plan_on_an_eager_model_warns_once_with_the_measured_differen
             gradients(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["layers", "model"])
 def test_an_eager_plan_on_a_compiled_model_warns_once(mode: str):
     model = make()

@@ -73,6 +73,7 @@ def kept_no_cache(output):
     return True
 
 
+@pytest.mark.slow
 def test_the_cache_is_off_however_it_is_asked_for():
     model, session = applied()
     ids = LLAMA.batch()["input_ids"]
@@ -147,6 +148,7 @@ def test_more_rows_of_pixels_are_noticed():
             model(**case.batch())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or sys.implementation.name != "cpython", reason="CPython's own frames")
 def test_no_depth_of_the_users_calls_at_which_a_forward_maps_memory():
     import resource

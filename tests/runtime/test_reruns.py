@@ -25,6 +25,7 @@ def count(case: Case, choices: dict[str, Choice], attached: dict[str, Choice] | 
     return counter.result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
 @pytest.mark.parametrize("name", CASES)
 def test_every_policy_does_what_it_says(name, kind):

@@ -135,6 +135,7 @@ def test_forwards_that_others_put_on_instances(choice):
     assert "forward" not in model.model.layers[2].__dict__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
 def test_a_forward_that_somebody_wrapped_afterwards_becomes_plain(choice):
     model = LLAMA.make()
@@ -160,6 +161,7 @@ def test_a_forward_that_somebody_wrapped_afterwards_becomes_plain(choice):
         assert_equal(train(model, LLAMA), plain(LLAMA))
 
 
+@pytest.mark.slow
 def test_graphs_made_before_removal_keep_working():
     for choice in (RECOMPUTE, OFFLOAD):
         model = LLAMA.make()

@@ -89,6 +89,7 @@ def test_only_regular_files_are_opened_and_links_only_where_they_are_asked_for(t
     assert read_regular(tmp_path / "folder" / "real") == b"kept"
 
 
+@pytest.mark.slow
 def test_what_a_process_was_given_to_read_is_read(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from autockpt.schema.files import read_regular\n"

@@ -101,6 +101,7 @@ def test_a_cpu_may_emulate_16_bit_types() -> None:
 rates = st.floats(1e9, 1e14)
 
 
+@pytest.mark.slow
 @given(
     vector=rates,
     factor=st.floats(1, 100),

@@ -40,6 +40,7 @@ def test_other_files_are_refused_with_their_line(tmp_path: Path, wrong: str) -> 
         parse_lengths(str(tmp_path / "none"))
 
 
+@pytest.mark.slow
 @given(COUNTS, st.integers(1, 64), st.integers(1, 60))
 def test_shares_of_batches_add_up_and_no_batch_is_taken_for_shorter(
     counts: dict[int, int], rows: int, levels: int

@@ -113,6 +113,7 @@ component = st.sampled_from(["model", "h", "mlp", "0", "1", "2", "3", "10", "11"
 name = st.lists(component, min_size=1, max_size=4).map(".".join)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(name, st.integers(0, 2), max_size=25))
 def test_folding_round_trips(assignment: dict[str, int]) -> None:
     found = expand([Entry(p, v) for p, v in fold(assignment).items()], assignment)

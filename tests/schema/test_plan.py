@@ -101,6 +101,7 @@ def test_the_file_is_for_people(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([SAVE, RECOMPUTE, OFFLOAD]), min_size=12, max_size=12))
 def test_any_assignment_round_trips(tmp_path_factory: pytest.TempPathFactory, values: list[Choice]) -> None:
     choices = dict(zip(BLOCKS, values, strict=True))
@@ -115,6 +116,7 @@ MEASUREMENTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.dictionaries(st.sampled_from(["layers", "model"]), MEASUREMENTS, max_size=2),

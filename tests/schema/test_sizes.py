@@ -190,6 +190,7 @@ def test_a_headroom_and_what_is_left_are_the_budget(percent: Decimal, size: int)
     assert resolved.bytes == 1 or exact <= resolved.headroom_bytes < exact + 1
 
 
+@pytest.mark.slow
 @given(st.one_of(st.text(max_size=12), st.from_regex(r"\A-?[0-9]{1,4}(\.[0-9])? ?(%|%act|MB|mb|GiB)?\Z")))
 def test_arbitrary_text_is_a_headroom_or_a_usage_error(text: str) -> None:
     try:

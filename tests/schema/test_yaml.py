@@ -102,6 +102,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(words, plain, max_size=4))
 def test_what_pyyaml_writes_is_read_back(data: dict) -> None:
     class NoAliases(yaml.SafeDumper):

@@ -124,6 +124,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         load_hardware(tmp_path / "other.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("driver", "kind", "gib", "name"),
     [
@@ -156,6 +157,7 @@ def test_the_wheel_holds_the_descriptions() -> None:
     assert packed == set(list_hardware())
 
 
+@pytest.mark.slow
 def test_loading_needs_no_torch() -> None:
     code = (
         "import sys; from search_spaces.hardware import *; [load_hardware(n) for n in list_hardware()]; "

@@ -24,6 +24,7 @@ def build_on_meta(name: str) -> torch.nn.Module:
         return getattr(transformers, head.cls)(source.config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list_models())
 def test_shape_has_the_stated_number_of_parameters(name: str) -> None:
     shape = load_model_shape(name)
@@ -67,6 +68,7 @@ def test_unknown_shape_suggests_the_nearest() -> None:
         load_model_shape("lama-tiny")
 
 
+@pytest.mark.slow
 def test_loading_needs_no_torch() -> None:
     code = (
         "import sys, search_spaces; "

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 from autockpt.schema.problem import peak_of
@@ -8,6 +9,7 @@ from autockpt.solvers.greedy import polish
 from tests.solvers.problems import brute_force, small_problems, transformer
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(small_problems())
 def test_finds_a_plan_whenever_there_is_one(problem):
@@ -21,6 +23,7 @@ def test_finds_a_plan_whenever_there_is_one(problem):
         assert answer.peak == peak_of(problem, answer.choices) <= problem.budget
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(small_problems(chain=False))
 def test_never_promises_what_does_not_fit(problem):

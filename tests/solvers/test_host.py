@@ -30,6 +30,7 @@ def with_host(problem: Problem, sizes: list[int], host_budget: int) -> Problem:
     return problem.model_copy(update={"units": units, "host_budget": host_budget})
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.one_of(small_problems(), small_problems(chain=False)),

@@ -9,12 +9,14 @@ from autockpt.solvers import greedy, labels, milp
 from tests.solvers.problems import brute_force, check_exact, small_problems, transformer, uniform_problem
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(small_problems())
 def test_agrees_with_brute_force(problem):
     check_exact(problem, labels(problem))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(small_problems())
 def test_more_budget_is_never_slower(problem):

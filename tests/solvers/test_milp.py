@@ -8,6 +8,7 @@ from autockpt.solvers import exact, labels, milp
 from tests.solvers.problems import Level, brute_force, check_exact, option, small_problems, transformer, uniform_problem
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(small_problems())
 def test_agrees_with_brute_force(problem):
@@ -28,6 +29,7 @@ def test_rounding_is_no_gap_where_the_best_step_takes_no_time():
     assert answer.gap == 0.0
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(small_problems(chain=False))
 def test_agrees_with_brute_force_where_points_are_out_of_order(problem):
@@ -35,6 +37,7 @@ def test_agrees_with_brute_force_where_points_are_out_of_order(problem):
     check_exact(problem, exact(problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("identical", [True, False])
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_agrees_with_label_setting_on_a_transformer(share: float, identical: bool):
@@ -46,6 +49,7 @@ def test_agrees_with_label_setting_on_a_transformer(share: float, identical: boo
     assert by_branching.seconds <= by_labels.seconds + 1e-4 * (problem.base_seconds + by_labels.seconds)
 
 
+@pytest.mark.slow
 def test_identical_units_with_growing_gradients_keep_the_optimum():
     """The order of equal neighbours is only fixed where that is safe; steep gradients make it unsafe in places."""
     for gradient in (0, 3, 9, 25):

@@ -37,6 +37,7 @@ def check_locally_best(problem: Problem, check: Checker, choices) -> None:
                 assert check.peak({**choices, unit.name: option.choice}) > problem.budget
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(small_problems(), st.data())
 def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
@@ -51,6 +52,7 @@ def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
         assert refined.assignment.seconds == pytest.approx(best.seconds, abs=1e-4)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(small_problems(), st.integers(-8, 8), st.integers(-20, 20), st.booleans())
 def test_whatever_the_model_gets_wrong_the_plan_passes_the_referee(problem, per_change, error, by_point):

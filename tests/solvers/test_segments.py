@@ -15,6 +15,8 @@ from autockpt.solvers.segments import Member
 from autockpt.tracing import Tracer
 from tests.solvers.problems import uniform_problem
 
+pytestmark = pytest.mark.slow
+
 DEPTH, WIDTH, ROWS = 12, 64, 512
 
 

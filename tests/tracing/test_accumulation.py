@@ -24,6 +24,7 @@ def graphs(model: str, plans: tuple[str, ...], **settings) -> list[Graph]:
         return [tracer.trace(dict.fromkeys(names, parse_choice(kind))) for kind in plans]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plans", "settings"),
     [

@@ -39,6 +39,7 @@ def processes(tracer: Tracer) -> list[int]:
     return [process._pid for process in tracer._backend._processes]
 
 
+@pytest.mark.slow
 def test_graphs_are_the_same_whoever_makes_them_and_in_whatever_order(pair) -> None:
     several, alone = pair
     wanted = plans(several)
@@ -51,6 +52,7 @@ def test_graphs_are_the_same_whoever_makes_them_and_in_whatever_order(pair) -> N
     assert several.trace(wanted[4]) == alone.trace(wanted[4])
 
 
+@pytest.mark.slow
 def test_what_a_plan_raises_is_raised_when_it_is_asked_for(pair) -> None:
     several, _ = pair
     wrong = {"no.such": parse_choice("recompute")}
@@ -60,6 +62,7 @@ def test_what_a_plan_raises_is_raised_when_it_is_asked_for(pair) -> None:
         several.trace(wrong)
 
 
+@pytest.mark.slow
 def test_a_further_process_that_dies_is_done_without(pair) -> None:
     several, alone = pair
     several.ahead(plans(several))
@@ -74,6 +77,7 @@ def test_a_further_process_that_dies_is_done_without(pair) -> None:
         several.trace({})
 
 
+@pytest.mark.slow
 def test_what_is_not_worth_a_process_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "WORTH", 10.0)
     with Tracer.from_spec(SPEC) as tracer:
@@ -82,6 +86,7 @@ def test_what_is_not_worth_a_process_is_not_begun(monkeypatch: pytest.MonkeyPatc
         assert len(processes(tracer)) == 1
 
 
+@pytest.mark.slow
 def test_what_one_has_learnt_of_functions_the_others_know() -> None:
     with Tracer.from_spec(SPEC) as tracer:
         selective = plans(tracer)[2]
@@ -95,6 +100,7 @@ def test_what_one_has_learnt_of_functions_the_others_know() -> None:
     assert more == {} and to_graph(other, there.units) == to_graph(raw, here.units)
 
 
+@pytest.mark.slow
 def test_a_workload_beside_knows_what_was_learnt(pair) -> None:
     several, _ = pair
     longer = SPEC.model_copy(update={"seq_len": 64})
@@ -105,6 +111,7 @@ def test_a_workload_beside_knows_what_was_learnt(pair) -> None:
         assert several.trace(plans(several)[3]) and several.trace(plans(several)[2])
 
 
+@pytest.mark.slow
 def test_what_is_more_than_one_product_to_one_is_that_to_all(pair) -> None:
     backend = pair[0]._backend
     backend._learn({"a": (0,), "b": None, "c": (1,)})

@@ -18,6 +18,7 @@ def graph(request: pytest.FixtureRequest) -> Graph:
         return tracer.trace({tracer.units[0].name: RECOMPUTE})
 
 
+@pytest.mark.slow
 def test_every_op_is_a_node_with_its_metadata(graph: Graph) -> None:
     traced = to_fx(graph)
     traced.lint()

@@ -27,6 +27,7 @@ def ghost(mode: GhostMode, *size: int, dtype: torch.dtype = torch.float32) -> Te
     return mode.like(torch.empty(size, dtype=dtype, device="meta"))
 
 
+@pytest.mark.slow
 def test_large_results_are_ghosts_and_take_no_memory(mode: GhostMode, memory: GhostMemory) -> None:
     x = torch.zeros(1 << 20, 256)
     y = (x @ torch.zeros(256, 256)).relu_()

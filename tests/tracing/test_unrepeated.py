@@ -45,6 +45,7 @@ def equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", NAMED, ids=lambda make: make.__name__)
 def test_named_modules_are_traced_exactly_and_train_the_same_under_each_choice(make: Callable[[], Step]) -> None:
     step = made(make, NAMED[make])
@@ -60,6 +61,7 @@ def test_named_modules_are_traced_exactly_and_train_the_same_under_each_choice(m
         assert equal(plain, gradients(step, dict.fromkeys(names, parse_choice(kind)))), kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "cuts"),
     [(unet, "down1,down2,mid,up2,up1"), (recurrent, "lstm,gru,out"), (one_block, "block")],
@@ -80,6 +82,7 @@ def test_where_there_is_nothing_to_cut_it_is_said_what_to_do() -> None:
     assert "--units" in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_named_modules_that_are_never_called_are_refused() -> None:
     step = made(unet, "mid.unused")
     step.model.mid.unused = nn.Linear(2, 2)  # type: ignore[union-attr]
@@ -87,6 +90,7 @@ def test_named_modules_that_are_never_called_are_refused() -> None:
         Tracer.from_step(step)
 
 
+@pytest.mark.slow
 def test_an_output_head_inside_of_a_unit_is_the_units() -> None:
     with Tracer.from_spec(WorkloadSpec(model="llama-tiny", units="lm_head,model.layers.0")) as tracer:
         assert tracer.head is None and [unit.name for unit in blocks_of(tracer)] == ["model.layers.0", "lm_head"]
@@ -120,6 +124,7 @@ def test_blocks_that_the_step_never_calls_are_named_and_a_plan_without_them_is_o
         choices_for(step.model, silent)
 
 
+@pytest.mark.slow
 def test_plans_written_by_hand_may_name_any_modules(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("autockpt: 1\nchoices:\n  mid: recompute\n  out: recompute\n")
@@ -135,6 +140,7 @@ def test_plans_written_by_hand_may_name_any_modules(tmp_path: Path) -> None:
         raise AssertionError
 
 
+@pytest.mark.slow
 def test_recurrent_layers_of_a_card_are_said_to_be_the_cpus() -> None:
     spec = WorkloadSpec(model="tests.unrepeated:recurrent")
     with Tracer.from_spec(spec, device="cuda") as tracer:

@@ -248,6 +248,7 @@ def test_the_update_of_ragged_labels_is_that_of_the_whole_batch_as_the_answer_sa
     assert not all(map(torch.allclose, equally, whole))
 
 
+@pytest.mark.slow
 def test_rows_that_depend_on_each_other_are_refused_or_said_by_name() -> None:
     assert met_by(squares) == ()
     for loss, normed, where in ((squares, True, "batch_norm in layers"), (contrasted, False, "mm")):

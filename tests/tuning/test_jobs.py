@@ -62,6 +62,7 @@ def test_optimizers_with_fewer_states() -> None:
     assert [name for name, _ in described.leaner_optimizers()] == ["sgd"]  # 8 bits where a card is simulated
 
 
+@pytest.mark.slow
 def test_adapters_on_a_live_model_leave_it_as_it_is() -> None:
     pytest.importorskip("peft")
     model = build(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=16)).model
@@ -81,6 +82,7 @@ def test_adapters_on_a_live_model_leave_it_as_it_is() -> None:
         assert tracer.trace().resident["weights"]
 
 
+@pytest.mark.slow
 def test_a_live_jobs_base_in_4_bits_takes_what_a_described_ones_does() -> None:
     pytest.importorskip("bitsandbytes")
     spec = WorkloadSpec(model="llama-tiny", batch_size=4, seq_len=32, dtype="bf16")
@@ -102,6 +104,7 @@ def test_a_live_jobs_base_in_4_bits_takes_what_a_described_ones_does() -> None:
     assert options.startswith("from_pretrained(…, quantization_config=") and effect.endswith("4 bits, simulated")
 
 
+@pytest.mark.slow
 def test_where_only_a_base_in_4_bits_fits_a_live_search_names_it() -> None:
     pytest.importorskip("bitsandbytes")
     made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16, lora=4))

@@ -112,6 +112,7 @@ def test_where_everything_fits_or_nothing_is_gained_there_is_one_set() -> None:
     assert asked == [1600] and not found.plan.smaller_batches
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     st.dictionaries(st.integers(1, 1599), st.integers(1, 1000), min_size=1, max_size=30),

@@ -7,6 +7,7 @@ import pytest
 from autockpt.tuning.micro_batches import Sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [99, 100, 199, 200, 800])
 def test_the_largest_that_fits_is_found_where_a_single_row_needs_less_than_the_line(budget: int) -> None:
     """A single row has no padding, so its batch no mask: a line from it to two rows is too steep."""

@@ -81,6 +81,7 @@ def test_recovers_prices_from_noise_free_trials(base: float, recompute: float, o
     assert fitted.error_seconds < 0.02
 
 
+@pytest.mark.slow
 @given(base=st.floats(0.1, 10), head=st.floats(-0.05, 0.1), recompute=st.floats(0.7, 1.4))
 def test_what_the_head_adds_is_told_apart_from_what_layers_cost(base: float, head: float, recompute: float) -> None:
     options = tuple(

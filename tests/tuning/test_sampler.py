@@ -48,6 +48,7 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(optuna, "create_study", commit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["gp", "tpe", "nsga2", "random"])
 def test_every_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit(sampler: Any) -> None:
     space = load_space("knobs")
@@ -64,6 +65,7 @@ def test_every_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit(
     assert len(set(margins)) > 5
 
 
+@pytest.mark.slow
 def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> None:
     def opened() -> Study:
         return Study("knobs", "random", load_space("knobs").knobs, {}, name="search", storage=storage, seed=0)
@@ -83,6 +85,7 @@ def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> N
     assert states == ["FAIL", "FAIL"]
 
 
+@pytest.mark.slow
 def test_people_see_every_trial_once_with_what_their_tools_plot(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     budget = ResolvedBudget(asked="60%", bytes=int(440 * MIB))

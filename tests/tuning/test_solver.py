@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from autockpt.schema import Measurement, Prediction, Trial
 from autockpt.tuning.proposers.solver import COPY_PRICES, SolverProposer, hidden_copies, neutral, stands_still
 from autockpt.tuning.trials import Parameters
@@ -12,6 +14,7 @@ from search_spaces.spaces import load_space
 from tests.reporting.samples import trial
 
 
+@pytest.mark.slow
 def test_the_price_of_copies_is_the_one_whose_plan_should_be_fastest() -> None:
     space = load_space("knobs")
     plain = neutral(space, 0.0)

@@ -15,6 +15,7 @@ from search_spaces.spaces import load_space
 from tests.unrepeated import one_block, unet
 
 
+@pytest.mark.slow
 def test_a_unet_is_cut_planned_for_and_trained_with_the_same_gradients(tmp_path: Path) -> None:
     request = SearchRequest(
         budget=parse_budget("1.9MB"),

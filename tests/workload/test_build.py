@@ -31,6 +31,7 @@ def config_of(w: Step) -> dict[str, Any]:
     return {k: v for k, v in w.model.config.to_dict().items() if k != "problem_type"}  # type: ignore[union-attr,operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_small_shapes_train(name: str) -> None:
     w = make(name)

@@ -34,6 +34,7 @@ def test_small_tensors_are_untouched_by_it() -> None:
     assert torch.equal(cheap, draw())
 
 
+@pytest.mark.slow
 def test_large_tensors_are_not_drawn_whole() -> None:
     with FastInit():
         weight = nn.Linear(2_000, 2_000).weight  # by its own initialisation

@@ -35,6 +35,7 @@ def targets(graph: Graph) -> list[str]:
     return [op.target for op in graph.ops]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_ops_and_bytes_are_those_of_a_model_that_is_built_so(options: dict[str, Any]) -> None:
     live = build(spec(**options))
@@ -46,6 +47,7 @@ def test_ops_and_bytes_are_those_of_a_model_that_is_built_so(options: dict[str, 
     assert graph.resident == built.resident and graph.peak_bytes == built.peak_bytes
 
 
+@pytest.mark.slow
 def test_in_this_process_too_and_the_live_model_stays_as_it_is() -> None:
     live = build(spec())
     live.cycle()
@@ -99,6 +101,7 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_be_in_four_bits(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
 def test_a_live_model_that_is_quantised_is_traced_as_one_that_is_described(bits: str) -> None:
     wanted = spec(**{bits: True})

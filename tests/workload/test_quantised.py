@@ -189,6 +189,7 @@ def test_experts_that_stay_whole_are_named() -> None:
     assert none == ()
 
 
+@pytest.mark.slow
 def test_dora_on_eight_bits_is_for_cards() -> None:
     pytest.importorskip("bitsandbytes")
     asked = spec(load_in_8bit=True, lora_dora=True)

@@ -44,6 +44,7 @@ def test_nothing_is_refused_otherwise() -> None:
     refuse_simulated(WorkloadSpec(model=MODEL))
 
 
+@pytest.mark.slow
 def test_they_can_be_traced_and_are_counted_afterwards() -> None:
     plain = WorkloadSpec(model=MODEL)
     peaks = []
@@ -60,6 +61,7 @@ def test_eight_bit_states_need_cuda() -> None:
         make_optimizer("adamw8bit", nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_adafactor_keeps_rows_and_columns() -> None:
     optimizer = make_optimizer("adafactor", nn.Linear(300, 200, bias=False))
     assert isinstance(optimizer, torch.optim.Adafactor)
