@@ -44,6 +44,7 @@ from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.explanation import Explanation
 from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import CompileMode
+from autockpt.schema.request import TRIALS
 from autockpt.tuning import run_search
 from autockpt.tuning.batches import search_batch_sizes, search_step_batches
 from autockpt.tuning.lengths import search_lengths_of, search_step_lengths
@@ -68,7 +69,7 @@ def search(
     host_budget: str | int | None = None,
     allow_inexact: bool = False,
     space: str | SearchSpace = "knobs",
-    trials: int = 30,
+    trials: int = TRIALS,
     timeout: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,

@@ -23,7 +23,7 @@ from autockpt.schema import words
 from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import Terms
-from autockpt.schema.request import SearchOutcome
+from autockpt.schema.request import TRIALS, SearchOutcome
 from autockpt.schema.sizes import format_binary, parse_budget
 from autockpt.tuning.batches import search_step_batches
 from autockpt.tuning.lengths import search_step_lengths
@@ -33,7 +33,6 @@ from autockpt.workload.lengths import lengths_of
 
 TIMEOUT = 600.0
 """Seconds that a search at the start of training may take, by default."""
-TRIALS = 30
 OWN = "auto"  # lengths: those of the trainer's data set
 ROWS = 4096
 _SECONDS_FOR_ROWS = 20.0

@@ -21,6 +21,8 @@ from autockpt.schema.workload import WorkloadSpec
 
 _VERSIONS = ("autockpt", "torch", "transformers")
 _NO_FIGURES = {"description", "sources", "environment", "measured"}  # a simulation does not depend on them
+TRIALS = 40
+"""Candidates of a search that is not told how many."""
 
 
 class SearchRequest(Data):
@@ -38,7 +40,7 @@ class SearchRequest(Data):
     start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(
-        default=40, gt=0, description="candidates measured at most; well-known plans are measured besides"
+        default=TRIALS, gt=0, description="candidates measured at most; well-known plans are measured besides"
     )
     timeout: float | None = Field(default=None, gt=0)
     seed: int = 0

@@ -24,7 +24,7 @@ from autockpt.schema import (
 from autockpt.schema.files import unwritable
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.remedy import STEP, Terms
-from autockpt.schema.request import identity_of
+from autockpt.schema.request import TRIALS, identity_of
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.infeasible import naming_alternatives
@@ -96,7 +96,7 @@ def search_step(
     host_budget: str | int | None = None,
     allow_inexact: bool = False,
     space: str | SearchSpace = "knobs",
-    trials: int = 30,
+    trials: int = TRIALS,
     timeout: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,

@@ -9,6 +9,7 @@ import pytest
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Listener, Measurement, SearchOutcome, SearchRequest
 from autockpt.schema.batches import BatchAnswer, BatchSetting
+from autockpt.schema.request import TRIALS
 from tests.page.samples import make_run
 from tests.reporting.samples import outcome, trial
 
@@ -248,3 +249,8 @@ def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace
     (run.path / "profile.json").write_text("{}")
     result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
     assert result.code == 0 and not page.exists() and "could not be written" in result.err and "ours" in result.out
+
+
+def test_as_many_trials_as_in_python(autockpt, asked: list[SearchRequest]) -> None:
+    autockpt("search", "--budget", "1GB", "--model", "llama-tiny", "--device", "cpu")
+    assert asked[0].trials == TRIALS
