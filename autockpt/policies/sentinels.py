@@ -297,6 +297,9 @@ class CheckedCall:
         self.sentinel.places = Places(len(self._entries), self._fit)
         for entry in self._entries:
             entry.let_go()
+        if self.sentinels.written_to_by_others:
+            for entry in self._entries:
+                entry.hold_memory()
 
     @eagerly
     def look_again(self) -> None:
@@ -346,6 +349,7 @@ class WatchedTensor:
         self._print: torch.Tensor | None = None
         self._sketch: torch.Tensor | None = None
         self.held: torch.Tensor | None = None
+        self._memory: torch.UntypedStorage | None = None
         tensor = local_part(tensor)
         if (why := why_not(tensor)) is not None:
             watch.sentinel.unchecked[why] += 1
@@ -371,6 +375,11 @@ class WatchedTensor:
         else:
             self._look_at(tensor)
 
+    def hold_memory(self) -> None:
+        """What lives on now is an input or output, or state: see what others write to it until the whole model's
+        forward has ended, although nobody but autograd, without the choice, would hold it for so long."""
+        self._memory = self._storage() if self._print is not None else None
+
     def _look_at(self, tensor: torch.Tensor) -> None:
         self._print = fingerprint(tensor, self._form)
         rounding = self._watch.sentinels.rounding
@@ -379,6 +388,10 @@ class WatchedTensor:
 
     def look_again(self) -> None:
         """Fingerprint the original as it is now, where it lives and nobody changed it in a way that autograd sees."""
+        self._look_once_more()
+        self._memory = None
+
+    def _look_once_more(self) -> None:
         if self._print is None or self._probe._version != self._version:
             return
         if stream_of(self._form.device) != self._stream:

@@ -31,6 +31,7 @@ class Layer(nn.Module):
         self.fast = [nn.Linear(D, D)]
         self.adam = torch.optim.Adam(self.fast[0].parameters(), lr=0.01)
         self.config: Any = None
+        self.calls, self.model, self.far = 0, list[Any](), list[Any]()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(self.a(self.change(self, x)) + self.shared))
@@ -143,6 +144,47 @@ def make(change: Callable[[Any, Tensor], Tensor], config: Callable[[], Any]) -> 
 def test_each_forward_does_it_once(change: Callable[[Any, Tensor], Tensor], choice: Any) -> None:
     wanted, model = run(make(change, Config)), make(change, Config)
     with attach(model, {"layers.0": choice, "layers.1": choice}, sentinels="all"):
+        assert_equal(run(model), wanted)
+
+
+def a_number_in_a_part_of_another_unit_late(layer: Any, x: Tensor) -> Tensor:
+    layer.calls += 1
+    return a_number_in_another_unit(layer, x) if layer.calls > 2 else x * layer.norm.scale
+
+
+PARTS = [{"": parse_choice({"kind": "selective", "keep": ["norm", "a"]})}, {"a": RECOMPUTE, "norm": RECOMPUTE}]
+
+
+@pytest.mark.parametrize("change", [a_number_in_another_unit, a_number_in_a_part_of_another_unit_late])
+@pytest.mark.parametrize("parts", PARTS, ids=["kept by name", "units themselves"])
+def test_parts_of_another_unit_that_choices_are_attached_to(
+    change: Callable[[Any, Tensor], Tensor], parts: dict[str, Any]
+) -> None:
+    wanted, model = run(make(change, Config)), make(change, Config)
+    of_parts = {f"layers.0.{part}".rstrip("."): choice for part, choice in parts.items()}
+    with attach(model, {**of_parts, "layers.1": RECOMPUTE}, sentinels="all"):
+        assert_equal(run(model), wanted)
+
+
+def test_a_part_that_is_met_by_way_of_the_whole_model_first() -> None:
+    def change(layer: Any, x: Tensor) -> Tensor:
+        found = layer.far
+        while type(found) is list and found:
+            found = found[0]
+        if found:
+            found.norm.scale *= 0.9
+        return x * layer.norm.scale
+
+    def made() -> Model:
+        model = make(change, Config)
+        last: Any = model.layers[1]
+        last.far, last.before, last.model = last.before, [], [model]
+        for _ in range(12):
+            last.far = [last.far]
+        return model
+
+    wanted, model = run(made()), made()
+    with attach(model, {"layers.0": parse_choice("offload"), "layers.1": RECOMPUTE}, sentinels="all"):
         assert_equal(run(model), wanted)
 
 

@@ -232,8 +232,10 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.unit(self.first(x))
-        if self.by == "forward":
+        if self.by in ("forward", "before it is dropped"):
             self.halve(x)
+        if self.by == "before it is dropped":
+            x = x * 2.0
         elif self.by == "reads":
             self.seen = x.data.sum()
         return self.last(x) * 2
@@ -251,7 +253,7 @@ class Clamps(nn.Module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("by", ["forward", "sibling", "hook", "reads"])
+@pytest.mark.parametrize("by", ["forward", "before it is dropped", "sibling", "hook", "reads"])
 def test_what_a_unit_returned_is_written_to_around_it_and_it_begins_late_to_read_that(by: str, kind: str) -> None:
     def gradients(choices: dict[str, Any]) -> dict[str, Tensor]:
         torch.manual_seed(0)

@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
@@ -99,7 +99,7 @@ class Walk:
     """
 
     def __init__(
-        self, unit: str, inside: Container[int], known: Container[int], lively: Container[str], *, close: bool | None
+        self, unit: str, inside: Set[int], known: Container[int], lively: Container[str], *, close: bool | None
     ) -> None:
         self._unit, self._inside, self._known, self._lively, self._close = unit, inside, known, lively, close
         self.seen: dict[int, Any] = {}
@@ -109,6 +109,8 @@ class Walk:
         self.functions: list[tuple[str, types.CodeType]] = []
         self._open: deque[tuple[str, Any, int, bool]] = deque()
         self._optimizers: list[tuple[str, dict[str, Any]]] = []
+        self._whole: set[int] = set()  # modules of what the unit has hold of by itself
+        self._left: list[tuple[str, nn.Module, int, bool]] = []  # other units
 
     def run(self, roots: Iterable[tuple[str, Any]], found: Iterable[Node] = ()) -> list[Node]:
         """All that can change. ``found``: such things themselves."""
@@ -118,7 +120,11 @@ class Walk:
         until = None
         while self._open:
             name, value, step, loose = self._open.popleft()
-            if type(value) in _PLAIN or id(value) in self.seen or id(value) in self._known:
+            if type(value) in _PLAIN or id(value) in self._known:
+                continue
+            if issubclass(type(value), nn.Module) and not _IN_MODULES.search(name):
+                self._by_itself(value)
+            if id(value) in self.seen:
                 continue
             late = False
             if len(self.seen) % _AT_A_TIME == _AT_A_TIME - 1:  # the processor's time, as others may keep it busy
@@ -170,7 +176,7 @@ class Walk:
         """What can change in a value, and where it leads."""
         kind = type(value)
         if issubclass(kind, nn.Module):
-            self._module(name, value, step)
+            self._module(name, value, step, loose)
         elif issubclass(kind, types.ModuleType):
             return  # by the names that code asks of it
         elif issubclass(kind, type):
@@ -223,15 +229,33 @@ class Walk:
         if type(value).__flags__ & _HEAP:
             self._node(f"{name}.__class__", value, TYPE, step, loose)
 
-    def _module(self, name: str, module: nn.Module, step: int) -> None:
+    def _by_itself(self, module: nn.Module) -> None:
+        """The unit has hold of a module. All of it is looked at, other units in it included, but for one that has the
+        unit itself as a part, as the whole model: what else is in that is not."""
+        if id(module) in self._whole or id(module) in self._inside:
+            return
+        parts = _parts(module)
+        self._whole |= parts if parts.isdisjoint(self._inside) else {id(module)}
+        self._open.extend(left for left in self._left if id(left[1]) in self._whole)
+        self._left = [left for left in self._left if id(left[1]) not in self._whole]
+
+    def _is_elsewhere(self, module: nn.Module) -> bool:
+        """Whether another unit, or a part that is attached for its sake, is none of the unit's business."""
+        if id(module) in self._inside or id(module) in self._whole:
+            return False
+        attached = attached_to(module)
+        return attached is not None and attached.state.unit not in ("", self._unit)
+
+    def _module(self, name: str, module: nn.Module, step: int, loose: bool) -> None:
         fields, kind = vars(module), MODULE
         if is_sharded(module):
             tensors = {key for key, value in fields.items() if isinstance(value, torch.Tensor)}
             kind = OfModules(MODULE.hidden | tensors | {"_parameters"})
-        elif id(module) not in self._inside:
-            attached = attached_to(module)
-            if attached is not None and attached.state.unit not in ("", self._unit) and _IN_MODULES.search(name):
-                return
+        elif self._is_elsewhere(module):
+            del self.seen[id(module)]
+            self.fixed.pop(id(module), None)
+            self._left.append((name, module, step, loose))
+            return
         self._node(name, fields, kind, step, False)
         self._go(f"{name}.forward", step, [("", placed_before(fields.get("forward")))], False)
         self._class(name, type(module), step)
@@ -305,9 +329,20 @@ def writes_to_any(model: nn.Module) -> bool:
     for module in modules:
         held = [*vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         roots += [value for value in map(placed_before, held) if isinstance(value, (types.FunctionType, *_WRAPPERS))]
-    walk = Walk("", (), {id(module) for module in modules}, (), close=False)
+    walk = Walk("", frozenset(), {id(module) for module in modules}, (), close=False)
     walk.run(("", root) for root in roots)
     return may_do(walk.functions).writes_to_any
+
+
+def _parts(module: nn.Module) -> set[int]:
+    """The ids of a module and of all in it."""
+    found, rest = dict[int, nn.Module](), [module]
+    while rest:
+        one = rest.pop()
+        found[id(one)] = one
+        if type(inner := vars(one).get("_modules")) is dict:
+            rest += [part for part in inner.values() if part is not None and id(part) not in found]
+    return {*found}
 
 
 def code_known(known: dict[int, Code]) -> AbstractContextManager[None]:
