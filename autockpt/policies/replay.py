@@ -22,7 +22,7 @@ from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.policies.rerun_state.structure import UnitStructure
 from autockpt.policies.rerun_state.surroundings import Surroundings, user_function_modes
-from autockpt.policies.slots import as_it_is
+from autockpt.policies.slots import Enough, as_it_is
 
 _current = threading.local()
 
@@ -213,7 +213,12 @@ class Replay:
             args, kwargs = put_together(self.template, iter(tensors))
             if self._caches:
                 args, kwargs = with_caches(args, kwargs)
-            return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
+            try:
+                return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
+            except Exception as error:
+                if not isinstance(error, Enough) and _stems_from_enough(error):
+                    raise Enough from error
+                raise
 
     @contextmanager
     def _earlier_parameters(self) -> Iterator[None]:
@@ -262,6 +267,12 @@ class _Versions:
                 "an inplace operation between forward and backward",
                 remedy="Change it after backward: an optimizer step before the last backward of a graph does this.",
             )
+
+
+def _stems_from_enough(error: BaseException) -> bool:
+    """Whether code of the unit made an error of its own of the one by which a second run ends."""
+    cause = error.__cause__ or error.__context__
+    return cause is not None and (isinstance(cause, Enough) or _stems_from_enough(cause))
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,14 +3,20 @@ from libraries', an optimizer of its own. Changed once by each forward, as in pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from autockpt.errors import ConflictError
 from autockpt.policies.rerun_state.libraries import is_opaque
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Segment, parse_choice
@@ -219,3 +225,148 @@ class Tokens(transformers.PreTrainedTokenizerBase):
 @pytest.mark.parametrize("left_alone", [Examples, Own, Tokens, torch.optim.Adam, transformers.Trainer])
 def test_data_sets_optimizers_and_tokenizers_are_left_alone(left_alone: type) -> None:
     assert is_opaque(left_alone) and not is_opaque(Config)
+
+
+LOG: list[float] = []
+
+
+@torch.no_grad()
+def note(x: Tensor) -> int:
+    LOG.append(float(x.mean()))
+    return len(LOG)
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    LOG.append(0.0)
+    yield
+    LOG.append(1.0)
+
+
+@functools.singledispatch
+def on(x: Any) -> None:
+    raise TypeError
+
+
+@on.register
+def _(x: Tensor) -> None:
+    LOG.append(2.0)
+
+
+class Helper(nn.Module):
+    """Its forward changes what only a decorator, a built-in method or a library's table leads to."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.w, self.how, self.kept = nn.Linear(D, D), how, list[float]()
+        self.keep, self.draw, self.failed = self.kept.append, random.Random(1).random, 0
+        self.next = itertools.count(1).__next__
+        self.register_buffer("seen", torch.zeros(1))
+
+    @torch.no_grad()
+    def count(self) -> None:
+        self.seen.data.add_(1)  # type: ignore[operator, union-attr]
+
+    @torch.autocast("cpu", torch.bfloat16, enabled=False)
+    def decorated(self, x: Tensor) -> Tensor:
+        LOG.append(3.0)
+        return torch.tanh(self.w(x)) * len(LOG)
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.how:
+            case "no_grad":
+                return torch.tanh(self.w(x) * (1 + note(x) / 10))
+            case "no_grad on a method":
+                self.count()
+                return torch.tanh(self.w(x) * (1 + self.seen / 10))
+            case "autocast":
+                return self.decorated(x)
+            case "contextmanager":
+                with noted():
+                    return torch.tanh(self.w(x))
+            case "singledispatch":
+                on(x)
+                return torch.tanh(self.w(x) * (1 + len(LOG) / 10))
+            case "a bound append":
+                self.keep(1.0)
+                return torch.tanh(self.w(x) * (1 + len(self.kept) / 10))
+            case "a bound generator":
+                return torch.tanh(self.w(x) * (1 + self.draw()))
+            case "a bound __next__":
+                return torch.tanh(self.w(x) * self.next())
+            case "a handler that counts":
+                try:
+                    return torch.tanh(self.w(x))
+                except Exception:
+                    self.failed += 1
+                    raise
+            case _:
+                try:
+                    return torch.tanh(self.w(x))
+                except Exception as error:
+                    raise ValueError("this layer failed") from error
+
+
+WAYS = ["no_grad", "no_grad on a method", "autocast", "contextmanager", "singledispatch", "a bound append"]
+WAYS += ["a bound generator", "a bound __next__", "a handler that counts", "a handler with an error of its own"]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("how", WAYS)
+def test_what_decorators_built_in_methods_and_handlers_lead_to(how: str, choice: Any) -> None:
+    def trained(choices: dict[str, Any]) -> dict[str, Any]:
+        torch.manual_seed(0)
+        LOG.clear()
+        model, seen = nn.Sequential(Helper(how), Helper(how)), dict[str, Tensor]()
+        with attach(model, choices):
+            for step in range(4):
+                model.zero_grad()
+                model(torch.full((2, D), step + 1.0)).pow(2).sum().backward()
+                seen |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        counted = [[len(LOG)], *([len(m.kept), m.failed, float(m.seen)] for m in model)]  # type: ignore[union-attr,arg-type]
+        return seen | {f"counted {i}": torch.tensor(numbers) for i, numbers in enumerate(counted)}
+
+    assert_equal(trained({"0": choice, "1": choice}), trained({}))
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_attention_of_somebodys_own_by_transformers_table(choice: Any) -> None:
+    calls: list[float] = []
+
+    def counting(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
+        calls.append(float(q.mean()))
+        out, weights = sdpa_attention_forward(module, q, k, v, mask, **more)
+        return out * (1 + len(calls) / 10), weights
+
+    def trained(choices: dict[str, Any]) -> dict[str, Tensor]:
+        calls.clear()
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+        config = transformers.LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="counting")
+        model, ids, seen = transformers.LlamaForCausalLM(config), torch.arange(8)[None], dict[str, Tensor]()
+        with attach(model, choices):
+            for step in range(3):
+                model.zero_grad()
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                seen |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return seen | {"calls": torch.tensor(len(calls))}
+
+    transformers.AttentionInterface.register("counting", counting)
+    try:
+        assert_equal(trained(dict.fromkeys(("model.layers.0", "model.layers.1"), choice)), trained({}))
+    finally:
+        transformers.AttentionInterface._global_mapping.pop("counting")
+
+
+def test_what_goes_wrong_in_the_second_run_alone_names_the_unit() -> None:
+    class AsksForItsGraph(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.grad_fn.register_hook(lambda *gradients: None)  # type: ignore[union-attr]
+            return x.sin()
+
+    model = nn.Sequential(nn.Linear(D, D), AsksForItsGraph())
+    with (
+        attach(model, {"1": RECOMPUTE}),
+        pytest.raises(ConflictError, match="1 raised AttributeError when it ran again"),
+    ):
+        model(torch.ones(2, D)).sum().backward()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 _METHOD = re.compile(r":\w+\.(\w+)$")
 _UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
+_UNSEEN |= {"asarray", "asanyarray", "ascontiguousarray", "from_numpy", "_unsafe_preserve_version_counter"}
 """Names by which code comes to write to a tensor without its version counter showing it."""
 _KERNELS = frozenset({"backends", "cudnn", "mkldnn", "flags", "set_flags", "set_num_threads", "set_default_dtype"})
 _KERNELS |= {"set_float32_matmul_precision", "use_deterministic_algorithms"}
@@ -22,8 +23,8 @@ _ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"glo
 class Code(NamedTuple):
     """Whether code names what writes to tensors behind autograd's back, whether to any that it comes by and not to
     running statistics alone, whether it assigns to a ``.data``, whether it may call ``backward`` or go by a ``.grad``,
-    whether it may choose the kernels of its ops, and whether it may have the CPU take denormal numbers for zero, which
-    nobody can ask it."""
+    whether it may choose the kernels of its ops, whether it may have the CPU take denormal numbers for zero, which
+    nobody can ask it, and whether it does something of its own where an error passes by."""
 
     writes_unseen: bool = False
     writes_to_any: bool = False
@@ -31,6 +32,7 @@ class Code(NamedTuple):
     uses_gradients: bool = False
     chooses_kernels: bool = False
     flushes_denormals: bool = False
+    handles_errors: bool = False
 
 
 def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
@@ -51,7 +53,8 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
     gradients = "backward" in named or ("grad" in named and "autograd" not in named)
     to_any = not named.isdisjoint(_UNSEEN)
     kernels, flushes = not named.isdisjoint(_KERNELS), "set_flush_denormal" in named
-    return Code(to_any or "batch_norm" in named, to_any, assigns, gradients, kernels, flushes)
+    handles = any(part.co_exceptiontable for part in found)
+    return Code(to_any or "batch_norm" in named, to_any, assigns, gradients, kernels, flushes, handles)
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import types
 from typing import Any
 
 import torch
@@ -51,6 +52,21 @@ def is_opaque(cls: type) -> bool:
     if any(_top(owner.__module__) not in _DERIVED_FROM or _BY_THEMSELVES.match(owner.__module__) for owner in owners):
         return True
     return is_library(cls) and not any(owner.__name__ in _CONFIGURATIONS for owner in owners)
+
+
+def registered() -> tuple[types.FunctionType, ...]:
+    """Functions of somebody's own that transformers' models call by way of a table: attention, and its masks."""
+    tables = (
+        getattr(sys.modules.get(f"transformers.{module}"), name, None)
+        for module, name in (
+            ("modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
+            ("masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
+        )
+    )
+    homes = (fields for table in tables if table is not None for fields in (vars(type(table)), vars(table)))
+    entries = (home.get(key, {}) for home in homes for key in ("_global_mapping", "_local_mapping"))
+    found = (value for entry in entries if type(entry) is dict for value in entry.values())
+    return tuple(f for f in found if type(f) is types.FunctionType and not in_library(f.__globals__.get("__name__")))
 
 
 def _top(module: Any) -> str:

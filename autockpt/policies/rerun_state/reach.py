@@ -62,7 +62,8 @@ _CALLED = ("__call__", "__getattr__", "__setattr__", "__getitem__", "__enter__",
 _IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
 _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
 _WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
-_WRAPPERS += (staticmethod, classmethod, property)
+_WRAPPERS += (staticmethod, classmethod, property, types.BuiltinMethodType, types.MethodWrapperType)
+_EMPTY = types.CellType()
 _DESCRIPTORS, _CLASS = (types.MemberDescriptorType, types.GetSetDescriptorType), vars(object)["__class__"]
 
 
@@ -275,7 +276,11 @@ class Walk:
 
     def _function(self, name: str, function: types.FunctionType, step: int) -> None:
         home = function.__globals__
-        if in_library(home.get("__name__")):
+        if in_library(home.get("__name__")):  # a decorator of a library's, above all, around somebody's own function
+            held = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+            held += [part for value in held if type(value) is dict for part in value.values()]
+            inner = (value for value in held if type(value) in (types.FunctionType, types.MethodType))
+            self._go(name, step, (("", value) for value in inner), False)
             return
         self.functions.append((name, function.__code__))
         for cell in function.__closure__ or ():

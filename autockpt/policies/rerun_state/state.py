@@ -13,7 +13,7 @@ import operator
 import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import CellType
 from typing import Any
 
@@ -26,6 +26,7 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import stream_of
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.kinds import ABSENT, Fields, Parameters
+from autockpt.policies.rerun_state.libraries import registered
 from autockpt.policies.rerun_state.reach import ARGUMENT, HOOKS, TYPE, Global, Node, Walk, changed_of, said
 from autockpt.policies.rerun_state.tensors import (
     TENSORS,
@@ -264,7 +265,10 @@ class UnitState:
         # which parameters a module has is looked after by the replay, as FSDP exchanges them
         nodes = [*self._changing, *(node for node in nodes if not isinstance(node.kind, Parameters))]
         if not nodes:
-            yield
+            try:
+                yield
+            finally:
+                self._undo(nodes)
             return
         held = [node._replace(taken=node.kind.take(node.obj, close=True)) for node in nodes]
         unread, forwards = Unread(self._memory.unit), list[Node]()
@@ -285,8 +289,19 @@ class UnitState:
         finally:
             # a run that ends early may not come that far
             advanced = [node for node in forwards if not node.unchanged()] + self._put_back(held)
+            self._undo(nodes)
             for node in advanced:
                 raise _advances(self._memory.unit, node)
+
+    def _undo(self, seen_to: list[Node]) -> None:
+        """What the second run alone has changed, as one that ends early passes by handlers of errors."""
+        if not self._memory.code.handles_errors:
+            return
+        known = set(map(id, seen_to))
+        for node in (*changed_of(self._still), *(self._quiet.changed() if self._quiet is not None else ())):
+            if id(node) not in known and node.kind is not TENSORS and node.kind.goes_back:
+                with suppress(NotPutBackError):
+                    node.kind.put(node.obj, node.taken)
 
     def _changed_tensors(self) -> list[Node]:
         """Those that are known to be quiet otherwise and were changed since the forward began, as they were then."""
@@ -317,7 +332,8 @@ class UnitState:
 
 
 def _roots(module: nn.Module) -> list[tuple[str, Any]]:
-    return [("", module), ("the environment", os.environ._data), ("the hooks of all modules", _EVERYWHERE)]  # type: ignore[attr-defined]
+    everywhere = [("the hooks of all modules", _EVERYWHERE), ("the registered functions", registered())]
+    return [("", module), ("the environment", os.environ._data), *everywhere]  # type: ignore[attr-defined]
 
 
 def _refuse(unit: str, node: Node) -> None:
