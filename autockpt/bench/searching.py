@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autockpt.errors import InfeasibleError
 from autockpt.schema import (
     CompileMode,
     Listener,
@@ -45,8 +44,7 @@ def search_for(
     )
     if outcome.interrupted:
         raise KeyboardInterrupt
-    if outcome.plan is None:
-        raise InfeasibleError(f"the search found no plan within {budget.asked}")
+    assert outcome.plan is not None  # where nothing fits the search has raised that
     return dump_choices(outcome.plan.expand_planned()), _cost(outcome)
 
 

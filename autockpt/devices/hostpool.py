@@ -55,7 +55,7 @@ class HostUse:
         left = self.limit - self.bytes
         if needed > left:
             raise HostBudgetExceeded(
-                f"offloading needs {format_bytes(needed)} of host memory more, beside the {format_bytes(self.bytes)} "
+                f"offloading needs {format_bytes(needed)} of host memory more than the {format_bytes(self.bytes)} "
                 f"that it holds: over the host budget of {format_bytes(self.limit)}",
                 needed=needed,
             )

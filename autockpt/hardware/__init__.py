@@ -1,2 +1,2 @@
-"""What a device does that is not at hand, or not asked: the kernels that a step takes there, the memory that they take
+"""What ops take on a device, at hand or only described: the kernels that a step takes there, the memory that these take
 from its allocator, and their seconds by its description."""

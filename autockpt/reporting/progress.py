@@ -59,14 +59,22 @@ class LineListener:
     def advance(self, steps: int = 1) -> None:
         self._done += steps
         now = self._clock()
-        if now - self._told > SILENT and self._done < self._total:
-            left = (now - self._began) / self._done * (self._total - self._done)
-            self._line(f"{self._stage}: {self._done} of {self._total}, at most {words.seconds(left)} left")
+        if now - self._told > SILENT and (left := self._left(now)):
+            self._line(f"{self._stage}: {left}")
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         self._done += 1
         self.trials += 1
-        self._line(describe_trial(trial, best))
+        now = self._clock()
+        left = self._left(now) if now - self._began > SILENT else ""
+        self._line(describe_trial(trial, best) + (f"  ({left})" if left else ""))
+
+    def _left(self, now: float) -> str:
+        """How far the stage is, where its end is known and not yet there."""
+        if self._done >= self._total:
+            return ""
+        seconds = (now - self._began) / self._done * (self._total - self._done)
+        return f"{self._done} of {self._total}, at most {words.seconds(seconds)} left"
 
     def note(self, text: str) -> None:
         self._line(text)

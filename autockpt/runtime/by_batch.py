@@ -202,7 +202,7 @@ class BatchSets:
                 return number
         if not self._said:
             self._said = True
-            what = "a batch whose size cannot be told" if size is None else f"a batch of {size.tokens:,} tokens"
+            what = "a batch whose size is not known" if size is None else f"a batch of {size.tokens:,} tokens"
             if size is not None and size.longest and self.bounds[-1] is not None and self.bounds[-1].longest:
                 what += f" (sequences up to {size.longest:,})"
             warnings.warn(

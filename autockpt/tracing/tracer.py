@@ -80,9 +80,9 @@ class Tracer:
 
         For ``device="cuda"`` the step takes CUDA's kernels (attention, dropout, `foreach` optimizers) as a GPU of
         compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. What only
-        simulated hardware can follow (``shard``, …) is left to ``profiling.as_seen_by``, which may be the ``view`` that
-        every graph passes through. ``beside`` is a tracer of a similar workload, whose process has imported what this
-        takes already; it begins with its own plain step meanwhile.
+        simulated hardware can follow (``shard``, …) is left to ``cuda_memory.as_seen_by``, which may be the ``view``
+        that every graph passes through. ``beside`` is a tracer of a similar workload, whose process has imported what
+        this takes already; it begins with its own plain step meanwhile.
 
         With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process. Raises
         WorkloadError or UsageError where the spec cannot be built or its step fails, GhostError where it cannot be

@@ -157,7 +157,7 @@ def _said(final: Final) -> str:
     others = sorted((size for size in final.times if size != final.winner), key=final.seconds)
     said = [
         f"{size}: {words.share(final.seconds(size) / best - 1, signed=True)}"
-        + (" (cannot be told apart)" if size in final.undecided else "")
+        + (" (cannot be distinguished)" if size in final.undecided else "")
         for size in others
     ]
     return (

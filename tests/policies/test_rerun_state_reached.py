@@ -334,7 +334,7 @@ def test_attention_of_somebodys_own_by_transformers_table(choice: Any) -> None:
     calls: list[float] = []
 
     def counting(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
-        calls.append(float(q.mean()))
+        calls.append(float(q.detach().mean()))
         out, weights = sdpa_attention_forward(module, q, k, v, mask, **more)
         return out * (1 + len(calls) / 10), weights
 

@@ -20,7 +20,7 @@ def test_elsewhere_there_is_a_line_per_trial() -> None:
         lines.advance()
         lines.note("a note")
     text = "\n".join(said)
-    assert len(said) == 5 and lines.trials == 2 and "[   3.0 s] trial   0  margin 0.02" in text
+    assert len(said) == 5 and lines.trials == 2 and "[   4.0 s] trial   0  margin 0.02" in text
     assert "448 ms ±0.8 %, 441 MiB  fits  best so far" in text and "~451 ms, 441 MiB  out of memory" in text
 
 
@@ -34,6 +34,16 @@ def test_a_long_stage_says_how_far_it_came_and_what_is_left() -> None:
         lines.advance(3)
         lines.advance(6)
     assert [line.partition("] ")[2] for line in said] == ["finals …", "finals: 6 of 15, at most 6 s left"]
+
+
+def test_a_trial_says_what_is_left_of_a_long_stage() -> None:
+    said: list[str] = []
+    now = iter([0.0, 0.0, 6.0, 6.0, 9.0, 9.0])
+    with LineListener(said.append, clock=lambda: next(now)) as lines:
+        lines.stage("baselines", 2)
+        lines.trial(trial(0), trial(0))
+        lines.trial(trial(1), trial(0))
+    assert said[1].endswith("(1 of 2, at most 6 s left)") and "left" not in said[2]
 
 
 def test_compiling_is_said_apart_from_the_step() -> None:

@@ -47,7 +47,14 @@ def test_a_verification_on_screen() -> None:
         Check(name="peak", state="failed", detail="470 MiB measured, 441 MiB promised"),
         Check(name="step time", state="skipped", detail="no promise"),
     )
-    for kept, verdict in ((checks, "does not keep"), (checks[:1], "keeps its promise"), (checks[2:], "Nothing could")):
+    held = (checks[0], checks[1].model_copy(update={"state": "passed"}))
+    cases = (
+        (checks, "does not keep"),
+        (held, "keeps its promise"),
+        (checks[:1], "states no peak"),
+        (checks[2:], "Nothing could"),
+    )
+    for kept, verdict in (*cases, (checks[2:], "Nothing could")):
         screen, raw = console()
         print_report(VerifyReport(checks=kept, notes=("a note",)), screen)
         text = raw.getvalue().decode()

@@ -222,7 +222,7 @@ class SolverProposer(Proposer):
         if patience is not None and solved and self.fresh > patience and stands_still(tried, patience, gain):
             return f"the last {patience} candidates were not faster than the best before them by {gain:.1%}"
         if self._beaten():
-            return "no plan can be faster than the best by more than the noise, by the refitted bound"
+            return "with prices corrected by these trials no plan can be faster than the best by more than the noise"
         return ""
 
     def _beaten(self) -> bool:
