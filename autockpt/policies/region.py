@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.errors import AutockptError, ConflictError
+from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.fingerprints import Place, layout_of
@@ -223,9 +223,8 @@ class UnitCall:
                 output = self._replay(*tensors)
         except Enough:
             output = None
-        except (AutockptError, RuntimeError, MemoryError):
-            raise
-        except Exception as error:  # such as where the first run has used up an iterator or a list
+        except (StopIteration, LookupError, AttributeError, AssertionError) as error:
+            # such as where the first run has used up an iterator, or asks for the graph that its input came from
             said = f"raised {type(error).__name__} when it ran again in backward, which it did not in forward"
             raise differs(self.unit, said) from error
         filler.ended(self._replay.reached.moved)
