@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from autockpt.policies.rerun_state.reach import attributes, own_fields, set_field
+from autockpt.policies.rerun_state.fields import attributes, own_fields, set_field
 
 _TENSOR = object()  # stands for a tensor in a template
 _MOST_OBJECTS = 200  # in one call; of more the rest is handed in as it is

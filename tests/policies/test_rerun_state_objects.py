@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.rerun_state import tensors
-from autockpt.policies.rerun_state.reach import attributes
+from autockpt.policies.rerun_state.fields import attributes
 from autockpt.policies.rerun_state.tensors import TENSORS
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Remake, Segment

@@ -20,6 +20,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.rerun_state.libraries import is_opaque
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Segment, parse_choice
+from tests.policies import reached_by_import as reached
 from tests.policies.zoo import assert_equal
 
 D = 8
@@ -253,14 +254,27 @@ def _(x: Tensor) -> None:
     LOG.append(2.0)
 
 
+class Numbered:
+    def __init__(self) -> None:
+        LOG.append(4.0)
+        self.number = len(LOG)
+
+    def __len__(self) -> int:
+        LOG.append(5.0)
+        return len(LOG)
+
+
 class Helper(nn.Module):
-    """Its forward changes what only a decorator, a built-in method or a library's table leads to."""
+    """Its forward changes what only a decorator, a built-in method, a slot or an import leads to."""
+
+    __slots__ = ("slot",)
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.w, self.how, self.kept = nn.Linear(D, D), how, list[float]()
         self.keep, self.draw, self.failed = self.kept.append, random.Random(1).random, 0
         self.next = itertools.count(1).__next__
+        object.__setattr__(self, "slot", 0)
         self.register_buffer("seen", torch.zeros(1))
 
     @torch.no_grad()
@@ -278,7 +292,7 @@ class Helper(nn.Module):
                 return torch.tanh(self.w(x) * (1 + note(x) / 10))
             case "no_grad on a method":
                 self.count()
-                return torch.tanh(self.w(x) * (1 + self.seen / 10))
+                return torch.tanh(self.w(x) * (1 + self.seen / 10))  # type: ignore[operator]
             case "autocast":
                 return self.decorated(x)
             case "contextmanager":
@@ -294,6 +308,19 @@ class Helper(nn.Module):
                 return torch.tanh(self.w(x) * (1 + self.draw()))
             case "a bound __next__":
                 return torch.tanh(self.w(x) * self.next())
+            case "special methods":
+                return torch.tanh(self.w(x) * (Numbered().number + len(Numbered())))
+            case "a slot":
+                object.__setattr__(self, "slot", self.slot + 1)
+                return torch.tanh(self.w(x) * self.slot)
+            case "a relative import":
+                from . import reached_by_import
+
+                reached_by_import.calls += 1
+                return torch.tanh(self.w(x) * reached_by_import.calls)
+            case "clipped gradients":
+                torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+                return torch.tanh(self.w(x))
             case "a handler that counts":
                 try:
                     return torch.tanh(self.w(x))
@@ -308,7 +335,8 @@ class Helper(nn.Module):
 
 
 WAYS = ["no_grad", "no_grad on a method", "autocast", "contextmanager", "singledispatch", "a bound append"]
-WAYS += ["a bound generator", "a bound __next__", "a handler that counts", "a handler with an error of its own"]
+WAYS += ["a bound generator", "a bound __next__", "special methods", "a slot", "a relative import", "clipped gradients"]
+WAYS += ["a handler that counts", "a handler with an error of its own"]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -317,10 +345,12 @@ def test_what_decorators_built_in_methods_and_handlers_lead_to(how: str, choice:
     def trained(choices: dict[str, Any]) -> dict[str, Any]:
         torch.manual_seed(0)
         LOG.clear()
+        reached.calls = 0
         model, seen = nn.Sequential(Helper(how), Helper(how)), dict[str, Tensor]()
         with attach(model, choices):
             for step in range(4):
-                model.zero_grad()
+                if how != "clipped gradients":
+                    model.zero_grad()
                 model(torch.full((2, D), step + 1.0)).pow(2).sum().backward()
                 seen |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         counted = [[len(LOG)], *([len(m.kept), m.failed, float(m.seen)] for m in model)]  # type: ignore[union-attr,arg-type]

@@ -13,6 +13,8 @@ _METHOD = re.compile(r":\w+\.(\w+)$")
 _UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
 _UNSEEN |= {"asarray", "asanyarray", "ascontiguousarray", "from_numpy", "_unsafe_preserve_version_counter"}
 """Names by which code comes to write to a tensor without its version counter showing it."""
+_GRADIENTS = frozenset({"backward", "zero_grad", "clip_grad_norm_", "clip_grad_value_"})
+"""Names by which code comes to add to gradients, or to change them."""
 _KERNELS = frozenset({"backends", "cudnn", "mkldnn", "flags", "set_flags", "set_num_threads", "set_default_dtype"})
 _KERNELS |= {"set_float32_matmul_precision", "use_deterministic_algorithms"}
 """Names by which code comes to choose the kernels that ops run, and their precision."""
@@ -50,7 +52,7 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
         left = later
     steps = (step for part in found if "data" in part.co_names for step in dis.get_instructions(part))
     assigns = any(step.opname == "STORE_ATTR" and step.argval == "data" for step in steps)
-    gradients = "backward" in named or ("grad" in named and "autograd" not in named)
+    gradients = not named.isdisjoint(_GRADIENTS) or ("grad" in named and "autograd" not in named)
     to_any = not named.isdisjoint(_UNSEEN)
     kernels, flushes = not named.isdisjoint(_KERNELS), "set_flush_denormal" in named
     handles = any(part.co_exceptiontable for part in found)

@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +30,7 @@ from autockpt.policies.attachment import attached_to
 from autockpt.policies.base import setting
 from autockpt.policies.fingerprints import host_values
 from autockpt.policies.rerun_state.code import Code, may_do, names_of
+from autockpt.policies.rerun_state.fields import HEAP, attributes, slots_named, slots_of
 from autockpt.policies.rerun_state.kinds import (
     ABSENT,
     ADVANCING,
@@ -50,21 +51,18 @@ OBJECTS, DEPTH, SECONDS = 20_000, 24, 5.0
 on the processor. Of all beyond a warning says that it is not looked at; ``tensors`` has the bounds in bytes."""
 _AT_A_TIME = 256
 ARGUMENT = "the argument"
-_HEAP = 1 << 9  # the flag of classes that are written in Python
-_LONG = 10_000
 _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 )
 _STATE = ("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 MODULE = OfModules(frozenset(vars(nn.Module())) - {*_STATE, *HOOKS})
-_CALLED = ("__call__", "__getattr__", "__setattr__", "__getitem__", "__enter__", "__exit__", "__iter__")
 _IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
 _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
 _WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
 _WRAPPERS += (staticmethod, classmethod, property, types.BuiltinMethodType, types.MethodWrapperType)
 _EMPTY = types.CellType()
-_DESCRIPTORS, _CLASS = (types.MemberDescriptorType, types.GetSetDescriptorType), vars(object)["__class__"]
+_CLASS: Any = vars(object)["__class__"]
 
 
 class Node(NamedTuple):
@@ -225,9 +223,9 @@ class Walk:
 
     def _object(self, name: str, value: Any, step: int, loose: bool) -> None:
         self._attributes(name, attributes(value), step, loose)
-        if slots := tuple(_slots(type(value))):
-            self._node(name, value, _slots_named(*slots), step, loose)
-        if type(value).__flags__ & _HEAP:
+        if slots := tuple(slots_of(type(value))):
+            self._node(name, value, slots_named(*slots), step, loose)
+        if type(value).__flags__ & HEAP:
             self._node(f"{name}.__class__", value, TYPE, step, loose)
 
     def _by_itself(self, module: nn.Module) -> None:
@@ -258,6 +256,8 @@ class Walk:
             self._left.append((name, module, step, loose))
             return
         self._node(name, fields, kind, step, False)
+        if slots := tuple(slots_of(type(module))):
+            self._node(name, module, slots_named(*slots), step, loose)
         self._go(f"{name}.forward", step, [("", placed_before(fields.get("forward")))], False)
         self._class(name, type(module), step)
 
@@ -270,7 +270,10 @@ class Walk:
             ):
                 continue
             self.seen[id(owner)] = self.fixed[id(owner)] = owner
-            called = tuple(vars(owner)[key] for key in _CALLED if key in vars(owner))
+            # whatever operators, loops and blocks call; modules are made elsewhere
+            made = ("__init__", "__new__") if issubclass(cls, nn.Module) else ()
+            special = (key for key in vars(owner) if key.startswith("__") and key not in made)
+            called = tuple(v for key in special if type(v := vars(owner)[key]) is types.FunctionType)
             self._node(f"{name}:{owner.__name__}", owner, CLASS, step, False)
             self._go(name, step, (("", function) for function in called), False)
 
@@ -295,7 +298,7 @@ class Walk:
         ``made``: such as it may make."""
         for key in names:
             value = home.get(key, ABSENT)
-            module = sys.modules.get(key) if value is ABSENT else value
+            module = _imported(home, key) if value is ABSENT else value
             own = type(module) is types.ModuleType and not in_library(module.__name__)
             if own and (id(module), *names) not in self._homes:
                 self._homes.add((id(module), *names))
@@ -339,6 +342,14 @@ def writes_to_any(model: nn.Module) -> bool:
     return may_do(walk.functions).writes_to_any
 
 
+def _imported(home: dict[str, Any], name: str) -> Any:
+    """The module that code imports by this name where it runs, relative to its package, too."""
+    package, found = str(home.get("__package__") or ""), sys.modules.get(name)
+    while found is None and package:
+        found, package = sys.modules.get(f"{package}.{name}"), package.rpartition(".")[0]
+    return found
+
+
 def _parts(module: nn.Module) -> set[int]:
     """The ids of a module and of all in it."""
     found, rest = dict[int, nn.Module](), [module]
@@ -372,72 +383,11 @@ class Global(Names):
         self.key = key
 
 
-def attributes(obj: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes, past all that its class may have to say."""
-    for owner in type(obj).__mro__:
-        found: Any = vars(owner).get("__dict__")
-        if type(found) in _DESCRIPTORS:
-            return found.__get__(obj)
-    return None
-
-
-def own_fields(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object of somebody's own class that another with the same can stand for; None for others."""
-    cls = type(value)
-    if cls is not types.SimpleNamespace:
-        owners = cls.__mro__[:-1]
-        if not owners or not all(owner.__flags__ & _HEAP for owner in owners) or any(map(is_library, owners)):
-            return None
-        if issubclass(cls, (type, nn.Module)) or cls.__new__ is not object.__new__ or hasattr(cls, "__del__"):
-            return None
-        try:
-            object.__new__(cls)
-        except TypeError:  # made in C at run time
-            return None
-    fields = attributes(value)
-    if fields is not None and type(fields) is not dict:  # a dictionary of somebody's own class: no other is like it
-        return None
-    found = {name: part for name in _slots(cls) if (part := _slot(value, name)) is not ABSENT} | (fields or {})
-    return None if any(type(p) in (list, dict, tuple) and len(p) > _LONG for p in found.values()) else found
-
-
 def said(unit: str, name: str) -> str:
     """How to call a thing in a message."""
     return name if name.startswith("the ") else unit + _INSIDE.sub(r".\1", name)
 
 
-def _slots(cls: type) -> Iterator[str]:
-    for owner in cls.__mro__:
-        if owner.__flags__ & _HEAP:
-            yield from (k for k, v in vars(owner).items() if type(v) is types.MemberDescriptorType)
-
-
-def _member(obj: Any, name: str) -> Any:
-    """The descriptor of a slot, past a property of that name; None where there is no such slot."""
-    found = (vars(owner).get(name) for owner in type(obj).__mro__)
-    return next((member for member in found if type(member) in _DESCRIPTORS), None)
-
-
-def _slot(obj: Any, name: str) -> Any:
-    try:
-        return _member(obj, name).__get__(obj)
-    except (AttributeError, ValueError):  # of an empty cell
-        return ABSENT
-
-
-def set_field(obj: Any, name: str, value: Any) -> None:
-    """Set one of ``own_fields``, and run no property of that name."""
-    member = _member(obj, name)
-    if member is not None:
-        member.__set__(obj, value)
-    elif (fields := attributes(obj)) is not None:
-        fields[name] = value
-
-
-def _slots_named(*names: str) -> Names:
-    return Names(names, _slot, set_field, lambda obj, name: _member(obj, name).__delete__(obj))
-
-
-CELL = _slots_named("cell_contents")
+CELL = slots_named("cell_contents")
 TYPE = Names(("",), lambda obj, _: type(obj), lambda obj, _, cls: _CLASS.__set__(obj, cls), object.__delattr__)
 CLASS = Names(None, getattr, type.__setattr__, type.__delattr__)

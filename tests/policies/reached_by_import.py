@@ -1,0 +1,3 @@
+"""What a forward under test comes to by importing it as it runs."""
+
+calls = 0
