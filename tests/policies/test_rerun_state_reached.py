@@ -388,6 +388,20 @@ def test_attention_of_somebodys_own_by_transformers_table(choice: Any) -> None:
         transformers.AttentionInterface._global_mapping.pop("counting")
 
 
+def test_a_repetition_that_comes_to_an_end_is_refused() -> None:
+    class Warm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.times = itertools.repeat(2.0, 9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * next(self.times, 1.0)).sin()
+
+    model = nn.Sequential(nn.Linear(D, D), Warm())
+    with attach(model, {"1": RECOMPUTE}), pytest.raises(ConflictError, match=r"1 advances 1\.times \(repeat\)"):
+        model(torch.ones(2, D)).sum().backward()
+
+
 def test_what_goes_wrong_in_the_second_run_alone_names_the_unit() -> None:
     class AsksForItsGraph(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

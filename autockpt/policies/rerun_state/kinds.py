@@ -326,6 +326,7 @@ BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(_RANGES, State(position, _rewind_range)),
     **dict.fromkeys(_FILES, State(_tell, None)),
     itertools.count: Counts(),
+    itertools.repeat: State(lambda r: operator.length_hint(r, -1), None),
     **dict.fromkeys((io.StringIO, io.BytesIO), State(lambda f: f.__getstate__(), lambda f, was: f.__setstate__(was))),
     bytearray: State(bytes, lambda b, taken: bytearray.__setitem__(b, slice(None), taken)),
     array: State(array.__copy__, lambda a, taken: array.__setitem__(a, slice(None), taken)),
