@@ -64,6 +64,51 @@ def test_two_threads_each_with_a_backward_of_its_own(kind):
     assert_equal(gradients(kind), gradients("save"))
 
 
+class Scaled(nn.Module):
+    """Reads what a block around the model's forward has set in its own thread, and counts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.local = nn.Linear(8, 8), LOCAL
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOCAL.calls += 1
+        return torch.tanh(self.a(x) * LOCAL.scales[-1] * LOCAL.calls)
+
+
+LOCAL = threading.local()
+
+
+@pytest.mark.parametrize("kind", ["recompute", "selective", "remake", "offload", "segment", "recompute_offload"])
+def test_backward_in_another_thread_reads_what_forwards_thread_had_set(kind):
+    def trained(choices) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        LOCAL.calls, LOCAL.scales = 0, []
+        model, seen = nn.Sequential(Scaled(), Scaled()), {}
+        with attach(model, choices, sentinels="all"):
+            for step in range(4):
+                LOCAL.scales.append(2.0 + step)
+                loss = model(torch.ones(4, 8)).pow(2).sum()
+                LOCAL.scales.pop()
+                errors: list[Exception] = []
+                thread = threading.Thread(target=lambda loss=loss, errors=errors: backward(loss, errors))
+                thread.start()
+                thread.join()
+                assert not errors, errors
+                seen |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters()}
+        return seen | {"calls": torch.tensor(LOCAL.calls)}
+
+    def backward(loss: Tensor, errors: list[Exception]) -> None:
+        before = vars(LOCAL).copy()
+        try:
+            loss.backward()
+        except Exception as error:
+            errors.append(error)
+        assert vars(LOCAL) == before
+
+    assert_equal(trained(dict.fromkeys("01", parse_choice(kind))), trained({}))
+
+
 @contextmanager
 def another_thread_runs_units_again() -> Iterator[None]:
     held, over = threading.Event(), threading.Event()

@@ -19,6 +19,7 @@ import queue
 import random
 import re
 import sys
+import threading
 import types
 from array import array
 from collections import OrderedDict, deque
@@ -112,6 +113,22 @@ class Fields(Names):
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         return [(self._form.format(k if type(k) is str else "…"), v) for k, v in taken.items() if k not in self.hidden]
+
+
+def _of_this_thread(local: threading.local) -> dict[str, Any]:
+    return threading.local.__getattribute__(local, "__dict__")
+
+
+class OfThreads(Names):
+    """What a ``threading.local`` holds in the thread that asks. Backward may run in another than forward did, as that
+    of a device does, and finds there what forward had found in its own."""
+
+    def __init__(self) -> None:
+        of = _of_this_thread
+        super().__init__(None, getattr, lambda o, k, v: of(o).__setitem__(k, v), lambda o, k: of(o).__delitem__(k))
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        return dict.copy(_of_this_thread(obj))
 
 
 class OfModules(Fields):
@@ -320,6 +337,7 @@ def _rewind_range(iterator: Any, taken: Any) -> None:
 
 
 FIELDS, DICT, PARAMETERS = Fields(), Fields(form="[{!r}]", ordered=True), Parameters(form="[{!r}]")
+OF_THREADS = OfThreads()
 BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(ADVANCING, State(position, None)),
     **dict.fromkeys(_SEQUENCES, State(position, _rewind)),

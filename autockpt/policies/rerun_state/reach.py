@@ -35,6 +35,7 @@ from autockpt.policies.rerun_state.kinds import (
     ABSENT,
     ADVANCING,
     FIELDS,
+    OF_THREADS,
     PARAMETERS,
     Elements,
     Fields,
@@ -187,7 +188,7 @@ class Walk:
             self._go(name, step, ((f"[{i}]" if issubclass(kind, tuple) else "", part) for i, part in parts), loose)
             self._attributes(name, attributes(value), step, loose)
         elif issubclass(kind, threading.local):
-            self._node(name, threading.local.__getattribute__(value, "__dict__"), FIELDS, step, loose)
+            self._node(name, value, OF_THREADS, step, loose)
             self._class(name, kind, step)
         elif kind is functools._lru_cache_wrapper:
             self._attributes(name, vars(value), step, loose)
