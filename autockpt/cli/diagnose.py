@@ -56,7 +56,8 @@ def diagnose(
     """Say what filled a device that ran out of memory, and prescribe a plan that fits.
 
     Takes the log of the failed run, a memory snapshot, or the command line alone, and the model. Nothing is run: bytes
-    come from ghost runs, seconds from a roofline. Exits with 3 where no plan fits, after saying what would.
+    come from ghost runs (whole steps on tensors without memory), seconds from a roofline. Exits with 3 where no plan
+    fits, after saying what would.
     """
     from autockpt.diagnose import DiagnoseRequest, read_command, read_evidence
     from autockpt.schema.diagnosis import LogReading, SnapshotReading

@@ -48,9 +48,10 @@ def explain(
 ) -> None:
     """Show where a step's bytes go, when they are the most, and what giving some up would cost.
 
-    Explains a plan; or what fits a budget; or, with neither, plain training. Nothing is run: bytes come from ghost
-    runs, seconds from op times where any are known. Options that are not given are those that the plan was made with.
-    Exits with 3 where nothing fits the budget, after explaining the leanest plan.
+    Explains a plan; or what fits a budget; or, with neither, plain training. Nothing is run: bytes come from ghost runs
+    (whole steps on tensors without memory), seconds from op times where any are known. Options that are not given are
+    those that the plan was made with. Exits with 3 where nothing fits the budget, after explaining the plan with the
+    least peak.
     """
     if measure and not rules:
         raise UsageError("--measure belongs to --rules", remedy="Add --rules; `autockpt verify` measures a plan.")

@@ -110,7 +110,10 @@ def search(
         opt("--timeout TIME", "Stop after this long: 90s, 10m, 1h. Begins once --seq-len auto has found its length."),
     ] = None,
     seed: Annotated[int, opt("--seed N", "For weights, batch and sampler.", min=0)] = 0,
-    space: Annotated[str, opt("--space NAME", "knobs, layers, or the path of your own YAML file.")] = "knobs",
+    space: Annotated[
+        str,
+        opt("--space NAME", "What a sampler moves: knobs (a few prices), layers (each choice), or your own YAML file."),
+    ] = "knobs",
     choices: Annotated[str | None, opt("--choices A,B", "Allow only these, as in save,recompute.")] = None,
     storage: Annotated[str | None, opt("--storage URL", "Optuna storage. Default: sqlite in the run.")] = None,
     out: RunsFolder = Path("results"),
@@ -150,9 +153,10 @@ def search(
 ) -> None:
     """Find a plan that fits a memory budget.
 
-    Plans are proposed by an exact solver, ghost-run, and measured by real training steps in a worker process; with
-    --hardware they are simulated instead. Without --model a built-in shape is planned for: llama-1b on a GPU; where
-    there is none, llama-1b on a simulated rtx4090; with --device cpu a small one, measured.
+    Plans are proposed by an exact solver, ghost-run (a whole step on tensors without memory), and measured by real
+    training steps in a worker process; with --hardware they are simulated instead. Without --model a built-in shape is
+    planned for: llama-1b on a GPU; where there is none, llama-1b on a simulated rtx4090; with --device cpu a small one,
+    measured.
     """
     from autockpt.history.trialplan import plan_at
     from autockpt.schema import SearchRequest, parse_budget, parse_size
