@@ -105,7 +105,7 @@ def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None, *
         yield (
             f"The simulated step needs {needs} of the {has} that there are, so by itself it fits. What ran was "
             "something else: a longer sequence or larger batch, evaluation, tensors kept from step to step (a loss "
-            "that is added up without .item()), or something else on the device."
+            "that is added up without .item()), or memory that others hold on the device."
         )
     elif over_peak:
         reserved = format_binary(said.simulated_reserved or 0)

@@ -159,7 +159,8 @@ def _sizes(sizes: SizesTimed | None, rows: int, asked: Asked) -> Iterator[JobCha
     for size, times in sizes.times.items() if sizes is not None else ():
         seconds = words.seconds(statistics.median(times))
         best = " — the fastest" if sizes is not None and size == sizes.winner else ""
-        best = best or (" — no different from the fastest" if sizes is not None and size in sizes.undecided else "")
+        if sizes is not None and size in sizes.undecided:
+            best = best or " — cannot be distinguished from the fastest"
         effect, exactly = f"an update takes {seconds}{best}", asked.batch(size, rows // size)
         yield JobChange(f"Micro-batches of {size}", effect, exactly, "measured")
 

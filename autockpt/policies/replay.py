@@ -215,8 +215,10 @@ class Replay:
                 args, kwargs = with_caches(args, kwargs)
             try:
                 return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
+            except Enough:
+                raise
             except Exception as error:
-                if not isinstance(error, Enough) and _stems_from_enough(error):
+                if _stems_from_enough(error):
                     raise Enough from error
                 raise
 
@@ -271,8 +273,15 @@ class _Versions:
 
 def _stems_from_enough(error: BaseException) -> bool:
     """Whether code of the unit made an error of its own of the one by which a second run ends."""
-    cause = error.__cause__ or error.__context__
-    return cause is not None and (isinstance(cause, Enough) or _stems_from_enough(cause))
+    seen, rest = set[int](), [error]  # an error may be raised from itself
+    while rest:
+        one = rest.pop()
+        if isinstance(one, Enough):
+            return True
+        if id(one) not in seen:
+            seen.add(id(one))
+            rest += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
+    return False
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

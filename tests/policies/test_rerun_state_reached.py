@@ -321,6 +321,13 @@ class Helper(nn.Module):
             case "clipped gradients":
                 torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
                 return torch.tanh(self.w(x))
+            case "an error raised from another":
+                try:
+                    return torch.tanh(self.w(x))
+                except Exception:
+                    other = KeyError("another")
+                    other.__cause__ = other
+                    raise ValueError("this layer failed") from other
             case "a handler that counts":
                 try:
                     return torch.tanh(self.w(x))
@@ -336,7 +343,7 @@ class Helper(nn.Module):
 
 WAYS = ["no_grad", "no_grad on a method", "autocast", "contextmanager", "singledispatch", "a bound append"]
 WAYS += ["a bound generator", "a bound __next__", "special methods", "a slot", "a relative import", "clipped gradients"]
-WAYS += ["a handler that counts", "a handler with an error of its own"]
+WAYS += ["a handler that counts", "an error raised from another", "a handler with an error of its own"]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)

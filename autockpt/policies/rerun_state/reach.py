@@ -352,7 +352,7 @@ def _imported(home: dict[str, Any], name: str) -> Any:
 
 
 def _parts(module: nn.Module) -> set[int]:
-    """The ids of a module and of all in it."""
+    """The ids of a module and of all in it, without asking their ``modules()``, which may be somebody's own."""
     found, rest = dict[int, nn.Module](), [module]
     while rest:
         one = rest.pop()
