@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from autockpt.errors import ConflictError
@@ -64,6 +65,19 @@ def _without_its_hooks() -> Iterator[None]:
                 handle.remove()
 
 
+@functools.cache
+def _pass_over_what_is_set_to_itself() -> None:
+    """From now on, in all of the process. Registering a parametrization sets the weight to itself, which changes its
+    version alone; PEFT's LoRA on parameters, as on experts, registers one in every forward."""
+    maybe_set: Any = parametrize._maybe_set
+
+    def pass_over(dest: torch.Tensor, src: torch.Tensor) -> None:
+        if dest is not src:
+            maybe_set(dest, src)
+
+    parametrize._maybe_set = pass_over
+
+
 def running_again(unit: str) -> AbstractContextManager[None]:
     """What runs inside belongs to ``unit``, outside of its ordinary forward."""
     return setting(_current, "unit", unit)
@@ -76,6 +90,7 @@ class ReplayState(Attachment):
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
+        _pass_over_what_is_set_to_itself()
         self._cache_structure: UnitStructure | None = None
         self.memory = Memory(unit)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from autockpt.policies import POLICIES
@@ -426,6 +427,25 @@ def test_lora_with_a_frozen_base(case, kind):
     wanted, model = train(make(), case, dtype, **NO_CACHE), make()
     with attach(model, case.choices(model, parse_choice(kind))):
         assert_equal(train(model, case, dtype, **NO_CACHE), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_on_experts_that_are_one_parameter_a_layer(kind, dtype):
+    peft = pytest.importorskip("peft")
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).train().to(DEVICE)
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
+
+    case, choice = CASES["llama"], parse_choice(kind)
+    wanted, model = train(make(), case, dtype, steps=4, **NO_CACHE), make()
+    with attach(model, case.choices(model, choice)):
+        assert_equal(train(model, case, dtype, steps=4, **NO_CACHE), wanted)
 
 
 @in_turn(FEW)
