@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 _ON_CPU, _ELSEWHERE = 1 << 14, 1 << 17
 """Words at a time: products that fit a core's cache, or few launches of a kernel. As many numbers are in the table of a
@@ -240,6 +241,8 @@ def laid_out_on(storage: torch.UntypedStorage, device: torch.device, layout: Lay
 def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is one that this autograd node saves and its kernel need not write, nor backward read.
 
+    Batch norm in training saves running statistics, and writes to them afterwards without a new version; those of
+    ``InstanceNorm`` are a copy of its own. They look like the two vectors of the batch's, which follow from its input.
     ``rrelu`` outside of training makes room for its slopes; cuDNN's and MIOpen's reserved space has gaps, and so has
     oneDNN's workspace. Fused attention saves the state of its generator, one or two 64-bit integers, which without
     dropout are empty memory (PyTorch's ``transformers/cuda/attention.cu``, ``flash_attn/flash_api.cpp``); a third that
@@ -252,6 +255,8 @@ def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
     if "Attention" in name and tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2:
         never = tensor.dtype is torch.uint64 and tensor.dim() == 0
         return never or not getattr(node, "_saved_dropout_p", 0.0)
+    if "BatchNorm" in name and tensor.dim() == 1 and not isinstance(tensor, nn.Parameter):
+        return getattr(node, "_saved_training", False)
     return name.startswith(("Cudnn", "Miopen", "MkldnnRnn")) and tensor.dtype is torch.uint8
 
 

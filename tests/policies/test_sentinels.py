@@ -8,6 +8,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -331,6 +332,28 @@ def test_other_kinds_of_tensors_are_said_to_be_unchecked() -> None:
 def test_seeds_of_attention_count_where_there_is_dropout(dtype, shape, dropout, unwritten) -> None:
     node = SimpleNamespace(name=lambda: "ScaledDotProductFlashAttentionBackward0", _saved_dropout_p=dropout)
     assert left_unwritten(node, torch.zeros(shape, dtype=dtype)) == unwritten
+
+
+@pytest.mark.parametrize("kind", [*RERUNNING, "remake", "offload"], ids=str)
+def test_running_statistics_that_a_kernel_writes_to_after_they_were_saved_are_no_mismatch(kind: Any) -> None:
+    rows, channels = 64, 80  # a copy of them for each row, which is large enough to leave the device
+
+    def body(unit: Any, x: Tensor) -> Tensor:
+        return unit.norm(torch.tanh(unit.a(x)))
+
+    def trained(kind: Any) -> list[Tensor]:
+        model = Model(body)
+        for unit in model.units:
+            unit.norm = nn.InstanceNorm1d(channels, affine=True, track_running_stats=True)
+        batch, found = BATCH.repeat(rows // 4, 1, 1), list[Tensor]()
+        with attached(model, kind, sentinels="all") if kind else nullcontext():
+            for _ in range(3):
+                model.zero_grad()
+                model(batch).pow(2).mean().backward()
+                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return found + [b.clone() for b in model.buffers()]
+
+    assert all(map(torch.equal, trained(kind), trained(None)))
 
 
 def test_off_watches_nothing_and_copies_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
