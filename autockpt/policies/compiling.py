@@ -18,14 +18,15 @@ beside the unit, once for every unit, until it gives up on them (``torch._dynamo
 """
 
 
-def run_as_it_is(function: FunctionType) -> None:
-    """Leave a function, and what it calls, uncompiled where it is called from between two graphs.
+def run_as_it_is(function: FunctionType, *, calls: bool = True) -> None:
+    """Leave a function, and what it ``calls``, uncompiled where it is called from between two graphs.
 
     Where it can be part of a graph it is. What ``torch.compiler.disable`` does to a function is never part of one.
     """
     eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    action = eval_frame._FrameAction
+    called = action.SKIP if calls else action.DEFAULT
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, called))
 
 
 def traces_backward() -> bool:

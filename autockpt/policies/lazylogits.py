@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.compiling import run_as_it_is, set_compiler
 from autockpt.policies.headcall import Elementwise, MemoryWatch, Rows, gradients_of, refuse_twice
 from autockpt.policies.lazysteps import UNDERSTOOD
 from autockpt.policies.rerun_state.surroundings import outside_inference
@@ -208,7 +209,16 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        compiler = set_compiler(None)
+        try:
+            if compiler and func not in _ABOUT:
+                _refuse_compiled(_lazies((args, kwargs)))
+            return cls._called(func, args, kwargs or {})
+        finally:
+            set_compiler(compiler)
+
+    @classmethod
+    def _called(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else kwargs.get("input")
         if func in _ABOUT:
             real = first._source.real if func in _OF_RETAINED else None
@@ -240,6 +250,11 @@ class LazyLogits(Tensor):
         with torch.no_grad():
             args, kwargs = _real(args, str(func)), _real(kwargs or {}, str(func))
         return func(*args, **kwargs)
+
+
+_called: Any = LazyLogits.__torch_function__.__func__  # type: ignore[attr-defined]
+run_as_it_is(_called, calls=False)
+_called._torchdynamo_disable = True  # never a part of a graph, as torch.compiler.disable says
 
 
 def lazy_logits(call: Rows, hidden: Tensor, like: Tensor) -> LazyLogits:
@@ -310,6 +325,18 @@ def _before_use(lazy: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict
         )
     with torch.enable_grad():
         source.whole(f"because of {name}")
+
+
+def _refuse_compiled(lazies: list[LazyLogits]) -> None:
+    """Raise ConflictError in a compiled loss, whose graph cannot take logits that are not there: it would run as if it
+    were not compiled, and with other bits."""
+    for call in (lazy._source.call for lazy in lazies if lazy._source.real is None):
+        if call.exact:
+            raise ConflictError(
+                f"the logits of {call.unit} go into compiled code, which cannot take them under {call.choice}: the loss "
+                "would run uncompiled, and its gradients would not be bit-equal",
+                remedy=f"Use `save` or `chunked_loss` on {call.unit}, or do not compile the loss.",
+            )
 
 
 def _name(func: Any) -> str:

@@ -432,6 +432,29 @@ def test_a_compiled_head_is_plain_and_says_so_once():
     assert len(said) == 2 and "torch.compile" in said[0] == said[1]
 
 
+@pytest.mark.parametrize("mode", ["off", "all"])
+def test_a_compiled_loss_runs_in_chunks_and_uncompiled(mode):
+    torch.compiler.reset()
+
+    @torch.compile(backend="aot_eager")
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    def run(choice: Choice) -> dict[str, Tensor]:
+        model, found = small_llama()(), dict[str, Tensor]()
+        ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
+        with attach(model, {"lm_head": choice}, sentinels=mode), warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*does not know how to trace")
+            for _ in range(3):
+                loss(model(input_ids=ids, use_cache=False).logits, ids).backward()
+            found |= gradients(model)
+        return found
+
+    wanted = run(SAVE)
+    for name, gradient in run(CHUNK).items():
+        torch.testing.assert_close(gradient, wanted[name])
+
+
 def test_sentinels_compare_the_losses_of_each_chunk():
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -443,6 +443,14 @@ def test_a_compiled_head_is_plain():
         assert torch.equal(model(**batch()).loss, wanted)
 
 
+def test_a_compiled_loss_is_refused_as_its_bits_are_others():
+    torch.compiler.reset()
+    loss = torch.compile(lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()), backend="aot_eager")
+    model = small_llama()()
+    with attach(model, {"lm_head": CHUNK}), pytest.raises(ConflictError, match="logits of lm_head go into compiled"):
+        loss(model(**batch(labels=None)).logits, batch()["labels"])
+
+
 def test_wrong_targets_are_the_error_that_they_are() -> None:
     def message(choice: Choice) -> Any:
         model = small_llama()()
