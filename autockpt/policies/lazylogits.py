@@ -333,8 +333,8 @@ def _refuse_compiled(lazies: list[LazyLogits]) -> None:
     for call in (lazy._source.call for lazy in lazies if lazy._source.real is None):
         if call.exact:
             raise ConflictError(
-                f"the logits of {call.unit} go into compiled code, which cannot take them under {call.choice}: the loss "
-                "would run uncompiled, and its gradients would not be bit-equal",
+                f"the logits of {call.unit} go into compiled code, which cannot take them under {call.choice}: the "
+                "loss would run uncompiled, and its gradients would not be bit-equal",
                 remedy=f"Use `save` or `chunked_loss` on {call.unit}, or do not compile the loss.",
             )
 

@@ -31,6 +31,7 @@ _DEPTH = 64  # of ops between a saved tensor and what it could be made from; no 
 _NOWHERE = float("inf")
 PLAIN = (torch.Tensor, nn.Parameter)
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
 _NAMES = """
     numpy data_ptr untyped_storage storage _typed_storage set_ share_memory_ resize_ __array__ __dlpack__
     __cuda_array_interface__ __array_interface__ __set__ __reduce_ex__ __deepcopy__
@@ -62,9 +63,9 @@ class Tape:
         self._own: set[int] = set()
         self._unfit: set[int] = set()
         self.packed = 0
-        # for what follows in later calls: functions begun, whether one runs, what was done with each saved tensor, and
-        # whether something happened that functions do not tell
-        self.step = 0
+        # for what follows in later calls: functions begun, whether one runs, whether it has made a number of a tensor,
+        # what was done with each saved tensor, and whether something happened that functions do not tell
+        self.step, self.made_number = 0, False
         self.within = self.astray = True
         self._written: dict[int, int] = {}
         self.log: list[tuple[int, Origin | None, Geometry | None, torch.dtype]] = []
@@ -291,6 +292,7 @@ class _Taping(Watching):
             return out
         if not self._tape.within:
             self._tape.astray = True
+        self._tape.made_number |= func is _NUMBER
         kind = kind_of(func)
         if kind == "view":
             return func(*args, **kwargs)

@@ -158,7 +158,7 @@ class Learning(TorchFunctionMode):
             return func(*args, **kwargs)
         step = FunctionCall(func, *patterns, tape.packed, len(self._givers))
         self._steps.append(step)
-        tape.step, tape.within = len(self._steps), True
+        tape.step, tape.within, tape.made_number = len(self._steps), True, False
         try:
             out = func(*args, **kwargs)
         except BaseException:
@@ -166,7 +166,10 @@ class Learning(TorchFunctionMode):
             raise
         finally:
             tape.within = False
-        for tensor in (leaves := leaves_of(out)):
+        leaves = leaves_of(out)
+        if tape.made_number and (leaves or out is None):  # an index, a slope: no argument tells
+            tape.astray = True
+        for tensor in leaves:
             self._meet(tensor, step)
         step.leaves = len(leaves)
         return out

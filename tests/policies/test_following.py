@@ -154,6 +154,17 @@ def _scaled(h: Tensor, step: int) -> Tensor:
         return h * torch.tanh(h)
 
 
+class _Rows(nn.Module):
+    """Uses those weights that a tensor without a size says."""
+
+    def __init__(self, take: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.bank, self.take = nn.Parameter(torch.linspace(0, 1, 8 * 96 * 32).reshape(8, 96, 32)), take
+
+    def forward(self, h: Tensor, step: int) -> Tensor:
+        return (h * torch.sin(self.take(self.bank, (h.detach().sum() * 1e3).long() % 8)[: len(h)])).exp()
+
+
 ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "the same each time": lambda h, step: torch.tanh(h * 1.5 + 1.0).exp(),
     "a number that changes": lambda h, step: torch.tanh(h * (1 + 0.1 * step) + 1.0).exp(),
@@ -166,6 +177,9 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "one more at the end": lambda h, step: h.exp() if step < 3 else h.exp().exp(),
     "what a value decides": lambda h, step: h.exp() if h.detach().sum().item() > step - 3 else h.sin().exp(),
     "as many rows as a value says": lambda h, step: torch.cat([h.exp() * h, h[h[:, 0] > 0].sin().exp()])[:64],
+    "the weights that a tensor says": _Rows(lambda bank, at: bank[at]),
+    "the weights up to what a tensor says": _Rows(lambda bank, at: bank[at : at + 1][0]),
+    "the slope that a tensor says": lambda h, step: F.leaky_relu(h - 1.0, h.detach().mean().abs()).sin().exp(),  # type: ignore[arg-type]
     "a constant from outside": lambda h, step: h * torch.full((32,), 1.0 + step).exp(),
     "dropout": lambda h, step: F.dropout(h, 0.3).exp() * F.dropout(h, 0.1 * step),
     "a write to a tensor of its own": lambda h, step: (h * 2.0).mul_(1.5).exp(),
