@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from autockpt.policies.rerun_state.fields import attributes, own_fields, set_field
 
 _TENSOR = object()  # stands for a tensor in a template
-_MOST_OBJECTS = 200  # in one call; of more the rest is handed in as it is
+_MOST_OBJECTS = 400  # lists and dictionaries among them, in one call; of more the rest is handed in as it is
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -33,10 +33,10 @@ class _Instance:
 
 
 def take_apart(
-    value: Any, tensors: list[torch.Tensor], objects: list[Any], made: dict[int, _Instance] | None = None
+    value: Any, tensors: list[torch.Tensor], objects: list[Any], made: dict[int, Any] | None = None
 ) -> Any:
     """The template of ``value``. Its tensors are appended to ``tensors`` in order, leaves that may hide others to
-    ``objects``. ``made``: templates of objects that were met so far, for those that are met again."""
+    ``objects``. ``made``: templates of what was met so far and can change, for what is met again."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):  # isinstance asks for __class__, too, which may be code of the user's
         tensors.append(value)
@@ -46,12 +46,17 @@ def take_apart(
     made = {} if made is None else made
     if kind is tuple:
         return tuple([take_apart(part, tensors, objects, made) for part in value])
-    if kind is dict:
-        return {key: take_apart(part, tensors, objects, made) for key, part in value.items()}
-    if kind is list:
-        return [take_apart(part, tensors, objects, made) for part in value]
     if id(value) in made:
         return made[id(value)]
+    if kind is dict:
+        made[id(value)] = named = {}
+        for key, part in value.items():
+            named[key] = take_apart(part, tensors, objects, made)
+        return named
+    if kind is list:
+        made[id(value)] = parts = []
+        parts += [take_apart(part, tensors, objects, made) for part in value]
+        return parts
     leaves, spec = tree_flatten(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return _Tree(tuple([take_apart(leaf, tensors, objects, made) for leaf in leaves]), spec)
@@ -72,26 +77,32 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def put_together(template: Any, tensors: Iterator[torch.Tensor], made: dict[int, Any] | None = None) -> Any:
-    """``value`` again, in new containers and objects, with tensors from ``tensors``."""
+    """``value`` again, in new containers and objects, each once, with tensors from ``tensors``."""
     if template is _TENSOR:
         return next(tensors)
     kind = type(template)
     made = {} if made is None else made
     if kind is tuple:
         return tuple([put_together(part, tensors, made) for part in template])
+    if id(template) in made:
+        return made[id(template)]
     if kind is dict:
-        return {key: put_together(part, tensors, made) for key, part in template.items()}
+        made[id(template)] = named = {}
+        for key, part in template.items():
+            named[key] = put_together(part, tensors, made)
+        return named
     if kind is list:
-        return [put_together(part, tensors, made) for part in template]
+        made[id(template)] = parts = []
+        parts += [put_together(part, tensors, made) for part in template]
+        return parts
     if kind is _Tree:
         return tree_unflatten([put_together(leaf, tensors, made) for leaf in template.leaves], template.spec)
     if kind is _Instance:
-        if id(template) not in made:
-            cls = template.cls
-            made[id(template)] = twin = cls() if cls is SimpleNamespace else object.__new__(cls)
-            for name, part in template.fields.items():
-                set_field(twin, name, put_together(part, tensors, made))
-        return made[id(template)]
+        cls = template.cls
+        made[id(template)] = twin = cls() if cls is SimpleNamespace else object.__new__(cls)
+        for name, part in template.fields.items():
+            set_field(twin, name, put_together(part, tensors, made))
+        return twin
     return template
 
 

@@ -105,3 +105,16 @@ def test_objects_that_cannot_be_made_again_by_their_attributes_stay():
     again = put_together(take_apart(values, [], objects), iter(()))
     assert all(map(operator.is_, again, values)) and len(objects) == len(values)
     assert len(list(hidden_tensors(objects))) == 1
+
+
+def test_what_is_given_twice_is_made_again_once_and_circles_end():
+    shared: list = [torch.rand(2)]
+    state: dict = {"items": shared, "own": [1]}
+    state["itself"] = state
+    shared.append(shared)
+    tensors: list = []
+    template = take_apart(((shared, state), {"items": shared}), tensors, [])
+    (items, again), named = put_together(template, iter(tensors))
+    assert len(tensors) == 1 and items[0] is tensors[0]
+    assert items is again["items"] is named["items"] is items[1] and items is not shared
+    assert again["itself"] is again and again["own"] == [1] and again is not state
