@@ -70,6 +70,51 @@ def test_what_backward_sets_on_saved_tensors_is_set_on_the_leaves(where, kind):
         assert got == wanted if not isinstance(wanted, Tensor) else torch.equal(got, wanted)
 
 
+class Tagged(torch.autograd.Function):
+    """Reads in backward what was set on an activation after it was saved, and counts there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        x.reads.append(x.scale)
+        return gradients[0] * x.scale
+
+
+class Tagging(nn.Module):
+    def __init__(self, reads: list[float]) -> None:
+        super().__init__()
+        self.a, self.reads = nn.Linear(D, D), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.a(x))
+        hidden.reads, hidden.scale = self.reads, 1.0  # type: ignore[attr-defined]
+        out = Tagged.apply(hidden)
+        hidden.scale = 3.0  # type: ignore[attr-defined]
+        return out * hidden
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_attributes_of_activations_are_there_in_backward(kind):
+    def gradients(choice: Any) -> list[Any]:
+        torch.manual_seed(0)
+        reads: list[float] = []
+        model = nn.Sequential(Tagging(reads), Tagging(reads))
+        with attach(model, {} if choice is None else {"0": choice, "1": choice}, sentinels="all"):
+            for _ in range(3):
+                model(torch.randn(D, D)).pow(2).mean().backward()
+        return [reads, *(p.grad for p in model.parameters())]
+
+    (reads, *got), (wanted_reads, *wanted) = (
+        gradients(c) for c in (parse_choice(kind if isinstance(kind, dict) else {"kind": kind}), None)
+    )
+    assert reads == wanted_reads == [3.0] * 6 and all(map(torch.equal, got, wanted))
+
+
 class Squared(Square):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Tensor:
