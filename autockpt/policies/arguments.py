@@ -32,9 +32,7 @@ class _Instance:
         self.fields: dict[str, Any] = {}
 
 
-def take_apart(
-    value: Any, tensors: list[torch.Tensor], objects: list[Any], made: dict[int, Any] | None = None
-) -> Any:
+def take_apart(value: Any, tensors: list[torch.Tensor], objects: list[Any], made: dict[int, Any] | None = None) -> Any:
     """The template of ``value``. Its tensors are appended to ``tensors`` in order, leaves that may hide others to
     ``objects``. ``made``: templates of what was met so far and can change, for what is met again."""
     kind = type(value)

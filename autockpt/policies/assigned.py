@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import setting
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import is_wrapped, refuse_by_message
 from autockpt.policies.fingerprints import layout_of
 from autockpt.policies.identity import keep_identity
@@ -38,6 +39,7 @@ class Assignments(TorchFunctionMode):
         self._given: list[torch.Tensor] = []
         self._saved: dict[int, weakref.ref[torch.Tensor]] = {}
 
+    @run_as_it_is
     def pack(self, tensor: torch.Tensor) -> Any:
         """``tensor`` lies over what autograd saves: the op's result, or what the op was given."""
         for given in self._given:
@@ -45,6 +47,7 @@ class Assignments(TorchFunctionMode):
                 self._saved[id(given)] = weakref.ref(given)
         return self._pack(tensor)
 
+    @run_as_it_is
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _assign and (known := self._saved.get(id(args[0]))) is not None and known() is args[0]:

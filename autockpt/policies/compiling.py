@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ beside the unit, once for every unit, until it gives up on them (``torch._dynamo
 """
 
 
-def run_as_it_is(function: FunctionType, *, calls: bool = True) -> None:
+def run_as_it_is(function: F, *, calls: bool = True) -> F:
     """Leave a function, and what it ``calls``, uncompiled where it is called from between two graphs.
 
     Where it can be part of a graph it is. What ``torch.compiler.disable`` does to a function is never part of one.
@@ -27,6 +26,7 @@ def run_as_it_is(function: FunctionType, *, calls: bool = True) -> None:
     action = eval_frame._FrameAction
     called = action.SKIP if calls else action.DEFAULT
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, called))
+    return function
 
 
 def traces_backward() -> bool:

@@ -47,6 +47,22 @@ def dropout_of(func: Any) -> tuple[int, Any] | None:
     return None
 
 
+def writes_to_given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an op writes to what it is given, as with ``out=``: leaving it out would leave that as it
+    was."""
+    return any(
+        (args[position] if position < len(args) else kwargs.get(name)) is not None
+        for position, name in _written_by(func)
+    )
+
+
+@functools.cache
+def _written_by(func: Any) -> list[tuple[int, str]]:
+    """By position and name."""
+    arguments = func._schema.arguments if func._schema.is_mutable else ()
+    return [(at, a.name) for at, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+
 _NAMES = """
     __abs__ __add__ __getitem__ __len__ __mul__ __neg__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __sub__ __truediv__
     abs add amax amin bfloat16 cat chunk clamp clone contiguous cos detach div double dropout eq exp expand expand_as

@@ -25,6 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
@@ -99,6 +100,7 @@ class Following(TorchFunctionMode):
         for number in score.holds:  # of the form that they had, as the key of ``RecordedCalls`` says
             self._call.hold(number, outside[number])
 
+    @run_as_it_is
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         step = self._next
         if (
@@ -136,6 +138,7 @@ class Following(TorchFunctionMode):
                     self.leave()
             self._met.append(weakref.ref(tensor))
 
+    @run_as_it_is
     def pack(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
         """The hook for autograd's packing."""
         number = self.packed

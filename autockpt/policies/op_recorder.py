@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autockpt.errors import ConflictError
 from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.base import setting
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import STATISTICS, Kind, draws_random_numbers, is_attention, kind_of
 from autockpt.policies.rerun_state.surroundings import switches
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.slots import Packing
 from autockpt.policies.tape import Maker, Origin, RemadeSlot, RerunOp, TensorArgument
-from autockpt.policies.watching import Watching, count_writes, passes_by, refuse_untupled, refuse_watching
+from autockpt.policies.watching import (
+    Watching,
+    count_writes,
+    passes_by,
+    refuse_untupled,
+    refuse_watching,
+)
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16
@@ -214,6 +222,7 @@ class Tape:
 
     # Deciding what is held.
 
+    @run_as_it_is
     def pack(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
         """The hook for autograd's packing."""
         self.packed += 1
@@ -275,13 +284,12 @@ _LOST = object()  # stands for a tensor that a tape cannot follow
 
 class _Taping(Watching):
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__(tape.unit)
         self._tape = tape
         self.conditional: list[torch.Tensor] = []  # what torch.cond gave, no tuple
         self.maps = False  # a function that returns no tuple
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if passes_by(func):
             self._tape.astray = True
             out = func(*args, **kwargs)
@@ -320,6 +328,7 @@ class HandingOut(TorchFunctionMode):
         super().__init__()
         self._tape, self._data = tape, data
 
+    @partial(run_as_it_is, calls=False)  # the tape is to see the compiler
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in HANDS_OUT or (self._data and func == _DATA):
             tensor = args[0] if args else None

@@ -121,7 +121,7 @@ def _watched(
 
 def run_part(module: nn.Module, state: PartState, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module inside a unit whose tape may be running."""
-    tape = tape_of(state.unit) if state.active else None
+    tape = tape_of(state.unit) if state.active and not torch.compiler.is_compiling() else None
     if tape is None:
         return call_inner(module, state, args, kwargs)
     with setting(tape, "keeping", True) if state.keeps else running(tape):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.devices.base import Transport
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_late_written
 from autockpt.policies.fingerprints import laid_out_on, layout_of
 from autockpt.policies.slots import Entry, Packing
@@ -156,6 +157,7 @@ class Moved(Watched):
         storage.users += 1
         storage.waiting += 1
 
+    @run_as_it_is
     def unpack(self) -> torch.Tensor:
         refuse_late_written(self._unit)
         self.check()
@@ -180,6 +182,7 @@ class Kept:
     def __init__(self, tensor: torch.Tensor, unit: str, *, itself: bool = False) -> None:
         self.tensor, self._version, self._unit = tensor if itself else tensor.detach(), tensor._version, unit
 
+    @run_as_it_is
     def unpack(self) -> torch.Tensor:
         if self.tensor._version != self._version:  # nested tensors have no size to ask for
             _check(self.tensor, self._version, self._unit, self.tensor.size())
@@ -229,6 +232,7 @@ class Packer:
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
 
+    @run_as_it_is
     def pack(self, tensor: torch.Tensor) -> Moved | Kept:
         # inside of forward-mode AD what is made here would be its own, without memory to copy
         if forward_ad._current_level >= 0 or not self._leaves(tensor):

@@ -22,14 +22,28 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 
 from autockpt.policies.attachment import Attachment, call_inner, current_transform
 from autockpt.policies.base import setting
-from autockpt.policies.compute_ops import LIGHT_FUNCTIONS, draws_random_numbers, is_attention, is_heavy, kind_of
+from autockpt.policies.compiling import run_as_it_is
+from autockpt.policies.compute_ops import (
+    LIGHT_FUNCTIONS,
+    draws_random_numbers,
+    is_attention,
+    is_heavy,
+    kind_of,
+    writes_to_given,
+)
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.rerun_state.surroundings import user_modes
 from autockpt.policies.saved import address_of
 from autockpt.policies.slots import differs
 from autockpt.policies.triton_kernels import READS, launches, name_of
 from autockpt.policies.user_checkpoint import hooks_in_force
-from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writes, passes_by, refuse_watching
+from autockpt.policies.watching import (
+    CHANGED_BY_WATCHING,
+    Watching,
+    count_writes,
+    passes_by,
+    refuse_watching,
+)
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 Place = tuple[int, int, int]
@@ -199,17 +213,17 @@ class _Scope(Watching):
     these ops are counted over all of it."""
 
     def __init__(self, frame: CallOutputs, wanted: Callable[[Any], bool]) -> None:
-        super().__init__()
+        super().__init__(frame.unit)
         frame.scopes += 1
         self._frame, self._number, self._wanted = frame, frame.scopes, wanted
         self._functions = self._ops = 0
         self.seen: list[Any] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if passes_by(func):
             return func(*args, **kwargs)
-        if not self._wanted(func) or draws_random_numbers(func, args, kwargs):
+        wanted = self._wanted(func) and not writes_to_given(func, args, kwargs)
+        if not wanted or draws_random_numbers(func, args, kwargs):
             if func in CHANGED_BY_WATCHING:
                 refuse_watching(func, args, self._frame.unit)
             out, kind = func(*args, **kwargs), kind_of(func)
@@ -266,6 +280,7 @@ class _Calls(TorchFunctionMode):
         self._frame, self._attention = frame, wanted is is_attention
         self._scope = _Scope(frame, wanted)
 
+    @run_as_it_is
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame, kwargs = self._frame, kwargs or {}
         if (
@@ -298,6 +313,7 @@ class _Calls(TorchFunctionMode):
                 return func(*args, **kwargs)
         saved: list[torch.Tensor] = []
 
+        @run_as_it_is
         def note(tensor: torch.Tensor) -> Any:
             saved.append(tensor)
             return hooks[0](tensor)
@@ -414,7 +430,7 @@ class ScopeState(Attachment):
 
 def run_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
     """The module's forward, with the outputs of its heavy ops kept where its unit is being kept track of."""
-    frame: CallOutputs | None = getattr(_current, "frame", None)
+    frame: CallOutputs | None = None if torch.compiler.is_compiling() else getattr(_current, "frame", None)
     if not state.active or frame is None or frame.unit != state.unit or frame.inside:
         return call_inner(module, state, args, kwargs)
     with _Calls(frame, is_attention if state.attention else is_heavy):

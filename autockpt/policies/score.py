@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.assigned import is_wrapped
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.op_recorder import HANDS_OUT, PLAIN, Tape
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.tape import Origin, RerunOp
@@ -144,6 +146,7 @@ class Learning(TorchFunctionMode):
         for tensor in outside:
             self._meet(tensor, None)
 
+    @partial(run_as_it_is, calls=False)  # the tape is to see the compiler
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tape, kwargs = self._tape, kwargs or {}
         if tape.astray or func in METADATA:

@@ -14,6 +14,7 @@ import torch
 
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_late_written
 
 
@@ -71,6 +72,7 @@ class Slot(Empty):
         self.value, self.version, self.entry = None, 0, entry  # not by way of super: there are many
         self.maker, self.form = maker, (tensor.size(), tensor.dtype, tensor.device)
 
+    @run_as_it_is
     def unpack(self) -> torch.Tensor:
         """For autograd. A value that was used up, as in a second backward, is made once more.
 
@@ -102,6 +104,7 @@ class Filler:
         self._unit, self._slots, self._fills, self._stops = unit, slots, fills, stops
         self.seen = 0
 
+    @run_as_it_is
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The hook for autograd's packing in a second run."""
         slots, seen = self._slots, self.seen

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autockpt.policies.base import InPlaceError
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state.surroundings import outside_inference, switched, switches, under, user_dispatch_modes
 from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
@@ -167,6 +168,7 @@ class RemadeSlot(Empty):
         self.value, self.version, self.entry = None, 0, entry
         self.maker, self.source, self.geometry = maker, source, geometry
 
+    @run_as_it_is
     def unpack(self) -> torch.Tensor:
         """Raises InPlaceError where something that it is made from was changed in place since."""
         if self.entry is not None:

@@ -3,6 +3,7 @@ CUDA's backends. ``watched_backends`` asks the others. And a mode that sees to i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
+from autockpt.policies.compiling import run_as_it_is, set_compiler
 
 
 def _overloads(*names: str) -> frozenset[Any]:
@@ -76,9 +78,34 @@ class Watching(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # not wrapped by torch, which costs more than looking at an op
+
+    @partial(run_as_it_is, calls=False)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        compiler = set_compiler(None)  # else it would take on what is called here
+        try:
+            if compiler and not isinstance(func, HigherOrderOperator):
+                self._refuse_uncompiled()
+            return self.look(func, args, kwargs or {})
+        finally:
+            set_compiler(compiler)
+
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op; its result."""
+        raise NotImplementedError
+
+    def _refuse_uncompiled(self) -> None:
+        raise ConflictError(
+            f"{self._unit} calls compiled code (torch.compile) whose ops would be watched, and torch then runs it "
+            "uncompiled, with other last bits",
+            remedy=f"Use recompute, offload or save on {self._unit}, or do not compile what it calls.",
+        )
 
 
 class Unread(TorchDispatchMode):

@@ -1,0 +1,107 @@
+"""Units that call compiled code: it stays compiled, what autockpt runs in between is not, and gradients stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import ConflictError
+from autockpt.runtime import attach
+from autockpt.schema.choices import parse_choice
+
+D = 64
+KINDS = ["recompute", "selective", "keep_attention", "offload", "recompute_offload", {"kind": "segment", "size": 2}]
+
+
+def half_as_much_again(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    """A backend with bits of its own: what ran uncompiled shows."""
+    return lambda *args: tuple(1.5 * out for out in graph(*args))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(nn.functional.dropout(nn.functional.gelu(self.a(x)), 0.1))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(4, 16, 4, -1).transpose(1, 2).chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 16, D)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+class Block(nn.Module):
+    """``modules``: its parts are compiled in place, and not a function alone."""
+
+    def __init__(self, backend: Any, modules: bool) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.ones(D)), torch.compile(norm, backend=backend)
+        self.mlp, self.attention = Mlp(), Attention()
+        if modules:
+            self.mlp.compile(backend=backend)
+            self.attention.compile(backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x, self.weight))
+        return x + self.mlp(torch.tanh(self.norm(x, self.weight)))
+
+
+def trained(backend: Any, modules: bool, kind: Any = None) -> list[Tensor]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, found = nn.Sequential(*(Block(backend, modules) for _ in range(2))), list[Tensor]()
+    choice = None if kind is None else parse_choice(kind)
+    with attach(model, {"0": choice, "1": choice}) if choice is not None else nullcontext():
+        for _ in range(4):
+            model.zero_grad()
+            loss = model(torch.randn(4, 16, D)).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", [False, True], ids=["function", "modules"])
+@pytest.mark.parametrize("backend", [half_as_much_again, "aot_eager"], ids=["own", "aot_eager"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_compiled_code_inside_of_a_unit_runs_as_in_plain_training(kind: Any, backend: Any, modules: bool) -> None:
+    assert all(map(torch.equal, trained(backend, modules, kind), trained(backend, modules)))
+
+
+@pytest.mark.parametrize("modules", [False, True], ids=["function", "modules"])
+def test_a_choice_that_watches_every_op_is_refused_around_compiled_code(modules: bool) -> None:
+    with pytest.raises(ConflictError, match=r"^0 calls compiled code"):
+        trained(half_as_much_again, modules, "remake")
+
+
+def test_a_mode_of_functions_compiles_nothing_of_its_own() -> None:
+    """The compiler leaves torch's own modules alone, but not what runs inside of them."""
+    torch.compiler.reset()
+
+    def gradient(kind: str | None) -> Tensor:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.GELU(), nn.Linear(D, D))
+        inner.compile(backend=half_as_much_again)
+        model = nn.Sequential(nn.Sequential(nn.Linear(D, D), inner))
+        with attach(model, {"0": parse_choice(kind)} if kind else {}):
+            model(torch.randn(8, D)).square().mean().backward()
+        return model[0][0].weight.grad
+
+    wanted = gradient(None)
+    assert all(torch.equal(gradient(kind), wanted) for kind in ("recompute", "selective", "keep_attention", "offload"))
