@@ -1,4 +1,4 @@
-"""Units that call compiled code: it stays compiled, what autockpt runs in between is not, and gradients stay the same."""
+"""Units that call compiled code: it stays compiled, what autockpt runs in between is not; gradients stay the same."""
 
 from __future__ import annotations
 
