@@ -29,6 +29,15 @@ def run_as_it_is(function: F, *, calls: bool = True) -> F:
     return function
 
 
+def changes_bits(compiler: Any) -> bool:
+    """Whether what ``set_compiler`` returned may make other bits of code than running it as it is: all but compilers
+    for looking at it, of which torch's own ``map`` and ``cond`` make use, too."""
+    while compiler is not None and not hasattr(compiler, "_compiler_name"):
+        # by the second name up to some torch
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", getattr(compiler, "_torchdynamo_orig_callable", None))
+    return getattr(compiler, "_compiler_name", None) not in _EAGER_BACKENDS
+
+
 def traces_backward() -> bool:
     """Whether the compiler at work makes forward and backward of one graph: all but those for looking at it do.
 

@@ -26,7 +26,7 @@ _save: Any = BackwardCFunction.save_for_backward
 def keep_identity() -> None:
     """From now on, in all of the process: a graph may outlive the plan that it was made under."""
     BackwardCFunction.saved_tensors = property(_saved_tensors)  # type: ignore[attr-defined]
-    BackwardCFunction.save_for_backward = _save_for_backward
+    BackwardCFunction.save_for_backward = _save_for_backward  # type: ignore[assignment]
 
 
 def _save_for_backward(ctx: Any, *tensors: Any) -> None:
@@ -39,7 +39,7 @@ def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
     attributes = getattr(ctx, "_attributes_of_saved", None)
     for tensor, own in zip(tensors, attributes or (), strict=False):
         if own is not None and type(tensor) is torch.Tensor and vars(tensor) is not own:
-            tensor.__dict__ = own
+            tensor.__dict__ = own  # type: ignore[misc]
     return tuple(tensors)
 
 

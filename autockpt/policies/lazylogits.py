@@ -219,7 +219,7 @@ class LazyLogits(Tensor):
 
     @classmethod
     def _called(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first = args[0] if args else kwargs.get("input")
+        first: Any = args[0] if args else kwargs.get("input")
         if func in _ABOUT:
             real = first._source.real if func in _OF_RETAINED else None
             with _plain_call():

@@ -121,6 +121,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not (tensor.is_complex() or tensor.is_inference() or tensor.is_neg())
 
 
+_BY_VALUES = frozenset({"tensor_split", "ctc_loss"})
+"""Functions that make numbers of what is in a tensor, and no op tells."""
+
+
 def _hides_code(func: Any) -> bool:
     """Whether a function, or an op made of others, is somebody's own: its code may do with what it is given as it likes
     each time."""
@@ -151,9 +155,9 @@ class Learning(TorchFunctionMode):
         tape, kwargs = self._tape, kwargs or {}
         if tape.astray or func in METADATA:
             return func(*args, **kwargs)
-        hands_out = getattr(func, "__name__", "") in HANDS_OUT
+        name = getattr(func, "__name__", "")
         try:
-            if autocast_is_on() or dispatch_modes() > 1 or hands_out or _hides_code(func):
+            if autocast_is_on() or dispatch_modes() > 1 or name in HANDS_OUT | _BY_VALUES or _hides_code(func):
                 raise _Unfit
             patterns = tuple(map(self._pattern, args)), {name: self._pattern(arg) for name, arg in kwargs.items()}
         except _Unfit:

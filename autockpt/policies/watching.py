@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
-from autockpt.policies.compiling import run_as_it_is, set_compiler
+from autockpt.policies.compiling import changes_bits, run_as_it_is, set_compiler
 
 
 def _overloads(*names: str) -> frozenset[Any]:
@@ -90,7 +90,7 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         compiler = set_compiler(None)  # else it would take on what is called here
         try:
-            if compiler and not isinstance(func, HigherOrderOperator):
+            if compiler and not isinstance(func, HigherOrderOperator) and changes_bits(compiler):
                 self._refuse_uncompiled()
             return self.look(func, args, kwargs or {})
         finally:

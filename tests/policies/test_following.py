@@ -179,6 +179,7 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "as many rows as a value says": lambda h, step: torch.cat([h.exp() * h, h[h[:, 0] > 0].sin().exp()])[:64],
     "the weights that a tensor says": _Rows(lambda bank, at: bank[at]),
     "the weights up to what a tensor says": _Rows(lambda bank, at: bank[at : at + 1][0]),
+    "the parts that a tensor says": _Rows(lambda bank, at: bank.flatten(0, 1).tensor_split(at.reshape(1) + 1)[1]),
     "the slope that a tensor says": lambda h, step: F.leaky_relu(h - 1.0, h.detach().mean().abs()).sin().exp(),  # type: ignore[arg-type]
     "a constant from outside": lambda h, step: h * torch.full((32,), 1.0 + step).exp(),
     "dropout": lambda h, step: F.dropout(h, 0.3).exp() * F.dropout(h, 0.1 * step),
