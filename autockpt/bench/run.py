@@ -122,8 +122,8 @@ class _Bench:
                     f"saving everything does not fit, so a budget of {budget.text} of its peak is unknown",
                     remedy="Give sizes, as in --budgets 40GB,60GB.",
                 )
-            size = budget.resolve(plain.peak_bytes or 0, 0, 0)
-            self.budgets.append(ResolvedBudget(asked=budget.text, bytes=size, covers=covers(kind)))
+            budget_bytes = budget.resolve(plain.peak_bytes or 0, 0, 0)
+            self.budgets.append(ResolvedBudget(asked=budget.text, bytes=budget_bytes, covers=covers(kind)))
 
     def _peer(self, name: str) -> None:
         self.listener.stage(name)

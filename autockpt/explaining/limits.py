@@ -26,7 +26,7 @@ class _Search:
     ``floor`` is about what is there at any size: from it and the first reading the second size is guessed.
     """
 
-    ceiling: int
+    budget_bytes: int
     step: int
     most: int
     floor: int = 0
@@ -38,7 +38,7 @@ class _Search:
 
     def note(self, size: int, peak: int) -> None:
         self.peaks[size] = peak
-        if peak <= self.ceiling:
+        if peak <= self.budget_bytes:
             self.low = max(self.low, size)
         else:
             self.high = size if self.high is None else min(self.high, size)
@@ -54,18 +54,18 @@ class _Search:
         return self._next_is_too_large()
 
     def _next_is_too_large(self) -> bool:
-        """Whether the line through the two largest sizes that fit is beyond the ceiling one step on.
+        """Whether the line through the two largest sizes that fit is beyond the budget one step on.
 
         Peaks are convex in the size (a maximum over moments, each growing linearly or faster), so they lie above it.
         """
-        fit = sorted(k for k, peak in self.peaks.items() if peak <= self.ceiling)[-2:]
+        fit = sorted(k for k, peak in self.peaks.items() if peak <= self.budget_bytes)[-2:]
         if len(fit) < 2 or fit[-1] != self.low:
             return False
         slope = (self.peaks[fit[1]] - self.peaks[fit[0]]) / (fit[1] - fit[0])
-        return self.peaks[self.low] + slope * self.step > self.ceiling
+        return self.peaks[self.low] + slope * self.step > self.budget_bytes
 
     def guess(self) -> int:
-        """The next size to try: where the line through two readings meets the ceiling, kept within bounds.
+        """The next size to try: where the line through two readings meets the budget, kept within bounds.
 
         Between one that fits and one that does not their middle, where such lines have not halved that.
         """
@@ -80,23 +80,23 @@ class _Search:
         known = sorted(self.peaks)
         if len(known) < 2:
             size, peak = known[0], self.peaks[known[0]]
-            return int(size * max(0, self.ceiling - self.floor) / max(1, peak - self.floor))
+            return int(size * max(0, self.budget_bytes - self.floor) / max(1, peak - self.floor))
         if self.low and self.high in self.peaks:
             width = self.high - self.low
             stalled, self.width = 2 * width > self.width > 0, width
             if stalled:
                 return (self.low + self.high) // 2
             slope = (self.peaks[self.high] - self.peaks[self.low]) / width
-            return self.low + int((self.ceiling - self.peaks[self.low]) / slope)
+            return self.low + int((self.budget_bytes - self.peaks[self.low]) / slope)
         near, far = (known[-1], known[-2]) if self.low else (known[0], known[1])
         slope = (self.peaks[far] - self.peaks[near]) / (far - near)
-        return near + int((self.ceiling - self.peaks[near]) / slope) if slope > 0 else 2 * near
+        return near + int((self.budget_bytes - self.peaks[near]) / slope) if slope > 0 else 2 * near
 
 
 def largest(
-    peak: Peak, first: Mapping[str, int], ceiling: int, step: int, dimension: Dimension, now: int, floor: int = 0
+    peak: Peak, first: Mapping[str, int], budget_bytes: int, step: int, dimension: Dimension, now: int, floor: int = 0
 ) -> tuple[Largest, ...]:
-    """For each plan, the largest size whose peak is within ``ceiling`` bytes.
+    """For each plan, the largest size whose peak is within ``budget_bytes``.
 
     ``first`` gives every plan's peak at the size of ``now``; ``peak(plan, size)`` gives it at others, and raises
     AutockptError where the size cannot be built. Sizes are multiples of ``step``, and ``now`` itself. At most
@@ -104,7 +104,7 @@ def largest(
     """
     found = []
     for name in first:
-        search = _Search(ceiling, step, max(step, now * MOST_TIMES // step * step), floor)
+        search = _Search(budget_bytes, step, max(step, now * MOST_TIMES // step * step), floor)
         search.note(now, first[name])
         for _ in range(MOST_RUNS - 1):
             if search.done or (size := search.guess()) in search.peaks:
@@ -136,12 +136,12 @@ def workload_limits(
     spec: WorkloadSpec,
     plans: Mapping[str, tuple[Mapping[str, Choice], Graph]],
     settings: Mapping[str, object],
-    ceiling: int,
+    budget_bytes: int,
     open_tracer: Callable[[WorkloadSpec], Tracer],
     needs: Callable[[Graph], int],
     dimensions: Collection[Dimension] = ("batch size", "sequence length"),
 ) -> tuple[Largest, ...]:
-    """The largest batch size and sequence length of a workload under ``ceiling`` bytes, for each of ``plans``.
+    """The largest batch size and sequence length of a workload under ``budget_bytes``, for each of ``plans``.
 
     Plans come with their ghost runs at the size of now; ``needs`` says what a ghost run takes of the device.
     ``settings`` are the workload's own, which say how large it is now. Dimensions that it does not have are left out.
@@ -163,7 +163,7 @@ def workload_limits(
                 return needs(tracer.trace(plans[plan][0]))
 
         step = 1 if field_name == "batch_size" else grain(now)
-        out += largest(peak, first, ceiling, step, dimension, now, floor)
+        out += largest(peak, first, budget_bytes, step, dimension, now, floor)
     return tuple(out)
 
 

@@ -41,7 +41,7 @@ class ExplainRequest:
     limits: bool = True
 
     @property
-    def limit(self) -> int | None:
+    def budget_bytes(self) -> int | None:
         """The budget in bytes, where it is known before anything is traced."""
         if self.budget is not None:
             return self.budget.budget_bytes
@@ -148,7 +148,7 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
             found = traced_for(stack, card, question.spec, tracer, space, of_head=of_head, listener=listener)
         times, others = _times(question, found)
         listener.stage("profiling choices")
-        needs = simulated_memory(question.hardware, question.limit) if question.hardware is not None else None
+        needs = simulated_memory(question.hardware, question.budget_bytes) if question.hardware is not None else None
         # choices of the plan that no menu has by itself
         own = dict.fromkeys(c for c in (choices or {}).values() if isinstance(c, Selective | Remake))
         profiled = found.cost_model(times.times, used_by_others=others, extra=own, needs=needs)

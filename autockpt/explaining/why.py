@@ -53,10 +53,10 @@ class Answers:
         """The fastest plan within a budget; None where nothing fits."""
         if self.save_all.peak_bytes <= budget_bytes and not self._gains():
             return self.save_all
-        size = budget_bytes - self.overhead
+        tensor_bytes = budget_bytes - self.overhead
         for _ in range(FRAGMENTED):
             found = refine_segmented(
-                self.profiled.problem(size),
+                self.profiled.problem(tensor_bytes),
                 self.profiled.check,
                 self.profiled.segments,
                 max_calls=calls,
@@ -69,7 +69,7 @@ class Answers:
             reach = self.reach(self.profiled.plan(found.choices), budget_bytes)
             if reach.peak_bytes <= budget_bytes:
                 return reach
-            size -= reach.peak_bytes - budget_bytes  # what an allocator kept to this budget cannot give back
+            tensor_bytes -= reach.peak_bytes - budget_bytes  # what an allocator kept to this budget cannot give back
         return self.lean if self.lean.peak_bytes <= budget_bytes else None
 
     def least(self, choices: Mapping[str, Choice]) -> int:
@@ -93,8 +93,8 @@ class Answers:
         low, high = above, self.save_all.peak_bytes
         worthwhile = WORTH * abs(self.profiled.profile.save_all_seconds)
 
-        def promises(budget: int) -> bool:
-            answer = self._model(budget)
+        def promises(budget_bytes: int) -> bool:
+            answer = self._model(budget_bytes)
             return answer.feasible and answer.seconds < seconds - worthwhile
 
         if high <= low or not promises(high):
@@ -164,9 +164,9 @@ def budget_steps(answers: Answers, budget: ResolvedBudget | None) -> tuple[Budge
     """What budgets between saving everything and the leanest plan buy, and the one asked for, most bytes first."""
     high, low = answers.save_all.peak_bytes, answers.lean.peak_bytes
     asked = {low + (high - low) * share // 100: f"{share}%act" for share in SHARES}
-    ours = None if budget is None else budget.bytes
+    budget_bytes = None if budget is None else budget.bytes
     if budget is not None:
-        asked = {s: label for s, label in asked.items() if s != ours and label != budget.words}
+        asked = {s: label for s, label in asked.items() if s != budget_bytes and label != budget.words}
         asked[budget.bytes] = budget.words
     steps: list[BudgetStep] = []
     best: Reach | None = None
@@ -174,7 +174,7 @@ def budget_steps(answers: Answers, budget: ResolvedBudget | None) -> tuple[Budge
         found = answers.lean if size == low else answers.at(size, TABLE_CALLS)
         # what fits less is not beaten by a slower plan: few ghost runs do not always find the best one
         best = min((r for r in (found, best) if r is not None), key=lambda r: r.step_seconds, default=None)
-        steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=size == ours))
+        steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=size == budget_bytes))
     return _distinct(steps[::-1])
 
 

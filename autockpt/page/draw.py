@@ -100,7 +100,7 @@ def _mark(kind: str, r: float, style: str, title: str) -> str:
     return f'{shapes[kind]} class="mark {style}"><title>{escape(title)}</title></{tag}>'
 
 
-def steps(tapes: Sequence[Timeline], budget: int | None, still: bool = False) -> Markup:
+def steps(tapes: Sequence[Timeline], budget_bytes: int | None, still: bool = False) -> Markup:
     """Bytes through the step of each tape, overlaid on one axis of time (of ops, where times are not known).
 
     ``still``: no moment can be chosen.
@@ -109,8 +109,8 @@ def steps(tapes: Sequence[Timeline], budget: int | None, still: bool = False) ->
         return Markup("")
     longest = max(_length(tape) for tape in tapes)
     top = max(max(tape.total) for tape in tapes)
-    near = budget is not None and budget < 1.5 * top
-    y = Axis([0.0, float(max(top, budget or 0) if near else top)], 100, 0)
+    near = budget_bytes is not None and budget_bytes < 1.5 * top
+    y = Axis([0.0, float(max(top, budget_bytes or 0) if near else top)], 100, 0)
     parts = []
     for value in y.ticks(y.binary_unit, 5):
         parts += _row(y(value), format_binary(value))
@@ -134,8 +134,8 @@ def steps(tapes: Sequence[Timeline], budget: int | None, still: bool = False) ->
         line = f'<polyline class="curve {_slug(tape)}" points="{points}"/>'
         parts.append(_stretched(closed + line))
     if near:
-        assert budget is not None
-        at = y(budget)
+        assert budget_bytes is not None
+        at = y(budget_bytes)
         parts.append(f'<line class="budget" x1="0%" x2="100%" y1="{at:.2f}%" y2="{at:.2f}%"/>')
         parts.append(f'<text class="tick" x="100%" y="{at:.2f}%" dy="-5" text-anchor="end">budget</text>')
     if not still:

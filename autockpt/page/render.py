@@ -53,9 +53,9 @@ def of_run(contents: Contents) -> dict[str, Any]:
     """What the template needs besides the contents themselves."""
     tried = [p for p in contents.plans.points.values() if p.phase]
     fitting = sorted((p for p in tried if p.fits and p.seconds), key=lambda p: p.seconds or 0.0)
-    budget = contents.budget.bytes if contents.budget is not None else 0
+    budget_bytes = contents.budget.bytes if contents.budget is not None else 0
     return {
-        "answers": answer_rows(contents.rows, budget) if contents.budget is not None else [],
+        "answers": answer_rows(contents.rows, budget_bytes) if contents.budget is not None else [],
         "load": loading_lines(contents.plan_file, contents.plan.compile if contents.plan else None),
         "tried": tried,
         "said": SAID,
@@ -73,7 +73,7 @@ def _buys(contents: Contents) -> list[dict[str, Any]]:
     """What each threshold buys, leanest first; of a long list of predictions only some."""
     best = contents.answer
     steps = contents.plans.thresholds
-    budget = contents.budget.bytes if contents.budget is not None else 0
+    budget_bytes = contents.budget.bytes if contents.budget is not None else 0
     rows = []
     for step in steps:
         point = contents.plans.points[step.predicted or step.tried or ""]
@@ -82,7 +82,7 @@ def _buys(contents: Contents) -> list[dict[str, Any]]:
         rows.append(
             {
                 "bytes": step.bytes,
-                "more": step.bytes - budget if budget else None,
+                "more": step.bytes - budget_bytes if budget_bytes else None,
                 "point": point,
                 "gain": 1 - point.seconds / best.seconds if best and best.seconds and point.seconds else None,
                 "strip": words.strip(point.choices, 40),

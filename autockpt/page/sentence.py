@@ -169,10 +169,10 @@ def _undecided(plans: Plans, best: PlanPoint) -> list[str]:
     ]
 
 
-def a_little_more(budget: int) -> int:
+def a_little_more(budget_bytes: int) -> int:
     """Bytes: a tenth of a budget in bytes, to one digit, at most ``MORE``."""
-    digit = 10 ** (len(str(budget)) - 2) if budget >= 10 else 1
-    return min(MORE, max(1, round(budget / 10 / digit)) * digit)
+    digit = 10 ** (len(str(budget_bytes)) - 2) if budget_bytes >= 10 else 1
+    return min(MORE, max(1, round(budget_bytes / 10 / digit)) * digit)
 
 
 def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:

@@ -105,11 +105,11 @@ class Predictor:
             self.learn(choices, self.graph(choices))
         return self._known[key][1]
 
-    def keep_within(self, budget: int) -> None:
-        """From now on predict for a device whose allocator is kept to ``budget`` bytes; what fits it stands."""
+    def keep_within(self, budget_bytes: int) -> None:
+        """From now on predict for a device whose allocator is kept to ``budget_bytes``; what fits it stands."""
         if self.needs is not None:
-            self.needs = self.needs.within(budget)
-            self._known = {key: said for key, said in self._known.items() if said[1].peak_bytes <= budget}
+            self.needs = self.needs.within(budget_bytes)
+            self._known = {key: said for key, said in self._known.items() if said[1].peak_bytes <= budget_bytes}
 
     def least_bytes(self, graph: Graph, promised: int) -> int:
         """Bytes of a prediction by which plans near it are judged, without the device's own overhead."""
@@ -193,16 +193,16 @@ class AtHand:
     caches: bool = True
 
 
-def memory_at_hand(device: DeviceInfo, budget: int | None = None) -> MemoryModel | None:
+def memory_at_hand(device: DeviceInfo, budget_bytes: int | None = None) -> MemoryModel | None:
     """What graphs need of an accelerator at hand: whole segments of its allocator, not the bytes of tensors alone.
 
-    None for devices that give tensors what they ask for. ``budget``: bytes that it is kept to (default: all there are).
+    None for devices that give tensors what they ask for. ``budget_bytes``: what it is kept to (default: all there are).
     What libraries take besides is not known; real steps judge.
     """
     if device.kind in WITHOUT_STREAMS:
         return None
     at_hand = MemoryModel(AtHand(device.capacity_bytes, device.overhead_bytes), safety=0.0, beside=TABLE_BYTES)
-    return at_hand if budget is None else at_hand.within(budget)
+    return at_hand if budget_bytes is None else at_hand.within(budget_bytes)
 
 
 def needed_on(device: DeviceInfo) -> Callable[[Graph], int]:
@@ -210,26 +210,26 @@ def needed_on(device: DeviceInfo) -> Callable[[Graph], int]:
     return memory_at_hand(device) or (lambda graph: graph.peak_bytes + device.overhead_bytes)
 
 
-def simulated_memory(hardware: Hardware, budget: int | None = None) -> MemoryModel:
-    """What graphs of ``tracer_for`` need of the device within ``budget`` bytes (default: all there are)."""
-    return MemoryModel(hardware, None if budget is None else min(budget, hardware.memory_bytes))
+def simulated_memory(hardware: Hardware, budget_bytes: int | None = None) -> MemoryModel:
+    """What graphs of ``tracer_for`` need of the device within ``budget_bytes`` (default: all there are)."""
+    return MemoryModel(hardware, None if budget_bytes is None else min(budget_bytes, hardware.memory_bytes))
 
 
 @dataclass(frozen=True)
 class MemoryModel:
     """Bytes that a step is promised to take of a device, context included: reserved ones, and a share for safety.
 
-    An allocator that is kept to ``most`` bytes (None: to what the device has) gives cached segments back before it
+    An allocator that is kept to ``budget_bytes`` (None: to what the device has) gives cached segments back before it
     fails, so a plan may fit that would reserve more if it could. ``beside``: bytes that are there before the step's.
     """
 
     hardware: Allocates
-    most: int | None = None
+    budget_bytes: int | None = None
     safety: float = SAFETY
     beside: int = 0
 
     def __call__(self, graph: Graph) -> int:
-        """The promise for a ghost run; more than ``most`` where it cannot be kept to that."""
+        """The promise for a ghost run; more than ``budget_bytes`` where it cannot be kept to that."""
         return self._promised(self._requests(graph))
 
     def _requests(self, graph: Graph) -> Requests:
@@ -237,33 +237,33 @@ class MemoryModel:
 
     def _promised(self, requests: Requests) -> int:
         context, share = self.hardware.context_bytes, self._share
-        most = self.hardware.memory_bytes if self.most is None else self.most
-        peak = device_peak(self.hardware, requests, limit=context + int((most - context) / (1 + share)))
+        budget_bytes = self.hardware.memory_bytes if self.budget_bytes is None else self.budget_bytes
+        peak = device_peak(self.hardware, requests, limit=context + int((budget_bytes - context) / (1 + share)))
         return peak.total + int(share * peak.reserved)
 
     def least(self, graph: Graph, promised: int) -> int:
         """How much of a promise cannot be given back: what plans near this one are judged by."""
-        if self.most is None or promised > self.most:
+        if self.budget_bytes is None or promised > self.budget_bytes:
             return promised
         return min(promised, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
 
     def smallest_budget(self, graph: Graph) -> int:
         """The least bytes that an allocator can be kept to with this ghost run, to about half a percent."""
         requests = self._requests(graph)
-        high = replace(self, most=None)._promised(requests)
+        high = replace(self, budget_bytes=None)._promised(requests)
         low = min(high, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
         while high - low > high // 200:
             middle = (low + high) // 2
-            promised = replace(self, most=middle)._promised(requests)
+            promised = replace(self, budget_bytes=middle)._promised(requests)
             if promised <= middle:
                 high = promised
             else:
                 low = middle
         return high
 
-    def within(self, budget: int) -> MemoryModel:
-        """The same for an allocator that is kept to ``budget`` bytes."""
-        return replace(self, most=min(budget, self.hardware.memory_bytes))
+    def within(self, budget_bytes: int) -> MemoryModel:
+        """The same for an allocator that is kept to ``budget_bytes``."""
+        return replace(self, budget_bytes=min(budget_bytes, self.hardware.memory_bytes))
 
     @property
     def _share(self) -> float:

@@ -14,7 +14,7 @@ from autockpt.schema.profile import Menu
 def build_problem(
     base: Graph,
     menus: Sequence[Menu],
-    budget: int,
+    budget_bytes: int,
     *,
     price: Mapping[str, float] | None = None,
     margin: int = 0,
@@ -26,9 +26,9 @@ def build_problem(
 
     A point's ``base`` bytes are what the graph really holds there less what the units then hold by their menus, so
     saving everything gives the real bytes exactly, gradients that accumulate and every micro-batch included. ``price``
-    multiplies the extra seconds of a choice kind, ``margin`` bytes are left free of ``budget``, ``host_budget`` bounds
-    what all units move to the host. ``base_seconds`` is the save-everything step time; without it, the units' own share
-    of it. An output ``head`` that has a menu is a unit like the blocks, and the last one.
+    multiplies the extra seconds of a choice kind, ``margin`` bytes are left free of ``budget_bytes``, ``host_budget``
+    bounds what all units move to the host. ``base_seconds`` is the save-everything step time; without it, the units'
+    own share of it. An output ``head`` that has a menu is a unit like the blocks, and the last one.
     """
     by_kind = {menu.kind: menu for menu in menus}
     planned = [*base.blocks(), *([head] if head is not None else [])]
@@ -44,7 +44,7 @@ def build_problem(
     return Problem(
         units=tuple(units),
         points=tuple(points),
-        budget=budget - margin,
+        budget_bytes=budget_bytes - margin,
         host_budget=host_budget,
         base_seconds=base_seconds,
         head=None if head is None else head.name,

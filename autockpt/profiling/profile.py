@@ -98,9 +98,9 @@ class CostModel:
         return {name: choice for name, choice in choices.items() if name != head or choice != SAVE}
 
     def problem(
-        self, budget: int, price: Mapping[str, float] | None = None, margin: int = 0, *, plain_head: bool = False
+        self, budget_bytes: int, price: Mapping[str, float] | None = None, margin: int = 0, *, plain_head: bool = False
     ) -> Problem:
-        """The planning problem of this workload. ``budget`` in bytes, without the device's own overhead.
+        """The planning problem of this workload. ``budget_bytes`` are without the device's own overhead.
 
         With a ``plain_head`` the output head can only save.
         """
@@ -110,7 +110,7 @@ class CostModel:
         return build_problem(
             self.base,
             menus,
-            budget=budget,
+            budget_bytes=budget_bytes,
             price=price,
             margin=margin,
             host_budget=self.host_budget,
@@ -128,10 +128,10 @@ class CostModel:
             self._checks[key] = Checked(peak, point_bytes(self.base, graph, self.head), said.host_bytes)
         return self._checks[key]
 
-    def keep_within(self, budget: int) -> None:
-        """From now on rule and predict for a device whose allocator is kept to ``budget`` bytes."""
+    def keep_within(self, budget_bytes: int) -> None:
+        """From now on rule and predict for a device whose allocator is kept to ``budget_bytes``."""
         if self.predictor.needs is not None:
-            self.predictor.keep_within(budget)
+            self.predictor.keep_within(budget_bytes)
             self._checks.clear()
 
     def smallest_peak(

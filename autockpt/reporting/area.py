@@ -41,15 +41,16 @@ class Area:
     high: int
 
 
-def draw(curve: Curve, columns: int, rows: int, marks: Marks = BLOCK, budget: int | None = None) -> Area:
+def draw(curve: Curve, columns: int, rows: int, marks: Marks = BLOCK, budget_bytes: int | None = None) -> Area:
     """The curve in a field of ``columns`` × ``rows`` characters; the budget as a line, where it is near enough."""
     at = resampled(curve.total, columns)
     peak = max(curve.total, default=0)
-    high = max(peak, budget) if budget is not None and budget <= 1.3 * peak else peak
+    high = max(peak, budget_bytes) if budget_bytes is not None and budget_bytes <= 1.3 * peak else peak
     floor = min((curve.total[i] for i in at), default=0)
     low = int(floor * 0.85) if peak and floor > CUT * peak else 0
     height = max(1, high - low) / rows
-    budget_row = None if budget is None or not low <= budget <= high else min(rows - 1, int((budget - low) / height))
+    shown = budget_bytes is not None and low <= budget_bytes <= high
+    budget_row = min(rows - 1, int((budget_bytes - low) / height)) if budget_bytes is not None and shown else None
     lines = []
     for row in reversed(range(rows)):
         bottom, top = low + row * height, low + (row + 1) * height

@@ -137,8 +137,8 @@ def _side_by_side(left: Table, right: Table, console: Console) -> Table | Group:
 
 def _chart(said: Explanation, marks: area.Marks, console: Console) -> None:
     columns = max(20, min(console.width, 132) - LABEL - 2)
-    budget = said.budget.bytes if said.budget is not None else None
-    drawn = area.draw(said.curve, columns, ROWS, marks, budget)
+    budget_bytes = said.budget.bytes if said.budget is not None else None
+    drawn = area.draw(said.curve, columns, ROWS, marks, budget_bytes)
     pad = " " * (LABEL + 1)
     size, at = format_binary(said.peak_bytes), drawn.peak_column
     right = f"{marks.peak} {size}"

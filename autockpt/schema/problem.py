@@ -42,7 +42,7 @@ class Point(Data):
 
 
 class Problem(Data):
-    """Choose one option per unit: least seconds with every point's bytes within ``budget``.
+    """Choose one option per unit: least seconds with every point's bytes within ``budget_bytes``.
 
     ``units`` stand in order of execution. A problem is a linear bound, exact where costs add up; the ghost run of the
     resulting plan has the last word on bytes.
@@ -50,7 +50,7 @@ class Problem(Data):
 
     units: tuple[UnitOptions, ...]
     points: tuple[Point, ...]
-    budget: int
+    budget_bytes: int = Field(description="what a device's own overhead leaves of its budget")
     host_budget: int | None = Field(default=None, description="most bytes of all units together on the host")
     head: str | None = Field(default=None, description="the output head, where it is among the units: the last of them")
     base_seconds: float = Field(default=0.0, description="step time when every unit saves everything")

@@ -36,9 +36,9 @@ class Headroom(Data):
     size: int = Field(default=0, ge=0, description="bytes, where no share is given")
     share: float | None = Field(default=None, description="of the budget: 0 <= share < 1")
 
-    def of(self, budget: int) -> int:
-        """Bytes to leave free of a budget in bytes, a part of a byte counting as one."""
-        return self.size if self.share is None else math.ceil(Decimal(str(self.share)) * budget)
+    def of(self, budget_bytes: int) -> int:
+        """Bytes to leave free of a budget, a part of a byte counting as one."""
+        return self.size if self.share is None else math.ceil(Decimal(str(self.share)) * budget_bytes)
 
 
 class Budget(Data):

@@ -21,7 +21,7 @@ def judge(problem: Problem, choices: Mapping[str, Choice], *, method: str, gap: 
     peak = peak_of(problem, choices)
     return Assignment(
         choices=dict(choices),
-        feasible=peak <= problem.budget and host_excess(problem, choices) <= 0,
+        feasible=peak <= problem.budget_bytes and host_excess(problem, choices) <= 0,
         seconds=seconds_of(problem, choices),
         peak=peak,
         gap=gap,

@@ -83,12 +83,12 @@ def as_chain(problem: Problem) -> Chain:
     for i, unit in enumerate(problem.units):
         kept = np.array([o.kept for o in unit.options], dtype=np.int64)
         seconds = np.array([o.seconds for o in unit.options])
-        cap = problem.budget - np.maximum(own[i], between[i])
+        cap = problem.budget_bytes - np.maximum(own[i], between[i])
         alive = _undominated(kept, seconds, cap, least)
         units.append(ChainUnit(alive, kept[alive], seconds[alive], cap[alive]))
         least += int(kept.min())
     reach = np.empty(len(units) + 1, dtype=np.int64)
-    reach[-1] = problem.budget - between[-1]
+    reach[-1] = problem.budget_bytes - between[-1]
     for i in reversed(range(len(units))):
         fits = np.minimum(units[i].cap, reach[i + 1] - units[i].kept)
         reach[i] = fits.max() if len(fits) else -INFINITE_BYTES
@@ -127,17 +127,17 @@ def smallest_peak(problem: Problem) -> tuple[int, list[int]]:
     return high, picks
 
 
-def _leanest(own: list[np.ndarray], between: list[int], kept: list[np.ndarray], budget: int) -> list[int] | None:
+def _leanest(own: list[np.ndarray], between: list[int], kept: list[np.ndarray], budget_bytes: int) -> list[int] | None:
     """The feasible assignment that keeps least at every unit, or None where the budget is too small."""
     total, picks = 0, []
     for need, gap, keep in zip(own, between, kept, strict=False):
-        fits = np.flatnonzero(total + np.maximum(need, gap) <= budget)
+        fits = np.flatnonzero(total + np.maximum(need, gap) <= budget_bytes)
         if not len(fits):
             return None
         pick = int(fits[np.argmin(keep[fits])])
         picks.append(pick)
         total += int(keep[pick])
-    return picks if total + between[-1] <= budget else None
+    return picks if total + between[-1] <= budget_bytes else None
 
 
 def _peak(own: list[np.ndarray], between: list[int], kept: list[np.ndarray], picks: list[int]) -> int:

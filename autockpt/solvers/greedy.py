@@ -36,7 +36,7 @@ def polish(problem: Problem, picks: Sequence[int]) -> list[int]:
         changed = False
         for i, j in _ranked_gains(problem, held.picks):
             saves = problem.units[i].options[j].seconds < problem.units[i].options[held.picks[i]].seconds
-            if saves and held.peak_after(i, j) <= problem.budget:
+            if saves and held.peak_after(i, j) <= problem.budget_bytes:
                 held.take(i, j)
                 changed = True
         if not changed:

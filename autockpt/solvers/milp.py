@@ -40,7 +40,7 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
     model, less, proven = _Model(problem), 0, -math.inf
     for attempt in range(ROUNDING_TRIES):
         remaining = max(0.1, deadline - time.monotonic())
-        picks, bound, infeasible = model.fastest(problem.budget - less, remaining, gap)
+        picks, bound, infeasible = model.fastest(problem.budget_bytes - less, remaining, gap)
         if attempt == 0:
             proven = bound  # later attempts solve a tighter problem, whose bound proves nothing about this one
             if infeasible:
@@ -51,8 +51,8 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
         answer = judge(problem, as_choices(problem, picks), method="milp")
         if answer.feasible:
             return answer.model_copy(update={"gap": relative_gap(problem, answer.seconds, proven)})
-        if answer.peak > problem.budget or not bound_by_host:
-            less += max(answer.peak - problem.budget, model.tolerance * 100**attempt)
+        if answer.peak > problem.budget_bytes or not bound_by_host:
+            less += max(answer.peak - problem.budget_bytes, model.tolerance * 100**attempt)
         model.host_less += max(0, host_excess(problem, answer.choices))
     return _fallback(problem)
 
@@ -179,7 +179,7 @@ class _Model:
             more_there = [(column, -1.0) for column, o in there if o.kept >= level]
             rows.add(more_here + more_there, -math.inf, 0.0)
 
-    def fastest(self, budget: int, time_limit: float, gap: float) -> tuple[list[int] | None, float, bool]:
+    def fastest(self, budget_bytes: int, time_limit: float, gap: float) -> tuple[list[int] | None, float, bool]:
         """Option indices of the fastest assignment, a lower bound on its extra seconds, and whether none exists."""
         dearest = max([abs(o.seconds) for u in self.problem.units for o in u.options], default=0.0)
         total = abs(self.problem.base_seconds) + dearest or 1.0
@@ -188,7 +188,7 @@ class _Model:
             for column, option in self.options(i):
                 cost[column] = option.seconds * SECONDS / total
         cost[-1] = self.problem.base_seconds * SECONDS / total
-        result = self._solve(cost, (budget - self.reference) * self.scale, time_limit, gap)
+        result = self._solve(cost, (budget_bytes - self.reference) * self.scale, time_limit, gap)
         bound = getattr(result, "mip_dual_bound", None)
         seconds = -math.inf if bound is None else float(bound) * total / SECONDS - self.problem.base_seconds
         return self._picks(result), seconds, result.status == 2
@@ -200,15 +200,17 @@ class _Model:
         result = self._solve(cost, math.inf, time_limit, 0.0)
         return self._picks(result)
 
-    def _solve(self, cost: np.ndarray, ceiling: float, time_limit: float, gap: float) -> scipy.optimize.OptimizeResult:
+    def _solve(
+        self, cost: np.ndarray, highest_peak: float, time_limit: float, gap: float
+    ) -> scipy.optimize.OptimizeResult:
         low, high = np.full(self.columns, -math.inf), np.full(self.columns, math.inf)
         low[: self.kept], high[: self.kept] = 0.0, 1.0
         low[self.kept] = high[self.kept] = 0.0
-        high[self.peak] = ceiling
+        high[self.peak] = highest_peak
         if self.problem.host_budget is not None:
             high[self.host] = max(0, self.problem.host_budget - self.host_less) * self.host_scale
-        if math.isfinite(ceiling):
-            low[self.peak] = ceiling  # the peak is free to be the budget itself: one column less to branch around
+        if math.isfinite(highest_peak):
+            low[self.peak] = highest_peak  # the peak is free to be the budget itself: one column less to branch around
         low[-1] = high[-1] = 1.0
         integral = np.zeros(self.columns)
         integral[: self.kept] = 1

@@ -247,7 +247,7 @@ class _Refinement:
     @property
     def _slack(self) -> int:
         """Bytes that do not matter much."""
-        return int(SLACK_SHARE * abs(self.problem.budget))
+        return int(SLACK_SHARE * abs(self.problem.budget_bytes))
 
     def _is_better(self, seconds: float) -> bool:
         return self.best is None or self._is_faster(seconds)
@@ -261,7 +261,7 @@ class _Refinement:
         """Remember a checked plan; True where it fits."""
         if self.leanest is None or self._is_leaner(checked, self._checked(self.leanest)):
             self.leanest = dict(plan)
-        if checked.peak_bytes > self.problem.budget or not self._fits_host(checked):
+        if checked.peak_bytes > self.problem.budget_bytes or not self._fits_host(checked):
             return False
         if self._is_better(seconds_of(self.problem, plan)):
             self.best = dict(plan)
@@ -299,7 +299,7 @@ class _Refinement:
         assert self.best is not None
         picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
         held = PointBytes(shifted(self.problem, self._offsets(self.best)), picks)
-        ceiling = self.problem.budget + min(self.error, self._slack)
+        tolerated = self.problem.budget_bytes + min(self.error, self._slack)
         host = self._checked(self.best).host_bytes
         host_room = None if self.problem.host_budget is None else self.problem.host_budget - host
         kinds: dict[tuple[object, int, int], tuple[int, int, float]] = {}
@@ -310,7 +310,7 @@ class _Refinement:
                 gain = unit.options[picks[i]].seconds - option.seconds
                 if host_room is not None and option.host - unit.options[picks[i]].host > host_room:
                     continue
-                if gain > self._worthwhile() and (peak := held.peak_after(i, j)) <= ceiling:
+                if gain > self._worthwhile() and (peak := held.peak_after(i, j)) <= tolerated:
                     kind, change = (unit.options, picks[i], j), (peak, i, gain)
                     kinds[kind] = min(change, kinds.get(kind, change))
         tried = [(gain, peak, i, j) for (_, _, j), (peak, i, gain) in kinds.items()]

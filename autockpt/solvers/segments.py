@@ -101,7 +101,7 @@ def refine_segmented(
         return plain
     found = list(segments.problems(problem))
     if not plain.feasible:  # the leanest with segments may fit where no other plan does
-        leanest = min(found, key=lambda asked: exact(asked.model_copy(update={"budget": 0})).peak, default=None)
+        leanest = min(found, key=lambda asked: exact(asked.model_copy(update={"budget_bytes": 0})).peak, default=None)
         if leanest is None:
             return plain
         lean = asking(leanest, max_calls=max_calls)

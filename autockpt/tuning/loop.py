@@ -119,8 +119,8 @@ class Loop:
         """Score a plan where its ghost run says that this can be worth it; None where time ran out over it."""
         predicted, score = self.proposer.foresee(candidate)
         if score is None:
-            limit = None if candidate.encoding == "baseline" else self.trials.budget_bytes
-            score = self.target.score(candidate, predicted, limit)
+            budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
+            score = self.target.score(candidate, predicted, budget_bytes)
         if score is None:
             return None
         trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed, predicted=predicted)

@@ -97,16 +97,16 @@ class OtherBudgets:
         most = self.profile.save_all_peak_bytes
         least = min([self.profile.leanest_peak_bytes, *(t.predicted.peak_bytes for t in self.trials if t.predicted)])
         grain = max(1, (most - least) // BUDGETS)
-        budget = max(most, max(peak_of(plain, {u.name: SAVE for u in plain.units}) + self.offset, 0))
+        budget_bytes = max(most, max(peak_of(plain, {u.name: SAVE for u in plain.units}) + self.offset, 0))
         while len(found) < BUDGETS and time.monotonic() - began < PATIENCE:
-            answer = exact(fitted.model_copy(update={"budget": budget - self.offset}), time_limit=PATIENCE)
+            answer = exact(fitted.model_copy(update={"budget_bytes": budget_bytes - self.offset}), time_limit=PATIENCE)
             if not answer.feasible:
                 break
             peak = peak_of(plain, answer.choices) + self.offset
             head = self.head.name if self.head is not None else None
             choices = {n: c for n, c in answer.choices.items() if n != head or c != SAVE}
             found.append(ForeseenPlan(choices, peak, prices.predict(plain, answer.choices)))
-            budget = min(peak - 1, budget - grain)
+            budget_bytes = min(peak - 1, budget_bytes - grain)
         return found
 
     def problem(self, price: Mapping[str, float] | None = None) -> Problem:
@@ -114,7 +114,7 @@ class OtherBudgets:
         return build_problem(
             self.base,
             self.profile.menus,
-            budget=0,
+            budget_bytes=0,
             price=price,
             host_budget=self.host_budget,
             base_seconds=self.profile.save_all_seconds,
@@ -131,12 +131,12 @@ def look_around(
     loss in chunks would change is ghost-run as well where that was not allowed.
     """
     assert found.best is not None
-    predictor, budget, until = profiled.predictor, found.budget.bytes, clock.elapsed * (1 + SHARE)
+    predictor, budget_bytes, until = profiled.predictor, found.budget.bytes, clock.elapsed * (1 + SHARE)
     runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
     runs |= {plan_hash(run.choices): run for run in ghost_runs(profiled)}
     best, trials = found.best, found.trials
     model = OtherBudgets.of(trials, profiled.profile, profiled.base, best.plan_hash, profiled.host_budget)
-    walked = [foreseen.choices for foreseen in _spread(model.walk() if model is not None else [], budget)]
+    walked = [foreseen.choices for foreseen in _spread(model.walk() if model is not None else [], budget_bytes)]
     others = {key: choices for choices in walked if (key := plan_hash(choices)) not in runs}
     in_chunks = _in_chunks(profiled, best, head)
     predictor.ahead([*([in_chunks] if in_chunks else []), *[*others.values()][:FEWEST]])
@@ -158,10 +158,10 @@ def ghost_runs(profiled: CostModel) -> tuple[GhostAnswer, ...]:
     return tuple(GhostAnswer(choices=choices, predicted=p) for choices, p in profiled.predictor.ghost_runs)
 
 
-def _spread(walked: Sequence[ForeseenPlan], budget: int) -> Iterator[ForeseenPlan]:
+def _spread(walked: Sequence[ForeseenPlan], budget_bytes: int) -> Iterator[ForeseenPlan]:
     """The plans for the next larger and the next smaller budget first, then ever closer ones over the whole range."""
     order = sorted(walked, key=lambda f: f.peak)
-    above = next((i for i, f in enumerate(order) if f.peak > budget), len(order))
+    above = next((i for i, f in enumerate(order) if f.peak > budget_bytes), len(order))
     first = [i for i in (above, above - 2) if 0 <= i < len(order)]
     step = 1 << len(order).bit_length()
     rest: list[int] = []

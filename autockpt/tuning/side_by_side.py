@@ -42,8 +42,8 @@ def interleaved(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in runners}
     for number in range(payload["rounds"]):
         for name in turn_order(list(runners), payload["first"] + number):
-            budget = payload["budget_bytes"]
-            times[name] += runners[name].compare({name: choices[name]}, rounds=1, budget_bytes=budget)[name]
+            budget_bytes = payload["budget_bytes"]
+            times[name] += runners[name].compare({name: choices[name]}, rounds=1, budget_bytes=budget_bytes)[name]
     return times
 
 
@@ -130,7 +130,7 @@ def _raced(
 ) -> Final:
     done = 0
     with meet(max(settings)) as measurer:
-        budget = outcome.budget.bytes if measurer.environment.device.enforces_limit else None
+        budget_bytes = outcome.budget.bytes if measurer.environment.device.enforces_limit else None
 
         def compare(plans: Mapping[str, Mapping[str, Choice]], rounds: int) -> Mapping[str, Sequence[float]]:
             nonlocal done
@@ -142,7 +142,7 @@ def _raced(
                 }
                 for name, choices in plans.items()
             }
-            payload = {"plans": asked, "rounds": rounds, "first": done, "budget_bytes": budget}
+            payload = {"plans": asked, "rounds": rounds, "first": done, "budget_bytes": budget_bytes}
             done += rounds
             times = measurer.call("autockpt.tuning.side_by_side:interleaved", payload)
             listener.advance(rounds)

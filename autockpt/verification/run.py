@@ -288,8 +288,8 @@ class _Verification:
     # --- peak and step time
 
     def _promises(self) -> Iterator[Check]:
-        budget = self.plan.budget.whole if self.plan.budget is not None else None
-        yield from self._measure(budget)
+        budget_bytes = self.plan.budget.whole if self.plan.budget is not None else None
+        yield from self._measure(budget_bytes)
         if self.measured is not None:
             yield judge_peak(self.plan, self.measured, self.measurer.environment.device.kind)
             yield self._step_time(self.measured)
@@ -313,11 +313,11 @@ class _Verification:
         yield compared_peak(self.plan, self.measured, saving)
         yield compared_time(self.plan, self.measured, ratio)
 
-    def _measure(self, budget: int | None) -> Iterator[Check]:
+    def _measure(self, budget_bytes: int | None) -> Iterator[Check]:
         """Fill ``measured``; or the checks that failed because it does not run."""
         self.listener.stage("measure peak and step time")
         try:
-            self.measured = self.measurer.measure(self.choices, steps=self.steps, budget_bytes=budget)
+            self.measured = self.measurer.measure(self.choices, steps=self.steps, budget_bytes=budget_bytes)
         except (DeviceOutOfMemory, ConflictError) as error:
             why = f"out of memory: {error.message}" if isinstance(error, DeviceOutOfMemory) else error.message
             yield Check(name="peak", state="failed", detail=why)

@@ -52,7 +52,7 @@ def run(units: int, identical: bool, seeds: int) -> dict[str, Tally]:
                 answer = solve(problem)
                 tallies[name].seconds.append(time.perf_counter() - begin)
                 tallies[name].cpu.append(time.process_time() - cpu)
-                if not answer.feasible or answer.peak > problem.budget:
+                if not answer.feasible or answer.peak > problem.budget_bytes:
                     sys.exit(f"{name} broke the budget: {units} units, identical={identical}, seed {seed}, {share}")
                 optimum = optimum or answer
                 total = problem.base_seconds + optimum.seconds

@@ -14,7 +14,7 @@ PLANS = ("save everything", "leanest")
 
 
 def limits(
-    save: Callable[[int], int], lean: Callable[[int], int], now: int, ceiling: int, floor: int = 0
+    save: Callable[[int], int], lean: Callable[[int], int], now: int, budget_bytes: int, floor: int = 0
 ) -> tuple[Largest, Largest, list[tuple[str, int]]]:
     """The largest sizes of two plans, and what was asked for them."""
     grow = dict(zip(PLANS, (save, lean), strict=True))
@@ -25,7 +25,7 @@ def limits(
         return grow[plan](size)
 
     first = {plan: grow[plan](now) for plan in PLANS}
-    save_all, leanest = largest(peak, first, ceiling, 1, "batch size", now, floor)
+    save_all, leanest = largest(peak, first, budget_bytes, 1, "batch size", now, floor)
     assert (save_all.plan, leanest.plan) == PLANS
     return save_all, leanest, asked
 
@@ -35,24 +35,24 @@ def limits(
     slope=st.integers(1, 10**5),
     bend=st.integers(0, 50),
     now=st.integers(1, 64),
-    ceiling=st.integers(1, 10**8),
+    budget_bytes=st.integers(1, 10**8),
     floor=st.integers(0, 10**6),
 )
 def test_the_largest_that_fits_of_any_convex_growth(
-    base: int, slope: int, bend: int, now: int, ceiling: int, floor: int
+    base: int, slope: int, bend: int, now: int, budget_bytes: int, floor: int
 ) -> None:
     def grows(size: int) -> int:
         return base + slope * size + bend * size * size
 
-    found, _, asked = limits(grows, grows, now, ceiling, min(floor, base))
+    found, _, asked = limits(grows, grows, now, budget_bytes, min(floor, base))
     assert len(asked) == len(set(asked)) <= 2 * (MOST_RUNS - 1) and all(size != now for _, size in asked)
     if found.value is not None:
         assert grows(found.value) == found.peak_bytes
-        assert grows(found.value) <= ceiling
+        assert grows(found.value) <= budget_bytes
         if not found.open_ended:
-            assert grows(found.value + 1) > ceiling
+            assert grows(found.value + 1) > budget_bytes
     elif not found.open_ended:
-        assert grows(1) > ceiling or len(asked) == 2 * (MOST_RUNS - 1)
+        assert grows(1) > budget_bytes or len(asked) == 2 * (MOST_RUNS - 1)
 
 
 def test_straight_lines_take_few_ghost_runs() -> None:

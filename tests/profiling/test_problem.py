@@ -109,7 +109,7 @@ def test_price_and_margin_are_the_tuners_knobs():
     menus = build_menus(base, {(0, RECOMPUTE): step(NAMES, {"layers.2": RECOMPUTE})}, simulation)
     plain = build_problem(base, menus, 5000, base_seconds=40.0)
     turned = build_problem(base, menus, 5000, price={"recompute": 1.5}, margin=700, base_seconds=40.0)
-    assert (plain.budget, turned.budget, turned.base_seconds) == (5000, 4300, 40.0)
+    assert (plain.budget_bytes, turned.budget_bytes, turned.base_seconds) == (5000, 4300, 40.0)
     everything = dict.fromkeys(NAMES, RECOMPUTE)
     assert seconds_of(plain, everything) == pytest.approx(5 * 2.0)
     assert seconds_of(turned, everything) == pytest.approx(5 * 2.0 * 1.5)
@@ -146,7 +146,7 @@ def test_refined_plans_fit_by_the_ghost_run():
     lean = min(step(NAMES, dict.fromkeys(NAMES, c), lag=True).peak_bytes for c in CHOICES)
     for _ in range(8):
         budget = rng.randint(lean, base.peak_bytes)
-        asked = problem.model_copy(update={"budget": budget})
+        asked = problem.model_copy(update={"budget_bytes": budget})
 
         def check(choices) -> Checked:
             graph = step(NAMES, choices, lag=True)
@@ -190,7 +190,7 @@ def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, acc
             assert peak_of(problem, choices) == pytest.approx(graph.peak_bytes, rel=0.01)
             extra = constant(graph).step_seconds - constant(base).step_seconds
             assert seconds_of(problem, choices) == pytest.approx(extra, rel=0.02)
-        tight = problem.model_copy(update={"budget": (leanest + base.peak_bytes) // 2})
+        tight = problem.model_copy(update={"budget_bytes": (leanest + base.peak_bytes) // 2})
         refined = refine(tight, lambda choices: Checked(tracer.trace(choices).peak_bytes))
         assert refined.feasible and refined.settled
-        assert tracer.trace(refined.choices).peak_bytes <= tight.budget
+        assert tracer.trace(refined.choices).peak_bytes <= tight.budget_bytes

@@ -177,9 +177,9 @@ def test_the_chart() -> None:
     assert rows[0][3] == "█" and rows[0].strip() == "█", "only the peak reaches the top"
     assert drawn.peak_column == 3 and drawn.high == 900 * MIB and 0 < drawn.low < 500 * MIB
     assert rows[-1] == "░" * 8 and "▒" in rows[-3] + rows[-2]
-    whole = area.draw(curve(), 8, 5, budget=5000 * MIB)
+    whole = area.draw(curve(), 8, 5, budget_bytes=5000 * MIB)
     assert whole.lines == drawn.lines, "a budget far away is not drawn"
-    near = area.draw(curve(), 8, 5, budget=1000 * MIB)
+    near = area.draw(curve(), 8, 5, budget_bytes=1000 * MIB)
     assert near.high == 1000 * MIB and near.lines[0][1].count("┄") == 7 and "budget" in near.lines[0][0]
     narrow = area.draw(curve(), 3, 4)
     assert max(line.count("█") for _, line in narrow.lines) >= 1, "no peak is lost"

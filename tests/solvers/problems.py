@@ -38,7 +38,7 @@ def uniform_problem(n: int = 4, budget: int = 0, *, gradient: int = 0, base: int
     ]
     units = tuple(UnitOptions(name=f"layers.{i}", options=options) for i in range(n))
     points = (*forward, Point(base=base + 5, prefix=n), *backward)
-    return Problem(units=units, points=points, budget=budget, base_seconds=10.0)
+    return Problem(units=units, points=points, budget_bytes=budget, base_seconds=10.0)
 
 
 def brute_force(problem: Problem) -> tuple[float | None, int]:
@@ -48,7 +48,7 @@ def brute_force(problem: Problem) -> tuple[float | None, int]:
         choices = {u.name: o.choice for u, o in zip(problem.units, picked, strict=True)}
         peak, seconds = peak_of(problem, choices), seconds_of(problem, choices)
         leanest = peak if leanest is None else min(leanest, peak)
-        if peak <= problem.budget:
+        if peak <= problem.budget_bytes:
             fastest = seconds if fastest is None else min(fastest, seconds)
     assert leanest is not None
     return fastest, leanest
@@ -64,7 +64,7 @@ def check_exact(problem: Problem, answer: Assignment) -> None:
         assert answer.smallest_peak == answer.peak == leanest
         return
     assert answer.smallest_peak is None
-    assert answer.peak <= problem.budget
+    assert answer.peak <= problem.budget_bytes
     tolerance = 1e-9 + 1e-6 * (abs(problem.base_seconds) + abs(fastest))
     assert abs(answer.seconds - fastest) <= tolerance
     assert answer.gap <= 1e-6
@@ -95,7 +95,9 @@ def small_problems(draw: st.DrawFn, *, chain: bool = True) -> Problem:
         phase = None if own is None else draw(st.sampled_from(PHASES))
         points.append(Point(base=draw(st.integers(0, 100)), prefix=prefix, own=own, phase=phase))
     budget = draw(st.integers(0, 300))
-    return Problem(units=units, points=tuple(points), budget=budget, base_seconds=draw(st.sampled_from([0.0, 10.0])))
+    return Problem(
+        units=units, points=tuple(points), budget_bytes=budget, base_seconds=draw(st.sampled_from([0.0, 10.0]))
+    )
 
 
 def transformer(units: int, choices: int, *, seed: int, share: float, identical: bool = True) -> Problem:
@@ -112,9 +114,9 @@ def transformer(units: int, choices: int, *, seed: int, share: float, identical:
     ]
     points = (*forward, Point(base=weights + head, prefix=units), *backward)
     named = tuple(UnitOptions(name=f"layers.{i}", options=menu) for i, menu in enumerate(menus))
-    problem = Problem(units=named, points=points, budget=0, base_seconds=3.0 * units)
+    problem = Problem(units=named, points=points, budget_bytes=0, base_seconds=3.0 * units)
     ends = [peak_of(problem, {u.name: u.options[k].choice for u in problem.units}) for k in (0, 1)]
-    return problem.model_copy(update={"budget": int(ends[1] + share * (ends[0] - ends[1]))})
+    return problem.model_copy(update={"budget_bytes": int(ends[1] + share * (ends[0] - ends[1]))})
 
 
 def _menu(rng: random.Random, choices: int) -> tuple[Option, ...]:

@@ -20,7 +20,7 @@ def test_finds_a_plan_whenever_there_is_one(problem):
         assert answer.smallest_peak == leanest
     else:
         assert answer.seconds >= fastest - 1e-9
-        assert answer.peak == peak_of(problem, answer.choices) <= problem.budget
+        assert answer.peak == peak_of(problem, answer.choices) <= problem.budget_bytes
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_finds_a_plan_whenever_there_is_one(problem):
 @given(small_problems(chain=False))
 def test_never_promises_what_does_not_fit(problem):
     answer = greedy(problem)
-    assert answer.feasible == (peak_of(problem, answer.choices) <= problem.budget)
+    assert answer.feasible == (peak_of(problem, answer.choices) <= problem.budget_bytes)
 
 
 def test_polish_leaves_no_single_change_that_fits():
@@ -39,7 +39,7 @@ def test_polish_leaves_no_single_change_that_fits():
             if option.seconds < unit.options[picks[i]].seconds:
                 changed = [*picks[:i], j, *picks[i + 1 :]]
                 choices = {u.name: u.options[k].choice for u, k in zip(problem.units, changed, strict=True)}
-                assert peak_of(problem, choices) > problem.budget
+                assert peak_of(problem, choices) > problem.budget_bytes
 
 
 def test_is_close_to_the_optimum_on_a_transformer():

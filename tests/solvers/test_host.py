@@ -44,7 +44,7 @@ def test_agrees_with_brute_force(problem, sizes, host_budget):
         for picked in itertools.product(*[u.options for u in problem.units])
     ]
     within = [plan for plan in plans if host_of(problem, plan) <= host_budget]
-    fitting = [seconds_of(problem, plan) for plan in within if peak_of(problem, plan) <= problem.budget]
+    fitting = [seconds_of(problem, plan) for plan in within if peak_of(problem, plan) <= problem.budget_bytes]
     for solve in (exact, milp):
         answer = solve(problem, gap=0.0)
         assert answer.feasible == bool(fitting)

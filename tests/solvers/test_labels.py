@@ -20,7 +20,9 @@ def test_agrees_with_brute_force(problem):
 @settings(max_examples=40)
 @given(small_problems())
 def test_more_budget_is_never_slower(problem):
-    steps = [labels(problem.model_copy(update={"budget": problem.budget + extra})) for extra in (0, 7, 40, 1000)]
+    steps = [
+        labels(problem.model_copy(update={"budget_bytes": problem.budget_bytes + extra})) for extra in (0, 7, 40, 1000)
+    ]
     fitting = [a.seconds for a in steps if a.feasible]
     assert fitting == sorted(fitting, reverse=True)
     assert [a.feasible for a in steps] == sorted(a.feasible for a in steps)
@@ -51,14 +53,14 @@ def test_infeasible_names_the_smallest_peak_and_its_fastest_plan():
     answer = labels(problem)
     assert not answer.feasible
     assert answer.smallest_peak == answer.peak == brute_force(problem)[1]
-    assert labels(problem.model_copy(update={"budget": answer.peak})).seconds == answer.seconds
+    assert labels(problem.model_copy(update={"budget_bytes": answer.peak})).seconds == answer.seconds
 
 
 def test_gradients_that_grow_in_backward_move_the_peak_to_the_first_units():
     """With 20 bytes of gradients per unit the first unit's backward is the tightest: 100 + 60 + 12 whatever is kept."""
     problem = uniform_problem(4, budget=172, gradient=20)
     assert labels(problem).seconds == 0.0
-    assert labels(problem.model_copy(update={"budget": 171})).smallest_peak == 172
+    assert labels(problem.model_copy(update={"budget_bytes": 171})).smallest_peak == 172
 
 
 def test_identical_units_do_not_explode():
@@ -93,6 +95,6 @@ def test_points_out_of_order_are_refused():
 
 def test_a_step_without_units():
     for solve in (labels, milp, greedy):
-        empty = Problem(units=(), points=(Point(base=7, prefix=0),), budget=7)
+        empty = Problem(units=(), points=(Point(base=7, prefix=0),), budget_bytes=7)
         assert solve(empty).feasible and solve(empty).peak == 7
-        assert solve(empty.model_copy(update={"budget": 6})).smallest_peak == 7
+        assert solve(empty.model_copy(update={"budget_bytes": 6})).smallest_peak == 7

@@ -23,7 +23,7 @@ def test_rounding_is_no_gap_where_the_best_step_takes_no_time():
         option(Level(level=2), 1.0, 0, 0, 1),
     ]
     units = tuple(UnitOptions(name=name, options=tuple(choices)) for name in ("u0", "u1"))
-    problem = Problem(units=units, points=(Point(base=0, prefix=0),), budget=0, base_seconds=0.0)
+    problem = Problem(units=units, points=(Point(base=0, prefix=0),), budget_bytes=0, base_seconds=0.0)
     answer = milp(problem, gap=0.0)
     check_exact(problem, answer)
     assert answer.gap == 0.0
@@ -44,7 +44,7 @@ def test_agrees_with_label_setting_on_a_transformer(share: float, identical: boo
     problem = transformer(32, 6, seed=4, share=share, identical=identical)
     by_branching, by_labels = milp(problem), labels(problem)
     assert by_branching.feasible
-    assert by_branching.peak <= problem.budget
+    assert by_branching.peak <= problem.budget_bytes
     assert by_labels.seconds <= by_branching.seconds + 1e-9
     assert by_branching.seconds <= by_labels.seconds + 1e-4 * (problem.base_seconds + by_labels.seconds)
 
@@ -71,14 +71,14 @@ def test_identical_units_whose_points_differ_keep_the_optimum(menu, forward, bac
     units = tuple(UnitOptions(name=f"u{i}", options=options) for i in range(len(forward)))
     points = [Point(base=base, prefix=i, own=i, phase="forward") for i, base in enumerate(forward)]
     points += [Point(base=base, prefix=i, own=i, phase="backward") for i, base in enumerate(backward)][::-1]
-    problem = Problem(units=units, points=tuple(points), budget=budget, base_seconds=10.0)
+    problem = Problem(units=units, points=tuple(points), budget_bytes=budget, base_seconds=10.0)
     check_exact(problem, milp(problem, gap=0.0))
 
 
 def test_out_of_time_falls_back_to_a_plan_that_fits():
     problem = transformer(64, 6, seed=5, share=0.3, identical=False)
     answer = milp(problem, time_limit=0.0)
-    assert answer.feasible and answer.peak <= problem.budget
+    assert answer.feasible and answer.peak <= problem.budget_bytes
     assert answer.gap >= 0.0
 
 
@@ -96,7 +96,7 @@ def test_rounding_inside_the_solver_does_not_leak_out():
     )
     points = tuple(p.model_copy(update={"base": p.base * huge}) for p in problem.points)
     for budget in (120 * huge, 137 * huge + 10, 145 * huge + 15, 145 * huge + 14):
-        large = problem.model_copy(update={"units": units, "points": points, "budget": budget})
+        large = problem.model_copy(update={"units": units, "points": points, "budget_bytes": budget})
         answer = milp(large, gap=0.0)
         assert answer.peak <= budget
         assert answer.seconds == brute_force(large)[0]

@@ -34,7 +34,7 @@ def check_locally_best(problem: Problem, check: Checker, choices) -> None:
         now = option_of(unit, choices[unit.name])
         for option in unit.options:
             if option.seconds < now.seconds - 1e-6 * problem.base_seconds:
-                assert check.peak({**choices, unit.name: option.choice}) > problem.budget
+                assert check.peak({**choices, unit.name: option.choice}) > problem.budget_bytes
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_whatever_the_model_gets_wrong_the_plan_passes_the_referee(problem, per_
     refined = refine(problem, check, max_calls=40)
     assert len(check.seen) == refined.calls <= 40
     assert refined.assignment.peak == check.peak(refined.choices)
-    assert refined.feasible == (refined.assignment.peak <= problem.budget)
+    assert refined.feasible == (refined.assignment.peak <= problem.budget_bytes)
     if not refined.feasible:
         assert refined.assignment.smallest_peak == min(check.peak(c) for c in check.seen)
 
@@ -101,7 +101,12 @@ def test_offsets_carry_over_to_other_prices():
     problem = transformer(16, 4, seed=10, share=0.5)
     check = Checker(problem, [3_000_000 * (i % 2) for i in range(len(problem.points))])
     offsets = refine(problem, check).offsets
-    assert refine(problem.model_copy(update={"budget": problem.budget + 50_000_000}), check, offsets=offsets).calls == 1
+    assert (
+        refine(
+            problem.model_copy(update={"budget_bytes": problem.budget_bytes + 50_000_000}), check, offsets=offsets
+        ).calls
+        == 1
+    )
 
 
 def test_a_peak_alone_is_a_ruling():
@@ -121,7 +126,7 @@ def test_a_pessimistic_model_does_not_give_up():
     problem = uniform_problem(4, budget=80)
     refined = refine(problem, Checker(problem, [-60] * len(problem.points)))
     assert refined.feasible
-    assert refined.assignment.seconds == milp(problem.model_copy(update={"budget": 140})).seconds
+    assert refined.assignment.seconds == milp(problem.model_copy(update={"budget_bytes": 140})).seconds
 
 
 def test_where_the_model_misses_mixtures_by_much_the_plan_that_keeps_least_is_asked_about():
@@ -157,7 +162,7 @@ def test_where_the_model_misses_to_both_sides_plans_in_between_are_tried_two_at_
     def torn(choices) -> Checked:
         """Plans that save in many places tear memory into pieces, the others need less than the model says."""
         saving = sum(option_of(unit, choices[unit.name]) == unit.options[0] for unit in problem.units)
-        extra = int(problem.budget * (0.08 if saving > 8 else -0.06))
+        extra = int(problem.budget_bytes * (0.08 if saving > 8 else -0.06))
         checked = check(choices)
         return Checked(checked.peak_bytes + extra, [(value or 0) + extra for value in checked.point_bytes or ()])
 

@@ -67,10 +67,10 @@ def test_their_linear_peak_covers_the_ghost_peak_and_they_fit_where_nothing_else
             assert 0.999 * peak_of(problem, plan) <= check(plan).peak_bytes <= 1.001 * peak_of(problem, plan)
         assert Segment(size=2) in seen and Segment(size=6) in seen
         recomputing = check(dict.fromkeys(segments.members, RECOMPUTE)).peak_bytes
-        tight = free.model_copy(update={"budget": recomputing - WIDTH * ROWS * 4})
+        tight = free.model_copy(update={"budget_bytes": recomputing - WIDTH * ROWS * 4})
         assert not refine(tight, check, max_calls=6).feasible
         found = refine_segmented(tight, check, segments, max_calls=6)
-        assert found.feasible and check(found.choices).peak_bytes <= tight.budget
+        assert found.feasible and check(found.choices).peak_bytes <= tight.budget_bytes
         assert {c.kind for c in found.choices.values()} >= {"segment"}
 
 

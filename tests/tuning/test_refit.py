@@ -32,7 +32,7 @@ def problem(units: int = 4) -> Problem:
     return Problem(
         units=tuple(UnitOptions(name=f"layers.{i}", options=options) for i in range(units)),
         points=(),
-        budget=1000,
+        budget_bytes=1000,
         base_seconds=1.0,
     )
 

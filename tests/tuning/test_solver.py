@@ -49,7 +49,7 @@ def test_the_simulated_allocator_is_kept_to_the_budget_less_what_ghost_runs_miss
     kept: list[int] = []
     seen = trial(0, predicted=Prediction(peak_bytes=124), measured=Measurement(peak_bytes=126, step_seconds=1.0))
     proposer: Any = SimpleNamespace(
-        _most=116, trials=SimpleNamespace(scored=[seen]), profiled=SimpleNamespace(keep_within=kept.append)
+        _usable_bytes=116, trials=SimpleNamespace(scored=[seen]), profiled=SimpleNamespace(keep_within=kept.append)
     )
     SolverProposer.learn_budget(proposer)
     assert kept == [114]

@@ -139,9 +139,9 @@ class SolverProposer(Proposer):
 
         What ghost runs seem to miss takes its share of the same budget.
         """
-        self.profiled.keep_within(self._most - unseen_bytes(self.trials.scored))
+        self.profiled.keep_within(self._usable_bytes - unseen_bytes(self.trials.scored))
         for trial in self.trials.scored:
-            close = not trial.feasible and peak_of_trial(trial) <= CLOSE * self._most
+            close = not trial.feasible and peak_of_trial(trial) <= CLOSE * self._usable_bytes
             if trial.state == "simulated" and close:
                 self.trials.put(trial.model_copy(update={"predicted": self._predict(trial.choices)}))
 
@@ -171,7 +171,7 @@ class SolverProposer(Proposer):
     def _proposed(self) -> Candidate:
         number, parameters = self.study.ask()
         if self.space.encoding == "layers":
-            found = from_layers(parameters, self._ceiling, self._problem({}, 0), self.profiled.check)
+            found = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self.profiled.check)
         else:
             found = self._solved(parameters)
         encoding, name = self.space.encoding, f"{self.space.encoding} #{number}"
@@ -248,15 +248,15 @@ class SolverProposer(Proposer):
 
     def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
         """The planning problem at these prices, with ``free`` bytes of the budget left unused."""
-        return self.profiled.problem(self._ceiling, prices, free)
+        return self.profiled.problem(self._ghost_run_bytes, prices, free)
 
     @property
-    def _ceiling(self) -> int:
+    def _ghost_run_bytes(self) -> int:
         """Most bytes that a ghost run may show: the budget less the context and less what ghost runs seem to miss."""
-        return self._most - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
+        return self._usable_bytes - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
 
     @property
-    def _most(self) -> int:
+    def _usable_bytes(self) -> int:
         """The budget, at most what the device has free: a share of this job's own peak may be more than that."""
         return min(self.budget.bytes, self.room)
 
@@ -266,7 +266,7 @@ class SolverProposer(Proposer):
     def _solved(self, parameters: Parameters, calls: int | None = None) -> Candidate:
         return from_knobs(
             parameters,
-            self._most,
+            self._usable_bytes,
             self._prices.scale,
             self._problem,
             self.profiled.check,
@@ -356,7 +356,7 @@ def hidden_copies(
 
 def from_knobs(
     parameters: Mapping[str, float | int | str],
-    budget: int,
+    budget_bytes: int,
     scale: Mapping[str, float],
     make_problem: MakeProblem,
     check: Checker,
@@ -367,7 +367,7 @@ def from_knobs(
     faster: float = FASTER,
     ahead: Callable[[Sequence[Mapping[str, Choice]]], None] | None = None,
 ) -> Candidate:
-    """The solver's plan under these knobs, refined until its ghost run fits ``budget``.
+    """The solver's plan under these knobs, refined until its ghost run fits ``budget_bytes``.
 
     ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them. ``remembered``
     holds the checks of earlier calls; at most ``calls`` new ones are asked for,
@@ -375,27 +375,29 @@ def from_knobs(
     """
     kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
     prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
-    free = int(budget * float(parameters.get("margin", 0.0)))
+    free = int(budget_bytes * float(parameters.get("margin", 0.0)))
     problem = make_problem(prices, free)
     refined = refine_segmented(
         problem, check, segments, max_calls=calls, remembered=remembered, faster=faster, ahead=ahead
     )
     fits_host = problem.host_budget is None or refined.checked.host_bytes <= problem.host_budget
-    return Candidate(dict(refined.choices), fits=fits_host and refined.checked.peak_bytes <= problem.budget + free)
+    return Candidate(
+        dict(refined.choices), fits=fits_host and refined.checked.peak_bytes <= problem.budget_bytes + free
+    )
 
 
 def from_layers(
-    parameters: Mapping[str, float | int | str], budget: int, problem: Problem, check: Checker
+    parameters: Mapping[str, float | int | str], budget_bytes: int, problem: Problem, check: Checker
 ) -> Candidate:
     """One choice per unit as sampled, repaired to the budgets: cheapest bytes first, until the ghost run fits."""
     choices = {name: from_label(str(text)) for name, text in parameters.items()}
-    target, host = budget, problem.host_budget
+    target, host = budget_bytes, problem.host_budget
     for _ in range(REPAIRS):
         if host is not None:
             choices = _repaired(problem, choices, host, host_of, "host")
         choices = _repaired(problem, choices, target, peak_of, "kept", math.inf if host is None else host)
         checked = check(choices)
-        excess = checked.peak_bytes - budget
+        excess = checked.peak_bytes - budget_bytes
         over_host = 0 if problem.host_budget is None else checked.host_bytes - problem.host_budget
         if excess <= 0 and over_host <= 0:
             return Candidate(choices)

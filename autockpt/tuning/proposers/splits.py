@@ -157,20 +157,20 @@ def estimate(known: Known, split: Split, layers: int) -> Cost | None:
     return Cost(round(peak), first.seconds + share * (last.seconds - first.seconds))
 
 
-def proposals(known: Known, budget: int, mode: CompileMode, layers: int) -> list[Split]:
+def proposals(known: Known, budget_bytes: int, mode: CompileMode, layers: int) -> list[Split]:
     """Plans that were not measured, should fit and be faster than the best measured one that does; fastest first.
 
     Of every two fractions that were measured for all layers alike, the one with the fewest lean layers that should fit.
     """
     uniform = sorted({split.rich for split in known if split.count == 0})
-    best = min((cost.seconds for cost in known.values() if cost.peak_bytes <= budget), default=float("inf"))
+    best = min((cost.seconds for cost in known.values() if cost.peak_bytes <= budget_bytes), default=float("inf"))
     found: dict[Split, float] = {}
     for lean in uniform if mode == "layers" else [f for f in uniform if f == RUNS_AGAIN]:
         for rich in (f for f in uniform if f > lean):
             for count in range(1, layers):
                 split = Split(lean, rich, count)
                 cost = estimate(known, split, layers)
-                if cost is not None and cost.peak_bytes <= budget:
+                if cost is not None and cost.peak_bytes <= budget_bytes:
                     if split not in known and cost.seconds < best:
                         found[split] = cost.seconds
                     break

@@ -141,9 +141,9 @@ def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: in
 
 def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]) -> WhatIf:
     """Variants of the job on this hardware."""
-    budget = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
-    times, needs = partial(modelled, hardware), simulated_memory(hardware, budget)
-    return WhatIf(budget, torch_device(hardware), times, tuple(kinds), needs)
+    budget_bytes = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
+    times, needs = partial(modelled, hardware), simulated_memory(hardware, budget_bytes)
+    return WhatIf(budget_bytes, torch_device(hardware), times, tuple(kinds), needs)
 
 
 def modelled(hardware: Hardware, graphs: Sequence[Graph]) -> OpTimes:
@@ -159,8 +159,8 @@ def simulated_environment(hardware: Hardware) -> Environment:
 
 def within(budget: Budget, hardware: Hardware) -> tuple[Budget, tuple[str, ...]]:
     """The budget, at most what the hardware has (its context is part of every peak), and a note where that is less."""
-    most = hardware.memory_bytes
-    if budget.kind != "bytes" or (budget.size or 0) <= most:
+    memory_bytes = hardware.memory_bytes
+    if budget.kind != "bytes" or (budget.size or 0) <= memory_bytes:
         return budget, ()
-    note = f"{hardware.name} has {format_bytes(most)}, less than the budget: planned for what it has"
-    return budget.model_copy(update={"size": most}), (note,)
+    note = f"{hardware.name} has {format_bytes(memory_bytes)}, less than the budget: planned for what it has"
+    return budget.model_copy(update={"size": memory_bytes}), (note,)

@@ -131,7 +131,7 @@ class Costs:
         return Problem(
             units=tuple(units),
             points=tuple(points),
-            budget=budget,
+            budget_bytes=budget,
             host_budget=host,
             base_seconds=float(self.run.sum() + fixed),
         )
