@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from autockpt.schema.choices import Choice
 from autockpt.schema.device import Environment
+from autockpt.schema.request import Listener
 from autockpt.schema.trial import Measurement
 
 Choices = Mapping[str, Choice]
+TIMED_CYCLE = "timed cycle"
+"""The beat after each cycle that was timed."""
 
 
 @runtime_checkable
 class Measurer(Protocol):
-    """Measures plans on one workload and one device. ``choices`` name exact units; units left out save everything."""
+    """Measures plans on one workload and one device. ``choices`` name exact units; units left out save everything.
+
+    ``beat`` is called with a word whenever something has ended, such as a cycle, while a method is at work.
+    """
+
+    beat: Callable[[str], None]
 
     @property
     def environment(self) -> Environment:
@@ -47,3 +56,17 @@ class Measurer(Protocol):
     def close(self) -> None:
         """Give everything back. May be called more than once."""
         ...
+
+
+def unheard(word: str) -> None:
+    """The beat that nobody listens to."""
+
+
+@contextmanager
+def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> Iterator[None]:
+    """Within it the listener sees every beat of this ``word`` as a step of its stage."""
+    measurer.beat = lambda said: listener.advance() if said == word else None
+    try:
+        yield
+    finally:
+        measurer.beat = unheard

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from autockpt.devices import process_environment
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
-from autockpt.measuring.base import Choices
+from autockpt.measuring.base import Choices, unheard
 from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.choices import dump_choices
@@ -61,6 +61,7 @@ class WorkerMeasurer:
         self._budget = budget_bytes
         self._wanted = process_environment(device_name)
         self.patience = patience
+        self.beat: Callable[[str], None] = unheard
         self._own_log = ScratchFolder() if log_path is None else None
         self.log_path = Path(self._own_log.name, "worker.log") if self._own_log else Path(str(log_path))
         self._child: Child | None = None
@@ -207,6 +208,8 @@ class WorkerMeasurer:
         while True:
             with self._in_words(starting=starting):
                 message = self._child.receive(self._waiting)
+            if "beat" in message:
+                self.beat(message["beat"])
             if message.get("id") != number:
                 continue
             if "error" in message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -61,6 +61,15 @@ class LocalMeasurer:
     def environment(self) -> Environment:
         """The device and versions that the numbers belong to."""
         return self._environment
+
+    @property
+    def beat(self) -> Callable[[str], None]:
+        """See ``Measurer``."""
+        return self._runner.beat
+
+    @beat.setter
+    def beat(self, heard: Callable[[str], None]) -> None:
+        self._runner.beat = heard
 
     def measure(
         self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None

@@ -17,7 +17,7 @@ from autockpt.devices.cuda_pinned import pinned_memory_kept
 from autockpt.errors import MeasurementError
 from autockpt.history.statistics import noise
 from autockpt.measuring import conditions
-from autockpt.measuring.base import Choices
+from autockpt.measuring.base import TIMED_CYCLE, Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
 from autockpt.runtime import Session, attach, without_kv_cache
@@ -238,7 +238,7 @@ class StepRunner:
         self.seed()
         with conditions.garbage_held():
             seconds = self.device.time(self.workload.cycle)
-        self.beat("timed cycle")
+        self.beat(TIMED_CYCLE)
         return seconds
 
     def measure_peak(self) -> Peak:

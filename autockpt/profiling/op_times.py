@@ -32,6 +32,8 @@ QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the tim
 OPS_AHEAD, SECONDS_AHEAD_PER_OP, CLOCK_HERTZ = 200, 1e-4, 2e9
 DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
 WATCH_ROUNDS = 3
+TIMED_OPS = "timed ops"
+"""The runner's beat after each cycle whose ops were timed."""
 
 
 class _OpTimer(TorchDispatchMode):
@@ -113,6 +115,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
             with timer:
                 runner.run_cycle(mark=timer.mark)
             timer.finish()
+            runner.beat(TIMED_OPS)
             kernels = sum(map(sum, timer.seconds.values()))
             residue.append((plain - kernels - timer.optimizer) / max(timer.ops, 1))
             optimizer.append(timer.optimizer)

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
-from autockpt.measuring.base import Measurer
+from autockpt.measuring.base import Measurer, beats_counted
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
 from autockpt.profiling.menus import build_menus, head_menu, representatives
+from autockpt.profiling.op_times import TIMED_OPS
 from autockpt.profiling.predictor import MemoryModel, Predictor, Traces, simulation_of
 from autockpt.profiling.problem import build_problem, passed_on, point_bytes
 from autockpt.schema import (
@@ -182,7 +183,7 @@ def measure_op_times(
     Ops are timed with the leanest of the ``uniform`` plans attached, those of other output heads (``head``, as
     ``head_graphs`` gives them) with these besides; then the uniform plans that fit into ``room`` bytes are timed whole,
     interleaved, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
-    ``listener`` sees each that was timed.
+    ``listener`` sees each cycle that was timed.
     Raises DeviceOutOfMemory where even the leanest does not run.
     """
     device = runs.environment.device
@@ -197,8 +198,8 @@ def measure_op_times(
 
     def timed(choices: Mapping[str, Choice], cycles: int, disk: bool = False) -> OpTimes:
         payload = {"choices": dump_choices(choices), "cycles": cycles, "disk": disk}
-        found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
-        listener.advance()
+        with beats_counted(runs, listener, TIMED_OPS):
+            found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
         return OpTimes(environment=runs.environment, **found)
 
     # kept by themselves, for a search that is stopped before whole plans are timed
@@ -207,7 +208,7 @@ def measure_op_times(
     if times is None:
         # a plain head may be what does not fit
         first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
-        listener.stage("time single ops", 1 + len(others))
+        listener.stage("time single ops", TIMED_CYCLES + len(others))
         times = timed({**lean, **first}, TIMED_CYCLES, disk)
         for choices in others:
             with suppress(DeviceOutOfMemory):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -23,6 +24,8 @@ from rich.text import Text
 from autockpt.schema import Trial, format_binary, words
 
 SILENT = 2.0  # seconds after which a stage says how far it came
+QUIET = 5.0  # seconds without a line after which a stage says that it still runs; twice as many before the next time
+LOOKS = 1.0  # seconds between two looks whether it is time for that
 SHOWN = 0.1  # seconds of compiling that are worth a word
 STATES = {
     "measured": "",
@@ -36,7 +39,10 @@ FITS = {True: "fits", False: "over the budget", None: ""}
 
 
 class LineListener:
-    """One line per stage and trial, for logs and pipes: ``say`` gets them. ``clock`` returns seconds."""
+    """One line per stage and trial, for logs and pipes: ``say`` gets them. ``clock`` returns seconds.
+
+    As a context manager it also says, from a thread of its own, that a stage about which nothing is heard still runs.
+    """
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -45,39 +51,64 @@ class LineListener:
         self._start = clock()
         self._stage, self._total, self._done = "", 0, 0
         self._began = self._told = self._start
+        self._quiet = QUIET
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> LineListener:
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def stage(self, name: str, total: int | None = None) -> None:
-        self._line(f"{name} …")
-        self._stage, self._total, self._done, self._began = name, total or 0, 0, self._told
+        with self._lock:
+            self._line(f"{name} …")
+            self._stage, self._total, self._done, self._began = name, total or 0, 0, self._told
+            self._quiet = QUIET
 
     def advance(self, steps: int = 1) -> None:
-        self._done += steps
-        now = self._clock()
-        if now - self._told > SILENT and (left := self._left(now)):
-            self._line(f"{self._stage}: {left}")
+        with self._lock:
+            self._done += steps
+            now = self._clock()
+            if now - self._told > SILENT and (left := self._left(now)):
+                self._line(f"{self._stage}: {left}")
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
-        self._done += 1
-        self.trials += 1
-        now = self._clock()
-        left = self._left(now) if now - self._began > SILENT else ""
-        self._line(describe_trial(trial, best) + (f"  ({left})" if left else ""))
+        with self._lock:
+            self._done += 1
+            self.trials += 1
+            now = self._clock()
+            left = self._left(now) if now - self._began > SILENT else ""
+            self._line(describe_trial(trial, best) + (f"  ({left})" if left else ""))
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            self._line(text)
+
+    def pulse(self) -> None:
+        """Say that the stage still runs, where nothing was said for a while: what is left, or how long it took."""
+        with self._lock:
+            now = self._clock()
+            if self._stage and now - self._told >= self._quiet:
+                self._quiet *= 2
+                self._line(f"{self._stage}: {self._left(now) or f'{words.seconds(now - self._began)} so far'}")
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOKS):
+            self.pulse()
 
     def _left(self, now: float) -> str:
-        """How far the stage is, where its end is known and not yet there."""
-        if self._done >= self._total:
+        """How far the stage is, where its end is known and not yet there and something of it is done."""
+        if not 0 < self._done < self._total:
             return ""
         seconds = (now - self._began) / self._done * (self._total - self._done)
         return f"{self._done} of {self._total}, at most {words.seconds(seconds)} left"
-
-    def note(self, text: str) -> None:
-        self._line(text)
 
     def _line(self, text: str) -> None:
         self._told = self._clock()

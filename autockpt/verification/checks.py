@@ -13,12 +13,15 @@ from autockpt.runtime import Observation, Proof, UnitRuns, judge
 from autockpt.runtime.compiled import STEPS
 from autockpt.schema.choices import Choice, dump_choices
 from autockpt.schema.plan import Plan
+from autockpt.schema.request import Listener
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
 from autockpt.schema.verification import Check
 from autockpt.schema.workload import WorkloadSpec
 
 BESIDE = "autockpt.verification.beside"
+OBSERVED = 3
+"""Observations that gradients are compared by: two of the reference, which should repeat itself, and the plan's."""
 Choices = Mapping[str, Choice]
 
 
@@ -35,11 +38,18 @@ def smaller_shapes(spec: WorkloadSpec, batch_size: int | None, seq_len: int | No
 
 
 def compare_on(
-    measurer: Measurer, name: str, choices: Choices, reference: Choices | None, *, compiled: bool = False
+    measurer: Measurer,
+    name: str,
+    choices: Choices,
+    reference: Choices | None,
+    listener: Listener,
+    *,
+    compiled: bool = False,
 ) -> Check:
     """Compare two steps under ``choices`` with two under ``reference`` (None: plain training).
 
     Bit by bit, or within rounding where a choice is not exact or steps are compiled; those with each other.
+    ``listener`` sees the observations pass, ``OBSERVED`` of them in each of its stages.
 
     Passes DeviceOutOfMemory on where the *reference* does not fit; a plan that does not fit has failed.
     """
@@ -49,12 +59,15 @@ def compare_on(
     def run(which: Choices | None, deterministic: bool) -> Observation:
         wired = None if which is None else dump_choices(which)
         payload = {"choices": wired, "deterministic": deterministic, "sketched": sketched}
-        return Observation.model_validate(measurer.call(f"{BESIDE}:observe_steps", payload))
+        observed = Observation.model_validate(measurer.call(f"{BESIDE}:observe_steps", payload))
+        listener.advance()
+        return observed
 
     deterministic = False
     first, second = run(reference, False), run(reference, False)
     if first.differences(second):
         deterministic = True
+        listener.stage("compare gradients by deterministic kernels", OBSERVED)
         first, second = run(reference, True), run(reference, True)
     try:
         planned = run(choices, deterministic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +12,9 @@ from autockpt.history.promises import OTHER_WORKLOAD, judge_peak, judge_ratio, j
 from autockpt.history.statistics import Interval, ratio_interval
 from autockpt.history.trialplan import plan_file
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
+from autockpt.measuring.base import beats_counted
 from autockpt.runtime import Proof, UnitRuns
-from autockpt.schema.choices import RECOMPUTE, dump_choices
+from autockpt.schema.choices import RECOMPUTE, Choice, dump_choices
 from autockpt.schema.graph import Unit
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.plan import Plan, Steps, plan_hash
@@ -23,6 +24,7 @@ from autockpt.schema.verification import Check, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.verification.checks import (
     BESIDE,
+    OBSERVED,
     compare_on,
     compared_peak,
     compared_time,
@@ -230,21 +232,22 @@ class _Verification:
     # --- gradients
 
     def _gradients(self) -> Iterator[Check]:
-        self.listener.stage("compare gradients with plain training")
+        self.listener.stage("compare gradients with plain training", OBSERVED)
         try:
-            yield compare_on(self.measurer, "gradients", self.choices, None, compiled=self._compiled)
+            yield self._compared("gradients", self.measurer, None)
             return
         except DeviceOutOfMemory as error:
             self.notes.append(f"plain training does not fit at full shape: {error.message}")
         yield self._smaller_shape()
-        self.listener.stage("compare gradients with recomputing every layer")
+        self.listener.stage("compare gradients with recomputing every layer", OBSERVED)
         everything = dict.fromkeys(self.blocks, RECOMPUTE)
         try:
-            yield compare_on(
-                self.measurer, "gradients at full shape", self.choices, everything, compiled=self._compiled
-            )
+            yield self._compared("gradients at full shape", self.measurer, everything)
         except DeviceOutOfMemory as error:
             yield Check(name="gradients at full shape", state="failed", detail=f"out of memory: {error.message}")
+
+    def _compared(self, name: str, measurer: Measurer, reference: Mapping[str, Choice] | None) -> Check:
+        return compare_on(measurer, name, self.choices, reference, self.listener, compiled=self._compiled)
 
     def _smaller_shape(self) -> Check:
         """Against plain training, at the largest halved shape at which that fits."""
@@ -254,13 +257,13 @@ class _Verification:
         settings = getattr(self.measurer, "settings", {})
         for spec in smaller_shapes(self.subject, settings.get("batch_size"), settings.get("seq_len")):
             shape = f"batch {spec.batch_size}" + (f" × {spec.seq_len}" if spec.seq_len else "")
-            self.listener.stage(f"compare gradients with plain training at {shape}")
+            self.listener.stage(f"compare gradients with plain training at {shape}", OBSERVED)
             rest = getattr(self.measurer, "rest", None)
             if rest is not None:
                 rest()  # two models would share the device
             try:
                 with _open(spec, self.device, None, self.plan, self.mode) as measurer:
-                    check = compare_on(measurer, name, self.choices, None, compiled=self._compiled)
+                    check = self._compared(name, measurer, None)
                     return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
             except DeviceOutOfMemory:
                 continue
@@ -304,9 +307,8 @@ class _Verification:
             self.notes.append(f"compiled to {graphs}; what a choice needs and no graph can hold runs eagerly")
         saving, ratio = None, None
         if plan_hash(self.choices) != plan_hash(nothing := known_plans(self.blocks, ())[NONE]):
-            self.listener.stage("measure saving everything")
             try:
-                saving = self.measurer.measure(nothing, steps=self.steps)
+                saving = self._timed("measure saving everything", nothing)
                 ratio = self._beside(NONE)
             except DeviceOutOfMemory:
                 self.notes.append("saving everything does not fit the device in such steps")
@@ -315,13 +317,18 @@ class _Verification:
 
     def _measure(self, budget_bytes: int | None) -> Iterator[Check]:
         """Fill ``measured``; or the checks that failed because it does not run."""
-        self.listener.stage("measure peak and step time")
         try:
-            self.measured = self.measurer.measure(self.choices, steps=self.steps, budget_bytes=budget_bytes)
+            self.measured = self._timed("measure peak and step time", self.choices, budget_bytes)
         except (DeviceOutOfMemory, ConflictError) as error:
             why = f"out of memory: {error.message}" if isinstance(error, DeviceOutOfMemory) else error.message
             yield Check(name="peak", state="failed", detail=why)
             yield Check(name="step time", state="skipped", detail="no step could be timed")
+
+    def _timed(self, stage: str, choices: Mapping[str, Choice], budget_bytes: int | None = None) -> Measurement:
+        """A stage that measures a plan; its steps are seen to pass."""
+        self.listener.stage(stage, self.steps)
+        with beats_counted(self.measurer, self.listener):
+            return self.measurer.measure(choices, steps=self.steps, budget_bytes=budget_bytes)
 
     def _step_time(self, measured: Measurement) -> Check:
         """Beside a well-known plan where one fits: a machine that is slower today slows both alike."""
@@ -341,7 +348,8 @@ class _Verification:
 
     def _beside(self, name: str) -> Interval:
         """The plan's step time as a multiple of a well-known one's, interleaved. Passes DeviceOutOfMemory on."""
-        self.listener.stage(f"time the plan and {name!r}, interleaved")
+        self.listener.stage(f"time the plan and {name!r}, interleaved", 2 * self.rounds)
         other = known_plans(self.blocks, (RECOMPUTE.kind,))[name]
-        times = self.measurer.compare({"plan": self.choices, name: other}, rounds=self.rounds)
+        with beats_counted(self.measurer, self.listener):
+            times = self.measurer.compare({"plan": self.choices, name: other}, rounds=self.rounds)
         return ratio_interval(times["plan"], times[name], robust=True)

@@ -11,10 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autockpt.schema import RECOMPUTE, Choice
+from autockpt.schema import RECOMPUTE, Choice, Silence
 from autockpt.workload import Step
 
 BLOCKS, WIDTH, ROWS = 4, 16, 256
+
+
+class Steps(Silence):
+    """Counts the steps of stages."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def advance(self, steps: int = 1) -> None:
+        self.count += steps
 
 
 class Block(nn.Module):

@@ -15,8 +15,9 @@ import pytest
 
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError, WorkloadError
 from autockpt.measuring import Measurer, WorkerMeasurer
+from autockpt.measuring.base import beats_counted
 from autockpt.schema import RECOMPUTE, WorkloadSpec
-from tests.measuring.small_workloads import FACTORY
+from tests.measuring.small_workloads import FACTORY, Steps
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +80,12 @@ def test_measures_in_another_process_and_survives_what_goes_wrong_there(start, t
     plain = measurer.measure({}, steps=3)
     assert len(plain.times) == 3
     assert measurer.measure(ALL, steps=1).peak_bytes < plain.peak_bytes
-    times = measurer.compare({"a": {}, "b": ALL}, rounds=2)
-    assert [len(times[name]) for name in ("a", "b")] == [2, 2]
+    passed = Steps()
+    with beats_counted(measurer, passed):
+        times = measurer.compare({"a": {}, "b": ALL}, rounds=2)
+    assert [len(times[name]) for name in ("a", "b")] == [2, 2] and passed.count == 4, "each is seen while it runs"
+    measurer.measure({}, steps=1)
+    assert passed.count == 4, "and nothing afterwards"
 
     answer = measurer.call("autockpt.probe:pid", {"x": [1, "two"]})
     assert answer == {"pid": answer["pid"], "payload": {"x": [1, "two"]}, "kind": "cpu"}

@@ -13,7 +13,8 @@ from autockpt.collector import frozen
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
 from autockpt.measuring import LocalMeasurer, Measurer
 from autockpt.measuring import snapshot as module
-from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, bits, make_workload, same, train
+from autockpt.measuring.base import beats_counted
+from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, Steps, bits, make_workload, same, train
 
 
 @pytest.fixture
@@ -31,7 +32,10 @@ def test_measures_and_restores(workload):
         assert measurer.environment.device.kind == "cpu"
         plain = measurer.measure({}, steps=2)
         assert measurer.measure(RECOMPUTE_ALL, steps=1).peak_bytes < plain.peak_bytes
-        assert len(measurer.compare({"a": {}, "b": RECOMPUTE_ALL}, rounds=2)["b"]) == 2
+        passed = Steps()
+        with beats_counted(measurer, passed):
+            assert len(measurer.compare({"a": {}, "b": RECOMPUTE_ALL}, rounds=2)["b"]) == 2
+        assert passed.count == 4
     assert same(before, bits(workload))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import threading
 
 from rich.console import Console
 
@@ -34,6 +35,36 @@ def test_a_long_stage_says_how_far_it_came_and_what_is_left() -> None:
         lines.advance(3)
         lines.advance(6)
     assert [line.partition("] ")[2] for line in said] == ["finals …", "finals: 6 of 15, at most 6 s left"]
+
+
+def test_a_stage_about_which_nothing_is_heard_says_that_it_runs_ever_less_often() -> None:
+    said: list[str] = []
+    now = [0.0]
+    lines = LineListener(said.append, clock=lambda: now[0])
+    lines.pulse()
+    lines.stage("trace")
+    for now[0] in range(1, 40):
+        lines.pulse()
+    lines.stage("finals", 4)
+    lines.advance()
+    now[0] += 6
+    lines.pulse()
+    assert [line.partition("] ")[2] for line in said] == [
+        "trace …",
+        "trace: 5 s so far",
+        "trace: 15.0 s so far",
+        "trace: 35.0 s so far",
+        "finals …",
+        "finals: 1 of 4, at most 18.0 s left",
+    ]
+
+
+def test_its_thread_ends_with_the_block() -> None:
+    before = threading.active_count()
+    with LineListener(lambda line: None) as lines:
+        lines.stage("trace")
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
 
 
 def test_a_trial_says_what_is_left_of_a_long_stage() -> None:
