@@ -18,12 +18,15 @@ TIMED_CYCLE = "timed cycle"
 
 @runtime_checkable
 class Measurer(Protocol):
-    """Measures plans on one workload and one device. ``choices`` name exact units; units left out save everything.
+    """Measures plans on one workload and one device. ``choices`` name exact units; units left out save everything."""
 
-    ``beat`` is called with a word whenever something has ended, such as a cycle, while a method is at work.
-    """
+    @property
+    def beat(self) -> Callable[[str], None]:
+        """Called with a word whenever something has ended, such as a cycle, while a method is at work."""
+        ...
 
-    beat: Callable[[str], None]
+    @beat.setter
+    def beat(self, heard: Callable[[str], None]) -> None: ...
 
     @property
     def environment(self) -> Environment:

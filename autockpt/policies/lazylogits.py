@@ -252,9 +252,9 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
 
-_called: Any = LazyLogits.__torch_function__.__func__  # type: ignore[attr-defined]
-run_as_it_is(_called, calls=False)
-_called._torchdynamo_disable = True  # never a part of a graph, as torch.compiler.disable says
+_entered: Any = LazyLogits.__torch_function__.__func__  # type: ignore[attr-defined]
+run_as_it_is(_entered, calls=False)
+_entered._torchdynamo_disable = True  # never a part of a graph, as torch.compiler.disable says
 
 
 def lazy_logits(call: Rows, hidden: Tensor, like: Tensor) -> LazyLogits:

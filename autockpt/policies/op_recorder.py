@@ -24,13 +24,7 @@ from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.slots import Packing
 from autockpt.policies.tape import Maker, Origin, RemadeSlot, RerunOp, TensorArgument
-from autockpt.policies.watching import (
-    Watching,
-    count_writes,
-    passes_by,
-    refuse_untupled,
-    refuse_watching,
-)
+from autockpt.policies.watching import Watching, count_writes, passes_by, refuse_untupled, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
 
 SMALL = 16

@@ -37,13 +37,7 @@ from autockpt.policies.saved import address_of
 from autockpt.policies.slots import differs
 from autockpt.policies.triton_kernels import READS, launches, name_of
 from autockpt.policies.user_checkpoint import hooks_in_force
-from autockpt.policies.watching import (
-    CHANGED_BY_WATCHING,
-    Watching,
-    count_writes,
-    passes_by,
-    refuse_watching,
-)
+from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writes, passes_by, refuse_watching
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 Place = tuple[int, int, int]

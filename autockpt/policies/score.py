@@ -121,8 +121,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not (tensor.is_complex() or tensor.is_inference() or tensor.is_neg())
 
 
-_BY_VALUES = frozenset({"tensor_split", "ctc_loss"})
-"""Functions that make numbers of what is in a tensor, and no op tells."""
+_UNTOLD = HANDS_OUT | {"tensor_split", "ctc_loss"}
+"""Functions after which anything may be in a tensor, and such as make numbers of one, of which no op tells."""
 
 
 def _hides_code(func: Any) -> bool:
@@ -157,7 +157,7 @@ class Learning(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         try:
-            if autocast_is_on() or dispatch_modes() > 1 or name in HANDS_OUT | _BY_VALUES or _hides_code(func):
+            if autocast_is_on() or dispatch_modes() > 1 or name in _UNTOLD or _hides_code(func):
                 raise _Unfit
             patterns = tuple(map(self._pattern, args)), {name: self._pattern(arg) for name, arg in kwargs.items()}
         except _Unfit:
