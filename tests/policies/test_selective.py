@@ -475,3 +475,24 @@ def test_a_known_product_is_not_even_begun_again():
         return mode.count
 
     assert transposed(selective("**")) == transposed(None) < transposed(RECOMPUTE)
+
+
+@pytest.mark.parametrize("kind", ["selective", "keep_attention", "remake"])
+def test_a_product_that_is_written_to_what_it_is_given_is_written_there_again(kind: str) -> None:
+    def body(unit: Unit, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first, second = torch.full((len(x), 32), torch.nan), torch.full((len(x), 32), torch.nan)
+            torch.mm(x, unit.up.weight.T, out=first)
+            torch.matmul(x, unit.up.weight.T, out=second)
+        return x + unit.down(torch.tanh(unit.up(x)) * torch.tanh(first) + second.sin() * unit.up(x))
+
+    def gradients(choice: Choice | None) -> list[Tensor]:
+        model, found = Model(body), list[Tensor]()
+        with attach(model, {} if choice is None else {f"units.{i}": choice for i in range(2)}, sentinels="off"):
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.randn(16, 8, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return found
+
+    assert all(map(torch.equal, gradients(parse_choice(kind)), gradients(None)))
