@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
+from autockpt.measuring.base import unheard
 from autockpt.measuring.failures import chain
 from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.choices import SAVE, Choice, label, parse_choices
@@ -51,14 +52,14 @@ class Compiler:
         device_kind: str,
         *,
         backend: str = BACKEND,
-        beat: Callable[[str], None] | None = None,
+        beat: Callable[[str], None] = unheard,
     ) -> None:
         if backend == BACKEND and (why := missing(device_kind)):
             raise UsageError(f"steps cannot be compiled here: {why}", remedy="Install it, or leave out --compile.")
         self.mode: CompileMode = mode
         self.strict = True
         self.seconds, self.times = 0.0, 0
-        self._backend, self._beat = backend, beat or (lambda word: None)
+        self._backend, self._beat = backend, beat
         self._functions: dict[Key, Callable[..., Any]] = {}
         self._sessions: dict[str, Session] = {}
         self._graphs: dict[Key, int] = {}

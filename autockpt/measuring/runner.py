@@ -17,7 +17,7 @@ from autockpt.devices.cuda_pinned import pinned_memory_kept
 from autockpt.errors import MeasurementError
 from autockpt.history.statistics import noise
 from autockpt.measuring import conditions
-from autockpt.measuring.base import TIMED_CYCLE, Choices
+from autockpt.measuring.base import TIMED_CYCLE, Choices, unheard
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
 from autockpt.runtime import Session, attach, without_kv_cache
@@ -44,7 +44,7 @@ class StepRunner:
         workload: Step,
         device: Device,
         *,
-        beat: Callable[[str], None] | None = None,
+        beat: Callable[[str], None] = unheard,
         host_budget: int | None = None,
         compiler: Compiler | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class StepRunner:
         self.device = device
         self.compiler = compiler
         self.host_budget = host_budget
-        self.beat: Callable[[str], None] = beat or (lambda word: None)
+        self.beat = beat
         self._seed = workload.spec.seed if workload.spec is not None else 0
         self._freezer = conditions.Freezer()
         self._round = 0  # over all comparisons, so that many short ones balance out as well

@@ -39,7 +39,6 @@ class Assignments(TorchFunctionMode):
         self._given: list[torch.Tensor] = []
         self._saved: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    @run_as_it_is
     def pack(self, tensor: torch.Tensor) -> Any:
         """``tensor`` lies over what autograd saves: the op's result, or what the op was given."""
         for given in self._given:
@@ -69,7 +68,7 @@ def saving(
     where the unit's code ``assigns`` to a ``.data``, that is looked at. ``watch`` is told when it has ended."""
     keep_identity()
     assignments = Assignments(unit, pack) if assigns else None
-    hooks = saved_tensors_hooks(pack if assignments is None else assignments.pack, _unpack)
+    hooks = saved_tensors_hooks(run_as_it_is(pack if assignments is None else assignments.pack), _unpack)
     try:
         with hooks, assignments or nullcontext():
             yield

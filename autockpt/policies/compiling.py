@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +23,16 @@ def run_as_it_is(function: F, *, calls: bool = True) -> F:
 
     Where it can be part of a graph it is. What ``torch.compiler.disable`` does to a function is never part of one.
     """
+    _leave(function.__code__, calls)
+    return function
+
+
+@functools.cache
+def _leave(code: CodeType, calls: bool) -> None:
     eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     action = eval_frame._FrameAction
     called = action.SKIP if calls else action.DEFAULT
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, called))
-    return function
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, called))
 
 
 def changes_bits(compiler: Any) -> bool:

@@ -138,7 +138,6 @@ class Following(TorchFunctionMode):
                     self.leave()
             self._met.append(weakref.ref(tensor))
 
-    @run_as_it_is
     def pack(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
         """The hook for autograd's packing."""
         number = self.packed

@@ -216,7 +216,6 @@ class Tape:
 
     # Deciding what is held.
 
-    @run_as_it_is
     def pack(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
         """The hook for autograd's packing."""
         self.packed += 1

@@ -25,7 +25,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
-from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.fingerprints import Place, layout_of
 from autockpt.policies.replay import Replay
 from autockpt.policies.rerun_state.surroundings import outside_inference, user_dispatch_modes
@@ -172,7 +171,6 @@ class UnitCall:
             replay.try_again(tensors, output)
         return output
 
-    @run_as_it_is
     def _pack(self, tensor: torch.Tensor) -> Slot:
         slot = Slot(self, tensor, None if self._packing is None else self._packing(tensor))
         self._slots.append(weakref.ref(slot))

@@ -232,7 +232,6 @@ class Packer:
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
         self._seen: dict[int, weakref.ref[SavedStorage]] = {}
 
-    @run_as_it_is
     def pack(self, tensor: torch.Tensor) -> Moved | Kept:
         # inside of forward-mode AD what is made here would be its own, without memory to copy
         if forward_ad._current_level >= 0 or not self._leaves(tensor):

@@ -307,7 +307,6 @@ class _Calls(TorchFunctionMode):
                 return func(*args, **kwargs)
         saved: list[torch.Tensor] = []
 
-        @run_as_it_is
         def note(tensor: torch.Tensor) -> Any:
             saved.append(tensor)
             return hooks[0](tensor)

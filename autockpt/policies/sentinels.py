@@ -278,7 +278,6 @@ class CheckedCall:
 
     # The first forward.
 
-    @eagerly
     def packed(self, tensor: torch.Tensor) -> WatchedTensor:
         """Autograd saves a tensor, and something else will be handed out for it."""
         entry = WatchedTensor(self, len(self._entries), tensor)
