@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autockpt.reporting.style import VERDICTS, bullets, plain_table
 from autockpt.schema import Comparison, CompileMode, Plan, SearchOutcome, format_binary, format_bytes, words
+from autockpt.schema.known import NOT_IN_THE_NAME
 from autockpt.schema.planview import set_lines
 
 _PREDICTED = "predicted step"
@@ -93,6 +94,8 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
         modelled = [r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None]
         if beneath or any(modelled):
             console.print("~ simulated, not measured", style="dim")
+        named = [f"{row.name}: {NOT_IN_THE_NAME[row.name]}" for row in rows if row.name in NOT_IN_THE_NAME]
+        console.print(Text("; ".join(named)), style="dim")
     console.print()
     console.print(bullets(_remarks(outcome, rows)))
     if outcome.plan is not None:

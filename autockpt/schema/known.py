@@ -9,6 +9,13 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, RecomputeO
 NONE, ALL, EVERY_2, OFFLOAD_ALL, OURS = "none", "recompute all", "every-2", "offload all", "ours"
 INPUTS_OFFLOADED = "inputs offloaded"
 """Every unit is recomputed from an input that waits off the device: `recompute_offload` everywhere."""
+NOT_IN_THE_NAME = {
+    NONE: "saves everything",
+    EVERY_2: "recompute on every second layer",
+    INPUTS_OFFLOADED: "recompute from inputs kept on the host",
+    OURS: "what this search found",
+}
+"""What plans do whose names do not say it."""
 
 
 def known_plans(units: Sequence[str], kinds: Sequence[str]) -> dict[str, dict[str, Choice]]:

@@ -93,6 +93,12 @@ def test_save_everything_that_does_not_fit_says_so() -> None:
     assert "does not fit" in cells(printed(unmeasured), "none") and " no " in cells(printed(unmeasured), "none")
 
 
+def test_names_that_do_not_say_it_are_explained_beneath_the_table() -> None:
+    text = " ".join(printed(outcome()).split())
+    assert "none: saves everything; every-2: recompute on every second layer; ours: what this search found" in text
+    assert "inputs offloaded:" not in text
+
+
 def test_a_dry_run_shows_only_what_is_simulated() -> None:
     text = printed(outcome(dry_run=True))
     assert "simulated 441 MiB" in cells(text, "ours") and "Dry run" in text
