@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from autockpt.schema import (
 from autockpt.tuning.finals import BATCH, Final, play
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps
+from autockpt.tuning.trials import Candidate, Score, Trials
 from search_spaces.spaces import load_space
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
@@ -352,12 +354,23 @@ def test_plans_over_the_host_budget_are_never_measured(space: str) -> None:
     assert found.best.measured.peak_bytes <= found.budget.bytes
 
 
-@pytest.mark.parametrize(("noise", "said"), [(0.05, False), (0.6, True), (math.inf, False)])
-def test_timings_that_swing_are_said_to_come_of_other_work(noise: float, said: bool) -> None:
-    measured = Measurement(peak_bytes=1, step_seconds=1.0, noise=noise)
-    trial = Trial(number=0, name="0", encoding="knobs", choices={}, plan_hash="0", state="measured", feasible=True)
-    trials: Any = SimpleNamespace(all=[trial.model_copy(update={"measured": measured, "number": n}) for n in range(2)])
-    device: Any = SimpleNamespace(environment=SimpleNamespace(device=SimpleNamespace(kind="cpu")))
+@pytest.mark.parametrize("second_is", [1.0, 1.03], ids=["undecided", "decided"])
+@pytest.mark.parametrize(("swing", "said"), [(1.01, False), (1.8, True)])
+def test_timings_that_swing_are_said_to_come_of_other_work(swing: float, said: bool, second_is: float) -> None:
+    trials = Trials(None)
+    for number in range(2):
+        measured = Measurement(peak_bytes=1, step_seconds=1.0, noise=0.05)
+        candidate = Candidate({"0": SAVE if number else RECOMPUTE})
+        trials.write(candidate, Score("measured", measured), elapsed=0)
+    trials.judge(1)
+
+    random = Random(0)
+
+    def compare(plans: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+        common = [random.uniform(1.0, swing) for _ in range(rounds)]
+        return {n: [second_is ** int(n) * random.uniform(0.99, 1.01) * c for c in common] for n in plans}
+
+    device: Any = SimpleNamespace(environment=SimpleNamespace(device=SimpleNamespace(kind="cpu")), compare=compare)
     target = RealSteps(device, Clock(Silence()))
-    target._named(trials, Final(0, {0: [1.0, 1.0], 1: [1.0, 1.0]}, undecided=(1,)))
+    target.winner(trials, [], 1, math.inf)
     assert any("other work" in note and "OMP_NUM_THREADS" in note for note in target.notes) is said

@@ -117,9 +117,14 @@ class RealSteps(Target):
         with self.clock.part(STEPS):
             final = play([*finalists, *fitting], extra, self._side_by_side, seconds=min(FINAL_SECONDS, seconds))
         self._put_right(trials, [t for t in others if t.number not in final.times], final)
+        swings = False
         for number in final.times:
             trial = trials.all[number]
-            trials.put(trial.model_copy(update={"measured": remeasured(trial, final)}))
+            measured = remeasured(trial, final)
+            swings = swings or SWINGS < measured.noise < 1.0  # 1: too few rounds to tell
+            trials.put(trial.model_copy(update={"measured": measured}))
+        if swings:
+            self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
         return trials.all[self._named(trials, final)]
 
     def _named(self, trials: Trials, final: Final) -> int:
@@ -134,9 +139,6 @@ class RealSteps(Target):
         close = ", ".join(f"#{number}" for number in times if number != named)
         why = "" if named == final.winner else "; by what their choices cost in all trials, the first is faster"
         self.notes.append(f"trial #{named} and {close} cannot be distinguished at the noise of this machine{why}")
-        swings = [m.noise for number in times if (m := trials.all[number].measured) is not None]
-        if any(SWINGS < noise < math.inf for noise in swings):
-            self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
         return named
 
     @staticmethod
