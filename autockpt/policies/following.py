@@ -102,6 +102,8 @@ class Following(TorchFunctionMode):
 
     @run_as_it_is
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs) if kwargs else func(*args)
         step = self._next
         if (
             (func is not step.func and func != step.func)

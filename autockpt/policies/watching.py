@@ -3,6 +3,7 @@ CUDA's backends. ``watched_backends`` asks the others. And a mode that sees to i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
-from autockpt.policies.compiling import changes_bits, run_as_it_is, set_compiler
+from autockpt.policies.compiling import changes_bits, compile_again, refuse_compiled, run_as_it_is, set_compiler
 
 
 def _overloads(*names: str) -> frozenset[Any]:
@@ -81,6 +82,15 @@ class Watching(TorchDispatchMode):
     def __init__(self, unit: str) -> None:
         super().__init__()
         self._unit = unit
+        self._refusal: Callable[[], ConflictError] | None = None  # that held before this was entered
+
+    def __enter__(self) -> Watching:
+        self._refusal = refuse_compiled(self._would_be_uncompiled)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        compile_again(self._refusal)
+        super().__exit__(*raised)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,7 +101,7 @@ class Watching(TorchDispatchMode):
         compiler = set_compiler(None)  # else it would take on what is called here
         try:
             if compiler and not isinstance(func, HigherOrderOperator) and changes_bits(compiler):
-                self._refuse_uncompiled()
+                raise self._would_be_uncompiled()
             return self.look(func, args, kwargs or {})
         finally:
             set_compiler(compiler)
@@ -100,20 +110,19 @@ class Watching(TorchDispatchMode):
         """Run an op; its result."""
         raise NotImplementedError
 
-    def _refuse_uncompiled(self) -> None:
-        raise ConflictError(
+    def _would_be_uncompiled(self) -> ConflictError:
+        return ConflictError(
             f"{self._unit} calls compiled code (torch.compile) whose ops would be watched, and torch then runs it "
             "uncompiled, with other last bits",
             remedy=f"Use recompute, offload or save on {self._unit}, or do not compile what it calls.",
         )
 
 
-class Unread(TorchDispatchMode):
+class Unread(Watching):
     """Ops that run in it may not read some tensors: of others whatever was in these does not matter."""
 
     def __init__(self, unit: str) -> None:
-        super().__init__()
-        self._unit = unit
+        super().__init__(unit)
         self._errors: dict[int, tuple[ConflictError, bool]] = {}
 
     def add(self, tensor: torch.Tensor, error: ConflictError, *, views: bool) -> None:
@@ -123,13 +132,12 @@ class Unread(TorchDispatchMode):
     def __bool__(self) -> bool:
         return bool(self._errors)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in CHANGED_BY_WATCHING:
             refuse_watching(func, args, self._unit)
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 error, views = self._errors.get(leaf.untyped_storage()._cdata, (None, False))
-                if error is not None and not (views and func.is_view):
+                if error is not None and not (views and getattr(func, "is_view", False)):
                     raise error
         return func(*args, **kwargs)

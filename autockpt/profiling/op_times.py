@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.devices import transport_for
 from autockpt.devices.disk import DiskTransport
 from autockpt.hardware.signature import signature
+from autockpt.policies.compiling import uncompiled
 from autockpt.profiling.probes import Stopwatch, by_transport, watch_seconds
 from autockpt.schema.choices import parse_choices
 
@@ -112,7 +113,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         for _ in range(int(payload.get("cycles", 2))):
             plain = runner.time_cycle()
             timer = _OpTimer(device)
-            with timer:
+            with uncompiled(), timer:
                 runner.run_cycle(mark=timer.mark)
             timer.finish()
             runner.beat(TIMED_OPS)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.devices import Parcel, Transport, Transports, transport_for
+from autockpt.policies.compiling import uncompiled
 from autockpt.policies.compute_ops import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.replay import recomputing
 from autockpt.policies.saved_outputs import given_up
@@ -99,7 +100,7 @@ class RunCounter(TorchDispatchMode):
         hooks += [module.register_forward_pre_hook(self._enter_named) for module in self._named]
         hooks += [module.register_forward_hook(self._leave_named, always_call=True) for module in self._named]
         try:
-            with self, given_up() as changed:
+            with uncompiled(), self, given_up() as changed:
                 yield self
                 for name, count in changed.items():
                     if name in self._counts:

@@ -17,6 +17,7 @@ from autockpt.hardware.scratch import GIVEN_UP, WorkspaceTrials, is_measured
 from autockpt.hardware.signature import dtype_name, plain_signature, signature
 from autockpt.hardware.triton_launches import LAUNCH, NOTE
 from autockpt.hardware.workspaces import accelerator_workspace_bytes, workspace_bytes
+from autockpt.policies.compiling import uncompiled
 from autockpt.schema.graph import Tier
 from autockpt.tracing.accumulation import Counts, EngineAdds, FusedAdds
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
@@ -168,6 +169,7 @@ class Recorder(TorchDispatchMode):
                 self.location,
                 self.saved,
                 self._random_states(),
+                uncompiled(),
                 self,
                 self._modes(),
             )

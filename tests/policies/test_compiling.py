@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
+import autockpt
+from autockpt.devices import get_device
 from autockpt.errors import ConflictError
-from autockpt.runtime import attach
-from autockpt.schema.choices import parse_choice
+from autockpt.measuring.runner import StepRunner
+from autockpt.profiling.op_times import measure_in_runner
+from autockpt.runtime import RunCounter, attach
+from autockpt.schema.choices import SAVE, parse_choice
+from autockpt.tracing import record
+from autockpt.workload import Step
 
 D = 64
 KINDS = ["recompute", "selective", "keep_attention", "offload", "recompute_offload", {"kind": "segment", "size": 2}]
@@ -62,8 +69,9 @@ class Block(nn.Module):
         return x + self.mlp(torch.tanh(self.norm(x, self.weight)))
 
 
-def trained(backend: Any, modules: bool, kind: Any = None) -> list[Tensor]:
-    torch.compiler.reset()
+def trained(backend: Any, modules: bool, kind: Any = None, *, fresh: bool = True) -> list[Tensor]:
+    if fresh:
+        torch.compiler.reset()
     torch.manual_seed(0)
     model, found = nn.Sequential(*(Block(backend, modules) for _ in range(2))), list[Tensor]()
     choice = None if kind is None else parse_choice(kind)
@@ -86,8 +94,98 @@ def test_compiled_code_inside_of_a_unit_runs_as_in_plain_training(kind: Any, bac
 
 @pytest.mark.parametrize("modules", [False, True], ids=["function", "modules"])
 def test_a_choice_that_watches_every_op_is_refused_around_compiled_code(modules: bool) -> None:
+    plain = trained(half_as_much_again, modules)
+    torch.compiler.reset()
     with pytest.raises(ConflictError, match=r"^0 calls compiled code"):
         trained(half_as_much_again, modules, "remake")
+    assert all(map(torch.equal, trained(half_as_much_again, modules, fresh=False), plain))  # and is compiled elsewhere
+
+
+def compiled_late(kind: str | None) -> Iterator[Any]:
+    """Gradients of steps; in the fourth and later ones a compiled function runs in the other one's place."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    compiled, now = torch.compile(nn.functional.gelu, backend=half_as_much_again), [nn.functional.gelu]
+
+    class Late(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.b(now[0](self.a(x)))
+
+    model = nn.Sequential(Late(), Late())
+    with attach(model, {"0": parse_choice(kind), "1": parse_choice(kind)} if kind else {}):
+        for step in range(6):
+            now[0] = nn.functional.gelu if step < 3 else compiled
+            model.zero_grad()
+            torch.manual_seed(step)
+            model(torch.randn(8, D)).square().mean().backward()
+            yield [p.grad for p in model.parameters()]
+
+
+def test_a_unit_that_calls_compiled_code_late_is_right_or_refused() -> None:
+    steps = compiled_late("remake")
+    with pytest.raises(ConflictError, match=r"^0 calls compiled code"):
+        for wanted in list(compiled_late(None)):
+            assert all(map(torch.equal, next(steps), wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, "remake"], ids=str)
+def test_flex_attention_which_torch_compiles_itself(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU torch only refuses its backward; as it stands, unfused, it has one."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+
+    class Flex(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(4, 16, 4, -1).transpose(1, 2).chunk(3, -1)
+            out: Any = flex_attention.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s - (i - j).abs() * 0.1)
+            return x + torch.tanh(out.transpose(1, 2).reshape(4, 16, D))
+
+    def gradients(kind: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Flex(), Flex())
+        with attach(model, {"0": parse_choice(kind), "1": parse_choice(kind)} if kind else {}):
+            for _ in range(3):
+                model(torch.randn(4, 16, D)).square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    plain = gradients(None)
+    assert all(map(torch.equal, gradients(kind), plain)) and all(map(torch.equal, gradients(None), plain))
+
+
+def _timed(step: Step) -> None:
+    measure_in_runner(StepRunner(step, get_device("cpu")), {"choices": {}})
+
+
+def _counted(step: Step) -> None:
+    with RunCounter(step.model, {"0": SAVE}).counting():
+        step.model(torch.ones(8, D)).backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("look", [_timed, autockpt.trace, record, _counted])
+def test_compiled_code_that_was_looked_at_is_compiled_afterwards(look: Callable[[Step], Any]) -> None:
+    """Torch would not compile again what it came upon first under a dispatch mode, in all of the process."""
+    torch.compiler.reset()
+    runs: list[None] = []
+
+    def noting(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return lambda *args: (runs.append(None), graph(*args))[1]
+
+    compiled, weight = torch.compile(norm, backend=noting), torch.ones(D)
+
+    class Layer(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(compiled(x, weight))
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean()
+
+    model = Model(Layer(), Layer(), Layer())
+    look(Step(model, {"x": torch.ones(256, D)}, optimizer=torch.optim.SGD(model.parameters())))
+    runs.clear()
+    model(torch.ones(8, D))
+    assert len(runs) == 3
 
 
 def test_a_mode_of_functions_compiles_nothing_of_its_own() -> None:
