@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autockpt.policies.sentinels import UnitSentinel
 
 current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
+_MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
 _hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
@@ -102,14 +103,17 @@ def acts(state: Attachment) -> bool:
 
     Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what
     is dropped, moved or made again would come back without its tangent, or outside of the transform. So they do inside
-    of a ``torch.utils.checkpoint`` of the user's, and where hooks on saved tensors are switched off
-    (``torch.autograd.graph.disable_saved_tensors_hooks``).
+    of a ``torch.utils.checkpoint`` of the user's, where hooks on saved tensors are switched off
+    (``torch.autograd.graph.disable_saved_tensors_hooks``), and where a program is made of their ops (``torch.export``,
+    ``torch.jit.trace``, ``make_fx``).
     """
-    if not state.active or not torch.is_grad_enabled():
+    if not state.active or not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return False
     if torch.compiler.is_compiling():
         return True
     if forward_ad._current_level >= 0 or current_transform() is not None or not _hooks_allowed():
+        return False
+    if torch._C._is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None:
         return False
     return inside_checkpoint() is None
 
@@ -171,8 +175,38 @@ def call_plainly(module: nn.Module, state: Attachment, args: tuple[Any, ...], kw
     return output
 
 
+@functools.cache
+def _leave_copies_plain() -> None:
+    """From now on, in all of the process, a shallow copy of a module (``copy.copy``, a replica of ``nn.DataParallel``)
+    has none of its attachments, which would run the original in its place."""
+    classes: Any = nn.Module
+    set_state, replicate = classes.__setstate__, classes._replicate_for_data_parallel
+
+    def set_state_and_detach(self: nn.Module, state: dict[str, Any]) -> None:
+        set_state(self, state)
+        _detach_copy(self)
+
+    def replicate_and_detach(self: nn.Module) -> nn.Module:
+        replica = replicate(self)
+        _detach_copy(replica)
+        return replica
+
+    classes.__setstate__, classes._replicate_for_data_parallel = set_state_and_detach, replicate_and_detach
+
+
+def _detach_copy(copied: nn.Module) -> None:
+    forward = copied.__dict__.get("forward")
+    while isinstance(forward, AttachedForward) and forward.args and forward.module is not copied:
+        forward = forward.state.inner
+        if forward is None:
+            del copied.__dict__["forward"]
+        else:
+            copied.__dict__["forward"] = forward
+
+
 def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> AttachedForward:
     """Put an attachment before the module's present forward."""
+    _leave_copies_plain()
     state.inner = inner = module.__dict__.get("forward")
     if isinstance(inner, AttachedForward) or (isinstance(inner, MethodType) and inner.__self__ is module):
         state.unbound = inner.__func__

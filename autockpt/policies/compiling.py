@@ -153,7 +153,7 @@ def eagerly(run: F, *, recursive: bool = True, reason: str | None = None) -> F:
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def outside(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return run(*args, **kwargs)
         prepare()
         return disabled[0](*args, **kwargs)

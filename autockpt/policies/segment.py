@@ -22,10 +22,11 @@ from autockpt.schema.choices import Choice, Segment
 
 class Region:
     """What the units of one segment share. A pass begins with the model's forward, or where a unit is called out of
-    turn: a unit that is called twice belongs to two passes."""
+    turn: a unit that is called twice belongs to two passes. So do all calls where a tensor may be written to ``unseen``
+    between two units: what a unit is given need not be what the one before it returned, and is kept."""
 
-    def __init__(self, size: int, levels: int) -> None:
-        self.size, self.levels = size, levels
+    def __init__(self, size: int, levels: int, unseen: bool) -> None:
+        self.size, self.levels, self.unseen = size, levels, unseen
         self.begin()
 
     def begin(self) -> None:
@@ -35,8 +36,8 @@ class Region:
 
     end = begin
 
-    def __reduce__(self) -> tuple[type[Region], tuple[int, int]]:
-        return Region, (self.size, self.levels)
+    def __reduce__(self) -> tuple[type[Region], tuple[int, int, bool]]:
+        return Region, (self.size, self.levels, self.unseen)
 
     def enter(self, position: int, replay: Replay) -> Recording:
         """The pass that a unit's call belongs to.
@@ -45,7 +46,7 @@ class Region:
         pass, the pass would hold itself alive.
         """
         hides = any(t is not None and t.requires_grad for t in replay.hidden.tensors)
-        if self._recording is None or position <= self._last or hides:
+        if self._recording is None or position <= self._last or hides or self.unseen:
             self._recording = Recording(self.levels)
         self._last = position
         return self._recording
@@ -66,13 +67,13 @@ class SegmentPolicy(Policy):
         for members in _segments(session.order):
             choice = members[0].choice
             assert isinstance(choice, Segment)
-            region = Region(len(members), choice.levels)
+            region = Region(len(members), choice.levels, session.written_to_by_others)
             session.listen(region)
             for position, unit in enumerate(members):
                 refuse_late_writes(unit.module, unit.name)
                 refuse_scripted(unit.module, unit.name)
                 session.place(unit.name, unit.module, run_in_segment, SegmentState(unit.name, region, position))
-                session.note(unit.name, _words(members, choice.levels))
+                session.note(unit.name, _words(members, region))
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         # the last unit stops as soon as all is there that backward needs; two levels run all others once more
@@ -90,10 +91,12 @@ def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
                 yield members[start : start + choice.size]
 
 
-def _words(members: Sequence[PlannedUnit], levels: int) -> str:
+def _words(members: Sequence[PlannedUnit], region: Region) -> str:
     if len(members) == 1:
         return "segment: alone in it; its inputs are kept, its forward runs again in backward"
-    how = "run again together in backward" if levels == 1 else "run again in backward, then one by one"
+    if region.unseen:
+        return "segment: by itself, as the model may write unseen (.data, NumPy) to what passes between units"
+    how = "run again together in backward" if region.levels == 1 else "run again in backward, then one by one"
     return f"segment: {len(members)} units from {members[0].name} to {members[-1].name} {how}"
 
 

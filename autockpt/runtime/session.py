@@ -36,10 +36,16 @@ class Session:
     """
 
     def __init__(
-        self, units: Sequence[PlannedUnit], transports: Transports, sentinels: Sentinels | None = None
+        self,
+        units: Sequence[PlannedUnit],
+        transports: Transports,
+        sentinels: Sentinels | None = None,
+        *,
+        written_to_by_others: bool = False,
     ) -> None:
         self.attached: dict[str, str] = {}
         self.sentinels = sentinels or Sentinels()
+        self.written_to_by_others = self.sentinels.written_to_by_others = written_to_by_others
         self.order: Sequence[PlannedUnit] = tuple(units)
         self.transports = transports
         self.listeners: list[ForwardListener] = []
@@ -162,13 +168,13 @@ def attach_units(
     modules = modules_of(model, list(choices))
     units = [PlannedUnit(n, unwrap(m), choice) for (n, choice), m in zip(choices.items(), modules, strict=True)]
     _check_free(model, units)
-    session = Session(units, transports, sentinels_of(sentinels))
+    written_to = any(choice.kind != "save" for choice in choices.values()) and writes_to_any(unwrap(model))
+    session = Session(units, transports, sentinels_of(sentinels), written_to_by_others=written_to)
     try:
         for kind, policy in POLICIES.items():
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
         session.attached = {unit.name: session.attached[unit.name] for unit in units}
         if session.sentinels.units:
-            session.sentinels.written_to_by_others = writes_to_any(unwrap(model))
             session.listen(session.sentinels)
     except BaseException:
         session.remove()

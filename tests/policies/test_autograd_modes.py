@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
@@ -127,6 +128,29 @@ def backward_under_inference_mode(model: Model) -> list[Any]:
 @everywhere
 def test_backward_under_inference_mode(choices: dict[str, Choice]) -> None:
     assert_as_plain(choices, backward_under_inference_mode)
+
+
+def exported(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    return torch.export.export(model, (x,)).module()
+
+
+def scripted(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    return torch.jit.trace(model, (x,), check_trace=False)
+
+
+def made_of_ops(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    return make_fx(lambda x: model(x))(x)
+
+
+@everywhere
+@pytest.mark.parametrize("make", [exported, scripted, made_of_ops])
+def test_a_program_is_made_of_the_model_between_steps(make: Callable[..., Any], choices: dict[str, Choice]) -> None:
+    def run(model: Model) -> list[Any]:
+        program = make(model.eval(), torch.ones(4, 32, 32))
+        losses(model.train()(torch.ones(4, 32, 32))).sum().backward()
+        return [program(torch.full((4, 32, 32), 0.1)), *(parameter.grad for parameter in model.parameters())]
+
+    assert_as_plain(choices, run)
 
 
 @each_kind
