@@ -103,7 +103,7 @@ class Compiler:
         key = "plain" if choices is None else plan_hash(choices)
         if (session := self._sessions.get(key)) is None:
             session = without_kv_cache(model) if choices is None else attach(model, choices)
-            session.sentinels.in_mid_training()
+            session.in_mid_training()
             self._sessions[key] = session
         else:
             session.put_back()

@@ -159,7 +159,7 @@ class StepRunner:
         if choices is None:
             return without_kv_cache(model)
         session = attach(model, choices, host_budget=self.host_budget)
-        session.sentinels.in_mid_training()
+        session.in_mid_training()
         return session
 
     def compiling(self, choices: Choices) -> AbstractContextManager[None]:

@@ -50,6 +50,9 @@ class Attachment:
         self.sentinel: UnitSentinel | None = None
         self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
 
+    def in_mid_training(self) -> None:
+        """Take the next call for the last of those in which more is looked at than later."""
+
     def turn(self) -> AbstractContextManager[None]:
         """Around running again: the modules inside are attached to as they were in forward."""
         return nullcontext() if self._cache_turn is None else self._cache_turn()

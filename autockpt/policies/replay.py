@@ -94,6 +94,9 @@ class ReplayState(Attachment):
         self._cache_structure: UnitStructure | None = None
         self.memory = Memory(unit)
 
+    def in_mid_training(self) -> None:
+        self.memory.in_mid_training()
+
     def structure(self, module: nn.Module) -> UnitStructure:
         """The unit's modules as they are now. Where they are others, what calls taught is forgotten."""
         known = self._cache_structure

@@ -241,6 +241,7 @@ def watch_seconds(clock: Stopwatch, cycles: int) -> float:
 def _under(workload: Step, plan: Mapping[str, Choice], measure: Callable[[], T]) -> T:
     """What ``measure`` finds with a plan attached, after a cycle that warms up."""
     session = attach(workload.model, plan, sentinels="off")
+    session.in_mid_training()
     try:
         workload.cycle()
         return measure()

@@ -85,6 +85,16 @@ class Session:
         idle = (unit for unit in self.order if unit.choice.kind != "save" and unit.name not in watched)
         return proof(self.sentinels, ((unit.name, f"no sentinel knows {unit.choice.kind}") for unit in idle))
 
+    def in_mid_training(self) -> None:
+        """Go on after one step as after many, which take less time: for steps that are measured.
+
+        What is looked at closely in a unit's first calls is looked at in the next one alone, and no sentinel checks
+        those calls.
+        """
+        self.sentinels.in_mid_training()
+        for _, forward in self._placed:
+            forward.state.in_mid_training()
+
     def guard(self) -> GuardState | None:
         """The attachment that looks after the whole model; None where nothing was attached."""
         states = (forward.state for _, forward in self._placed)

@@ -27,7 +27,7 @@ class Ours(Always):
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
         session = attach(model, parse_choices(setting["choices"]))
-        session.sentinels.in_mid_training()
+        session.in_mid_training()
         return session.remove
 
 

@@ -78,6 +78,10 @@ class Memory:
         noted now, so that the next call sees what somebody changes before it."""
         self._cache_quiet = Quiet(self.unit, module, self.lively) if self._knows(module) else None
 
+    def in_mid_training(self) -> None:
+        """Look closely at one more call only."""
+        self.calls = dict.fromkeys(self.calls, _FIRST_CALLS - 1)
+
     def _knows(self, module: nn.Module) -> bool:
         return self.calls[module.training] >= _FIRST_CALLS and not self.code.writes_unseen
 
