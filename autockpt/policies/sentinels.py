@@ -62,8 +62,8 @@ the unit's code may write to it unseen."""
 
 _CAUSES = (
     "Likely causes: an object, counter, generator, attribute, hook or context that forward reads was changed, by it or "
-    "before backward; forward draws from a generator that it seeds anew (`default_rng()`, `seed()`), or reads a clock; a "
-    "tensor was written to by `.data` or NumPy; memory or hardware failed."
+    "before backward; forward draws from a generator that it seeds anew (`default_rng()`, `seed()`), or reads a clock; "
+    "a tensor was written to by `.data` or NumPy; memory or hardware failed."
 )
 
 _OF_THE_PROCESS = ("_lock", "open", "spots", "_pending", "_in_a_thread")
