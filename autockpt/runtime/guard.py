@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autockpt.callstack import with_room
+from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, TellingAttachment, call_inner
 from autockpt.policies.base import ForwardListener
 from autockpt.policies.conflicts import refuse_native
@@ -133,6 +134,7 @@ class CacheState(Attachment):
         names = parameter_names(type(module))
         self.position = names.index("use_cache")
         self.caches = {name: names.index(name) if name in names else len(names) for name in sorted(CACHE_NAMES)}
+        self.packing = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}
         self.known = is_library(type(module))
         self.warned = False
 
@@ -171,11 +173,32 @@ def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwa
         )
     if compiling:
         return call_inner(module, state, args, kwargs)
+    wanted = asked or (asked is None and getattr(getattr(module, "config", None), "use_cache", False))
+    if wanted and state.known:
+        _refuse_packed(state, args, kwargs)
     with only_own_caches(state.known):
         output = call_inner(module, state, args, kwargs)
-    if asked or (asked is None and getattr(getattr(module, "config", None), "use_cache", False)):
+    if wanted:
         _say_dropped(output)
     return output
+
+
+def _refuse_packed(state: CacheState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ConflictError for packed sequences by their positions alone, which transformers keeps apart without a cache
+    and not with one (``masking_utils.find_packed_sequence_indices``)."""
+    given = {name: kwargs.get(name, args[at] if at < len(args) else None) for name, at in state.packing.items()}
+    positions = given.get("position_ids")
+    if positions is None or positions.dim() != 2 or given.get("attention_mask") is not None:
+        return
+    if bool((positions.diff(dim=-1) == 1).all()):
+        return
+    raise ConflictError(
+        "the model is given packed sequences (position_ids that begin anew, no attention_mask) with use_cache on, as "
+        "is its default: there each sequence sees those before it, and a plan, which switches the cache off, would "
+        "keep them apart",
+        remedy="Pass use_cache=False to the model, without a plan too: packed sequences are then kept apart. Or pass "
+        "an attention_mask.",
+    )
 
 
 def _say_dropped(output: Any) -> None:

@@ -183,3 +183,23 @@ def test_no_depth_of_the_users_calls_at_which_a_forward_maps_memory():
         pytest.skip("this Python maps no memory at the ends of its chunks")
     with attach(model, {"layers.0": RECOMPUTE}):
         assert page_faults(model) < 6_000  # a few for each forward
+
+
+def test_packed_sequences_are_refused_where_a_cache_would_have_let_them_see_one_another():
+    model, ids = LLAMA.make(), LLAMA.batch()["input_ids"]
+    packed = torch.arange(ids.shape[1]).remainder(ids.shape[1] // 2).expand_as(ids)
+
+    def loss(**more):
+        torch.manual_seed(0)
+        return model(input_ids=ids, labels=ids, **more).loss
+
+    apart = loss(position_ids=packed, use_cache=False)
+    assert loss(position_ids=packed) != apart
+    with attach(model, LLAMA.choices(model, RECOMPUTE)):
+        with pytest.raises(ConflictError, match=r"packed sequences .* use_cache on"):
+            loss(position_ids=packed)
+        assert loss(position_ids=packed, use_cache=False) == apart
+        for taken in ({"attention_mask": torch.ones_like(ids)}, {"position_ids": torch.arange(ids.shape[1])[None]}):
+            loss(**taken)
+        with torch.no_grad():
+            loss(position_ids=packed)
