@@ -15,35 +15,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, UsageError
-from autockpt.measuring import Measurer, WorkerMeasurer, environment_of
+from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
-from autockpt.schema import (
-    Budget,
-    Comparison,
-    Listener,
-    SearchOutcome,
-    SearchRequest,
-    SearchSpace,
-    WorkloadSpec,
-    parse_budget,
-)
+from autockpt.schema import Comparison, Listener, SearchOptions, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
+from autockpt.schema.remedy import STEP, Terms
 from autockpt.schema.words import tally
 from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.jobs import Described, Job, Live, with_rows
 from autockpt.tuning.micro_batches import Sizes, foreseen_sizes
 from autockpt.tuning.rows import dependent_rows
-from autockpt.tuning.search import live_measurer, search_step
+from autockpt.tuning.search import search_step
 from autockpt.tuning.side_by_side import Meet, put_right, timed_together
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import on_hardware
 from autockpt.workload import Step
-from search_spaces.spaces import load_space
 
 FEWEST = 3  # candidates of the first search of a size
 LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
@@ -140,7 +130,7 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
         spec = variant(request.workload, rows, size)
         return WorkerMeasurer(spec, request.device, host_budget=request.host_budget)
 
-    judge = judge_of(request, [kind for kind in KINDS if kind in ("save", *request.space.choices)])
+    judge = judge_of(request, _kinds(request))
     apart = request.compile is not None  # compiled anew for every size
     given = request.workload.batch_size
     answer = _most_tokens(climb, job, judge, given, request.trials, THE_COMMAND, None if apart else meet)
@@ -150,25 +140,21 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
 def search_step_batches(
     step: Step | Callable[[int], Step],
     rows: int,
-    *,
-    budget: str | Budget,
-    trials: int,
-    timeout: float | None,
+    asked: SearchOptions,
     listener: Listener,
-    space: str | SearchSpace,
-    out: str | Path | None = None,
+    *,
     given: int | None = None,
-    **options: Any,
+    others_wait: bool = False,
+    terms: Terms = STEP,
 ) -> BatchAnswer:
     """The same for a live step, whose batch is cut to fewer rows or repeated for more, in this process.
 
     ``step`` may be a function that makes the step with so many rows in its batch; ``given`` is then the user's own
-    micro-batch. ``options`` are those of ``search_step``. The answer is in ``outcome.plan.settings``, as ``batch_size``
-    and ``accumulate``. Raises UsageError for a batch that cannot be divided.
+    micro-batch. ``others_wait`` and ``terms`` as for ``search_step``. The answer is in ``outcome.plan.settings``, as
+    ``batch_size`` and ``accumulate``. Raises UsageError for a batch that cannot be divided.
     """
     of_rows = partial(_made, step) if not isinstance(step, Step) else partial(_of_rows, step, rows)
-    parsed = parse_budget(budget) if isinstance(budget, str) else budget
-    parsed.refuse_share("differs by batch size")
+    asked.budget.refuse_share("differs by batch size")
     _refuse_none(rows)
     if isinstance(step, Step):
         have = step.settings.get("batch_size")
@@ -178,26 +164,27 @@ def search_step_batches(
                 remedy="Leave accumulate= out: it is what the search decides.",
             )
         given = have if isinstance(have, int) and rows % have == 0 else None
-    chosen = load_space(space) if isinstance(space, str) else space
     with ExitStack() as stack:
-        # kept even where nothing of the run is: a size that is searched on goes on where it was
-        folder = out if out is not None else stack.enter_context(TemporaryDirectory())
-        fixed = {"budget": budget, "space": chosen, "out": folder, "listener": listener, **options}
+        if asked.out is None:  # kept even where nothing of the run is: a size that is searched on goes on where it was
+            asked = asked.model_copy(update={"out": Path(stack.enter_context(TemporaryDirectory()))})
 
         def at(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
-            return search_step(of_rows(size), trials=trials, timeout=left, continued=continued, **fixed)
-
-        device = of_rows(1).device
-        kinds = [kind for kind in KINDS if kind in ("save", *chosen.choices)]
-        here = get_device(str(device))
-        judge = on_device(parsed, device, environment_of(here), here.used_by_others(), kinds)
-        climb = Climb(rows, at, listener, timeout)
-        alone = {name: options[name] for name in ("host_budget", "others_wait") if name in options}
+            of_size = asked.model_copy(update={"trials": trials, "timeout": left, "continued": continued})
+            return search_step(of_rows(size), of_size, listener, others_wait=others_wait, terms=terms)
 
         def meet(size: int) -> AbstractContextManager[Measurer]:
-            return live_measurer(of_rows(size), **alone)
+            return LocalMeasurer(of_rows(size), host_budget=asked.host_budget, others_wait=others_wait)
 
-        return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, trials, THE_STEP, meet)
+        device = of_rows(1).device
+        here = get_device(str(device))
+        judge = on_device(asked.budget, device, environment_of(here), here.used_by_others(), _kinds(asked))
+        climb = Climb(rows, at, listener, asked.timeout)
+        return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, asked.trials, THE_STEP, meet)
+
+
+def _kinds(asked: SearchOptions) -> list[str]:
+    """Choices that all layers may have alike."""
+    return [kind for kind in KINDS if kind in ("save", *asked.space.choices)]
 
 
 def _made(step: Callable[[int], Step], size: int) -> Step:
