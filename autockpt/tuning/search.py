@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from autockpt.errors import RunDirectoryError, UsageError
@@ -30,7 +31,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.infeasible import naming_alternatives
 from autockpt.tuning.jobs import Live
-from autockpt.tuning.opening import traced
+from autockpt.tuning.opening import Opened, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.question import Clock, Limits, Question
 from autockpt.tuning.stages import answered, enter_run, save_plan_copy
@@ -76,9 +77,9 @@ def search_described(request: SearchRequest, clock: Clock, *, alternatives: bool
         else:
             opened = open_measured(stack, request, clock)
         if request.dry_run:
-            return opened.search(None, None).model_copy(update={"dry_run": True})
+            return opened.answer().model_copy(update={"dry_run": True})
         run, known = enter_run(stack, request, opened)
-        return known or opened.search(run, request.storage or run.storage)
+        return known or opened.answer(run, request.storage)
 
 
 def _refuse_unwritable(request: SearchRequest) -> None:
@@ -176,7 +177,7 @@ def search_step(
             known = None if asked.again else run.finished()
             if known is not None and known.outcome.plan is not None and known.answers(asked.trials, asked.timeout):
                 return known.outcome
-        return search_by_steps(question, found, measurer, clock, run, run.storage if run else None)
+        return Opened(question, environment, found, clock, partial(search_by_steps, measurer)).answer(run)
 
 
 def _directory_of_live(
