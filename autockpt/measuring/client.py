@@ -12,7 +12,7 @@ from typing import Any
 
 from autockpt.devices import process_environment
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
-from autockpt.measuring.base import Choices, unheard
+from autockpt.measuring.base import Choices, Measurer, unheard
 from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.choices import dump_choices
@@ -28,7 +28,7 @@ _SIGKILL = -9
 PATIENCE_SECONDS = 1800.0
 
 
-class WorkerMeasurer:
+class WorkerMeasurer(Measurer):
     """Measures a workload in a process of its own, in which the model is built once.
 
     The worker starts at once and builds the model while the caller goes on; the first use waits for it, and raises what
@@ -130,12 +130,6 @@ class WorkerMeasurer:
         self._drop()
         if self._own_log is not None:
             self._own_log.cleanup()
-
-    def __enter__(self) -> WorkerMeasurer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     @property
     def _waiting(self) -> float:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.bench.peers.base import OURS, Always, Context, Detach, Setting
+from autockpt.bench.peers.base import OURS, Context, Detach, Peer, Setting
 from autockpt.bench.peers.compiled import compiled
 from autockpt.measuring.compiled import BACKEND, missing
 from autockpt.runtime import attach
@@ -15,7 +15,7 @@ from autockpt.schema import CompileMode, parse_choices
 from autockpt.schema.bench import Group
 
 
-class Ours(Always):
+class Ours(Peer):
     """Attaches ``setting["choices"]``, as ``autockpt.apply`` would."""
 
     name: ClassVar[str] = OURS
