@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autockpt.explaining.fronts import fronts
@@ -126,19 +126,7 @@ def _limits(
     if budget is None or not subject.question.limits or subject.base.source != "ghost":
         return ()
     listener.stage("trying other sizes")
-    lean = subject.profiled.predictor.graph(answers.lean.choices)
-    plans: Mapping[str, tuple[Mapping[str, Choice], Graph]] = {
-        "save everything": ({}, subject.base),
-        "leanest": (answers.lean.choices, lean),
-    }
-    found = workload_limits(
-        subject.question.spec,
-        plans,
-        subject.tracer.settings,
-        budget.bytes,
-        lambda spec: subject.question.tracer(spec, fallback=False),
-        subject.needs,
-    )
+    found = workload_limits(subject, {"save everything": {}, "leanest": answers.lean.choices}, budget.bytes)
     fixed = Budget(text=budget.words, kind="bytes", size=budget.bytes)  # a share would grow with the sizes
     question = replace(subject.question, budget=fixed)
     return tuple(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from autockpt.errors import AutockptError
-from autockpt.schema import Choice, Graph, WorkloadSpec
+from autockpt.explaining.subject import Subject
+from autockpt.schema import Choice, Graph
 from autockpt.schema.explanation import Dimension, Largest
-from autockpt.tracing import Tracer
 
 MOST_RUNS = 7  # sizes tried per plan and dimension
 MOST_TIMES = 64  # as large as now is as far as anybody looks
@@ -133,34 +133,31 @@ def largest(
 
 
 def workload_limits(
-    spec: WorkloadSpec,
-    plans: Mapping[str, tuple[Mapping[str, Choice], Graph]],
-    settings: Mapping[str, object],
+    subject: Subject,
+    plans: Mapping[str, Mapping[str, Choice]],
     budget_bytes: int,
-    open_tracer: Callable[[WorkloadSpec], Tracer],
-    needs: Callable[[Graph], int],
     dimensions: Collection[Dimension] = ("batch size", "sequence length"),
 ) -> tuple[Largest, ...]:
     """The largest batch size and sequence length of a workload under ``budget_bytes``, for each of ``plans``.
 
-    Plans come with their ghost runs at the size of now; ``needs`` says what a ghost run takes of the device.
-    ``settings`` are the workload's own, which say how large it is now. Dimensions that it does not have are left out.
+    Dimensions that it does not have are left out.
     """
-    first = {name: needs(graph) for name, (_, graph) in plans.items()}
-    floor = min(first[name] - graph.peak_bytes + _at_any_size(graph) for name, (_, graph) in plans.items())
+    spec = subject.question.spec
+    run = subject.profiled.predictor.graph
+    graphs = {name: run(choices) if choices else subject.base for name, choices in plans.items()}
+    first = {name: subject.needs(graph) for name, graph in graphs.items()}
+    floor = min(first[name] - graph.peak_bytes + _at_any_size(graph) for name, graph in graphs.items())
     out: list[Largest] = []
     for dimension, field_name in FIELDS.items():
-        now = settings.get(field_name)
-        if (
-            dimension not in dimensions
-            or not isinstance(now, int)
-            or (field_name == "seq_len" and spec.pad_to is not None)
-        ):
+        now = subject.tracer.settings.get(field_name)
+        padded = field_name == "seq_len" and spec.pad_to is not None
+        if dimension not in dimensions or not isinstance(now, int) or padded:
             continue
 
         def peak(plan: str, size: int, field_name: str = field_name) -> int:
-            with open_tracer(spec.model_copy(update={field_name: size})) as tracer:
-                return needs(tracer.trace(plans[plan][0]))
+            resized = spec.model_copy(update={field_name: size})
+            with subject.question.tracer(resized, fallback=False) as tracer:
+                return subject.needs(tracer.trace(plans[plan]))
 
         step = 1 if field_name == "batch_size" else grain(now)
         out += largest(peak, first, budget_bytes, step, dimension, now, floor)

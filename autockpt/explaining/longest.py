@@ -84,13 +84,5 @@ def _with_leanest(question: ExplainRequest, dimension: Dimension, listener: List
         if budget is None or subject.base.source != "ghost":
             return None
         listener.stage("trying other sizes")
-        found = workload_limits(
-            question.spec,
-            {"leanest": (lean, subject.profiled.predictor.graph(lean))},
-            subject.tracer.settings,
-            budget.bytes,
-            lambda spec: question.tracer(spec, fallback=False),
-            subject.needs,
-            [dimension],
-        )
+        found = workload_limits(subject, {"leanest": lean}, budget.bytes, [dimension])
     return next(iter(found), None)
