@@ -22,7 +22,7 @@ class Ours(Peer):
     compile: ClassVar[CompileMode | None] = None
 
     def settings(self, context: Context) -> Iterable[Setting]:
-        """None: each takes a search, with a worker of its own (``bench.searching``)."""
+        """None: each takes a search, with a worker of its own (``bench.run``)."""
         return ()
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:

@@ -31,11 +31,10 @@ from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, Segments, exact, refine_segmented
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.infeasible import nothing_fits
-from autockpt.tuning.pooling import foreseen
 from autockpt.tuning.proposers.base import Plans, Proposer
 from autockpt.tuning.proposers.sampler import Study
 from autockpt.tuning.question import Question
-from autockpt.tuning.refit import Fit, fit, unseen_bytes
+from autockpt.tuning.refit import Fit, fit, foreseen, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Parameters, Score, Trials, peak_of_trial
 

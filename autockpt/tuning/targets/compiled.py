@@ -13,14 +13,7 @@ from autockpt.hardware.nominal import nominal_op_times
 from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.compiled import missing
 from autockpt.profiling import build_profile, used_by_others
-from autockpt.schema import (
-    CompileMode,
-    Measurement,
-    SearchOutcome,
-    SearchRequest,
-    StageTime,
-    format_bytes,
-)
+from autockpt.schema import CompileMode, Measurement, SearchOutcome, SearchRequest, StageTime, format_bytes
 from autockpt.schema.choices import dump_choices
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer

@@ -9,12 +9,7 @@ from functools import partial
 
 from autockpt.hardware.roofline import environment_of_hardware, roofline_times
 from autockpt.measuring.environment import installed_versions
-from autockpt.profiling import (
-    said_of,
-    simulated_memory,
-    torch_device,
-    tracer_for,
-)
+from autockpt.profiling import said_of, simulated_memory, torch_device, tracer_for
 from autockpt.schema import (
     Budget,
     Environment,
