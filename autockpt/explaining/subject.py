@@ -189,7 +189,7 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
             times=times,
             profiled=profiled,
             choices=choices,
-            notes=(*tracer.notes, *found.plain.notes, *found.notes),
+            notes=found.said,
         )
 
 

@@ -232,8 +232,10 @@ def _most_tokens(
     share = max(FEWEST, trials // 4)
     climbed(climb, known, share, trials)
     left = trials - climb.spent
-    rivals = sorted((s for s in climb.found if climb.best(s) is not None), key=lambda s: _seconds(climb, s))[:2]
-    rivals = rivals[:1] if len(rivals) < 2 or _apart(climb, rivals) else rivals
+    best_of = {size: best for size in climb.found if (best := climb.best(size)) is not None}
+    rivals = sorted(best_of, key=lambda size: best_of[size].update_seconds)[:2]
+    if len(rivals) == 2 and best_of[rivals[1]].surely_slower(best_of[rivals[0]]):
+        rivals.pop()
     for size in rivals:
         if left > 0 and climb.open(size):
             climb.at(size, share + max(1, left // len(rivals)))
@@ -241,7 +243,7 @@ def _most_tokens(
     raced, said = None, ""
     if meet is not None:
         raced, said = timed_together(found, meet, climb.seconds_left, listener)
-    top = raced.winner if raced is not None else min(rivals, key=lambda s: _seconds(climb, s))
+    top = raced.winner if raced is not None else min(rivals, key=lambda size: found[size][0].update_seconds)
     settings = [best for best, _ in found.values()]
     usual, highest = known.largest("recompute") or 0, known.largest(*KINDS) or 0
     if given is not None and given <= highest and (row := _well_known(climb, "given", given)) is not None:
@@ -279,7 +281,7 @@ def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
     """
     sizes, highest = known.sizes, known.largest(*KINDS)
     begin = known.largest("save") or sizes[0]
-    while climb.at(begin, trials) is None:  # the straight line was too hopeful
+    while (best := climb.at(begin, trials)) is None:  # the straight line was too hopeful
         begin = sizes[sizes.index(begin) - 1]
     top = begin
     above = [s for s in sizes if begin < s <= (highest or begin)]
@@ -288,8 +290,8 @@ def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
         for size in direction if top == begin else ():
             if climb.spent >= most or (found := climb.at(size, trials)) is None:
                 break
-            if found.update_seconds <= _seconds(climb, top):
-                top = size
+            if found.update_seconds <= best.update_seconds:
+                top, best = size, found
             elif patience == 0:
                 break
             else:
@@ -371,19 +373,6 @@ def _fits(row: Comparison, budget_bytes: int) -> bool:
 def candidates(outcome: SearchOutcome) -> int:
     """How many of its trials were candidates, not well-known plans."""
     return max(0, outcome.measured_trials - sum(row.name != OURS for row in outcome.rows))
-
-
-def _seconds(climb: Climb, size: int) -> float:
-    best = climb.best(size)
-    assert best is not None
-    return best.update_seconds
-
-
-def _apart(climb: Climb, sizes: list[int]) -> bool:
-    """Whether the better of two sizes is surely so."""
-    first, second = climb.best(sizes[0]), climb.best(sizes[1])
-    assert first is not None and second is not None
-    return second.surely_slower(first)
 
 
 THE_COMMAND = "Keep --batch-size as it is and search without --global-batch."

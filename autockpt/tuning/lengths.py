@@ -126,20 +126,12 @@ class Histogram:
         return sorted(bounds)
 
 
-@dataclass(frozen=True)
-class ByLength:
-    """The answer: a plan with its sets, and notes on what they gain."""
-
-    plan: Plan
-    notes: tuple[str, ...]
-
-
 def search_lengths(
     lengths: Lengths, at: SearchAt, trials: int, listener: Listener, late: Callable[[], bool] = lambda: False
-) -> ByLength:
-    """A plan for batches of these lengths, none of which breaks the budget. The longest gets half of the ``trials``.
+) -> tuple[Plan, tuple[str, ...]]:
+    """A plan for batches of these lengths, none of which breaks the budget, and notes on what its sets gain.
 
-    Other lengths are not begun once it is ``late``.
+    The longest gets half of the ``trials``. Other lengths are not begun once it is ``late``.
     Where attention may keep something for every pair of tokens (all but flash attention) a set's longest sequence is
     bounded as well as its tokens. Raises InfeasibleError where the longest fits no plan, UsageError where batches have
     no rows, and what ``at`` raises.
@@ -168,7 +160,7 @@ def search_lengths(
     bounds = histogram.best(among=list(foreseen.plans))
     plan = foreseen.plans[longest]
     if len(bounds) == 1:
-        return ByLength(plan, (_one(histogram, plan),))
+        return plan, (_one(histogram, plan),)
     below, found = 0, list[Plan]()
     for bound in bounds:
         when = When(tokens=rows * bound, longest=bound if scores else None)
@@ -186,7 +178,7 @@ def search_lengths(
     drawn = "Rows were taken to be drawn at random; a sampler that groups them by length makes shorter batches."
     notes = (gain, *((drawn,) if lengths.of == "rows" and rows > 1 else ()))
     combined = found[-1].with_smaller(found[:-1])
-    return ByLength(combined.model_copy(update={"notes": (*combined.notes, *notes)}), notes)
+    return combined.model_copy(update={"notes": (*combined.notes, *notes)}), notes
 
 
 def search_lengths_of(
@@ -252,18 +244,17 @@ def _of_all(
     def late() -> bool:
         return timeout is not None and timeout - (time.monotonic() - began) < timeout * LAST
 
-    found = search_lengths(lengths, at, asked.trials, listener, late)
+    plan, gains = search_lengths(lengths, at, asked.trials, listener, late)
     longest = outcomes[lengths.longest]
     path = longest.plan_path
-    if longest.run_directory is not None and found.plan.smaller_batches:
+    if longest.run_directory is not None and plan.smaller_batches:
         path = longest.run_directory / BY_LENGTH
-        found.plan.save(path, existing="replace")
+        plan.save(path, existing="replace")
     spent = sum(outcome.measured_trials for outcome in outcomes.values())
     took = words.seconds(time.monotonic() - began)
     counted = (f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
-    notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *found.notes)
-    more = {"plan": found.plan, "plan_path": path, "notes": notes}
-    return longest.model_copy(update=more)
+    notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *gains)
+    return longest.model_copy(update={"plan": plan, "plan_path": path, "notes": notes})
 
 
 def _unmoved(space: SearchSpace, listener: Listener) -> SearchSpace:

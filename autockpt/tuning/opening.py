@@ -67,6 +67,11 @@ class Traced:
         return self.base or self.uniform["save"][1]
 
     @property
+    def said(self) -> tuple[str, ...]:
+        """What people should know of the model, its plain step and what it refuses."""
+        return (*self.tracer.notes, *self.plain.notes, *self.notes)
+
+    @property
     def graphs(self) -> list[Graph]:
         """All of them but those of heads, whose regions that run again cost what is read off layers."""
         return [*(graph for _, graph in self.uniform.values()), *([self.base] if self.base is not None else [])]

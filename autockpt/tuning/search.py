@@ -33,7 +33,7 @@ from autockpt.tuning.infeasible import naming_alternatives
 from autockpt.tuning.jobs import Live
 from autockpt.tuning.opening import Opened, traced
 from autockpt.tuning.outcome import plain
-from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.stages import answered, enter_run, save_plan_copy
 from autockpt.tuning.targets.compiled import open_compiled
 from autockpt.tuning.targets.measured import open_measured, search_by_steps
@@ -159,16 +159,14 @@ def search_step(
 
         needs, job = needed_on(environment.device), Live(step, terms)
         stack.enter_context(naming_alternatives(found, needs, clock, job, asked.budget, what_if, timeout=asked.timeout))
-        question = Question(
+        question = Question.of(
+            asked,
             name=type(step.model).__name__,
             spec=None,
             settings={**step.settings, **{k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}},
-            notes=(*tracer.notes, *found.plain.notes, *found.notes),
             budget=asked.budget,
             space=found.space,
-            limits=Limits(asked.trials, asked.timeout, asked.seed),
-            host_budget=asked.host_budget,
-            continued=asked.continued,
+            notes=found.said,
         )
         run = None
         if asked.out is not None:

@@ -32,7 +32,7 @@ from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows,
 from autockpt.tuning.outlook import ghost_runs, look_around
 from autockpt.tuning.proposers.sampler import show_trials
 from autockpt.tuning.proposers.solver import CHECKS, SolverProposer
-from autockpt.tuning.question import Limits, Question
+from autockpt.tuning.question import Question
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint
@@ -43,25 +43,15 @@ OFF = 3.0
 
 def question_of(request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = ()) -> Question:
     """The question of a described workload, with what became known of it."""
-    tracer = found.tracer
     seeds, doubts = _seeds(request, found)
-    return Question(
+    return Question.of(
+        request,
         name=request.workload.model,
         spec=request.workload,
-        settings=dict(tracer.settings),
-        notes=(
-            *request.notes,
-            *tracer.notes,
-            *(found.base or found.uniform["save"][1]).notes,
-            *found.notes,
-            *notes,
-            *doubts,
-        ),
+        settings=dict(found.tracer.settings),
         budget=budget,
         space=found.space,
-        limits=Limits(request.trials, request.timeout, request.seed),
-        host_budget=request.host_budget,
-        continued=request.continued,
+        notes=(*request.notes, *found.said, *notes, *doubts),
         seeds=seeds,
     )
 
