@@ -22,7 +22,7 @@ from autockpt.explaining.longest import with_longest
 from autockpt.explaining.subject import budget_for, hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
-from autockpt.page import compare_page, write_page, write_text
+from autockpt.page import write_comparison, write_page
 from autockpt.reporting import listener
 from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.explain_view import print_explanation
@@ -241,10 +241,7 @@ def report(run: str | Path, other: str | Path | None = None, *, report_out: str 
     Raises RunDirectoryError where there is no run, or the file cannot be written.
     """
     first, target = RunDirectory.open(run), None if report_out is None else Path(report_out)
-    if other is None:
-        return write_page(first, target)
-    second = RunDirectory.open(other)
-    return write_text(compare_page(first, second), target or second.path / f"compare-{first.path.resolve().name}.html")
+    return write_page(first, target) if other is None else write_comparison(first, RunDirectory.open(other), target)
 
 
 @contextmanager

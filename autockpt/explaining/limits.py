@@ -29,29 +29,30 @@ class _Search:
     budget_bytes: int
     step: int
     most: int
-    floor: int = 0
+    floor: int
     low: int = 0  # fits, or 0
-    high: int | None = None  # does not fit, or cannot be built
+    high: int = field(init=False)  # does not fit, cannot be built, or is larger than anybody looks
     peaks: dict[int, int] = field(default_factory=dict)
     why: str = ""
     width: int = 0  # between the two when the last guess was made
+
+    def __post_init__(self) -> None:
+        self.high = self.most + self.step
 
     def note(self, size: int, peak: int) -> None:
         self.peaks[size] = peak
         if peak <= self.budget_bytes:
             self.low = max(self.low, size)
         else:
-            self.high = size if self.high is None else min(self.high, size)
+            self.high = min(self.high, size)
 
     def refuse(self, size: int, why: str) -> None:
-        self.high, self.why = size if self.high is None else min(self.high, size), why
+        self.high, self.why = min(self.high, size), why
 
     @property
     def done(self) -> bool:
         """Whether nothing larger is left to try."""
-        if self.low >= self.most or (self.high is not None and self.high - self.low <= self.step):
-            return True
-        return self._next_is_too_large()
+        return self.high - self.low <= self.step or self._next_is_too_large()
 
     def _next_is_too_large(self) -> bool:
         """Whether the line through the two largest sizes that fit is beyond the budget one step on.
@@ -70,10 +71,9 @@ class _Search:
         Between one that fits and one that does not their middle, where such lines have not halved that.
         """
         aim = self._aim()
-        high = self.high if self.high is not None else self.most + self.step
         if self.why and self.low:  # where building ends no line tells; a model's own limits are mostly powers of two
-            aim = min(aim, 2 * self.low, (self.low + high) // 2)
-        aim = max(self.low + self.step, min(aim, high - self.step))
+            aim = min(aim, 2 * self.low, (self.low + self.high) // 2)
+        aim = max(self.low + self.step, min(aim, self.high - self.step))
         return max(self.step, min(self.most, aim // self.step * self.step if aim >= self.step else self.step))
 
     def _aim(self) -> int:
@@ -114,7 +114,7 @@ def largest(
             except AutockptError as error:
                 search.refuse(size, error.message.splitlines()[0])
         all_tried = search.done and search.low < search.most
-        open_ended = not all_tried or bool(search.why and search.high)
+        open_ended = not all_tried or bool(search.why)
         if search.low:
             why = search.why or ("" if all_tried else f"{search.low} was as far as was tried")
         else:  # the smallest does not fit, or cannot be asked for: a factory makes its own batch

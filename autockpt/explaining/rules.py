@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Literal
 
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
-from autockpt.explaining.claims import COMMON, SCORES_SOURCE, bound_by, claims
+from autockpt.explaining.claims import COMMON, SCORES_SOURCE, bound_by, claims, text_config
 from autockpt.explaining.holdings import StepBytes
 from autockpt.explaining.moment import peak_op
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
@@ -17,7 +17,6 @@ from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule, Rules
-from autockpt.workload.configs import find_config
 
 PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
 SECOND, FOURTH, MATRICES = "every 2nd layer", "segments of 4", "products kept"
@@ -165,10 +164,7 @@ def _flops_rule(name: str, factor: float, graph: Graph | None, plain: Graph, for
 
 def hidden_size(spec: WorkloadSpec) -> int | None:
     """Width of the model's layers by its configuration; None where it has none."""
-    try:
-        found = getattr(find_config(spec).config.get_text_config(), "hidden_size", None)
-    except (AutockptError, AttributeError):
-        return None
+    found = getattr(text_config(spec), "hidden_size", None)
     return found if isinstance(found, int) else None
 
 

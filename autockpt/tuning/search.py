@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from autockpt.errors import RunDirectoryError, UsageError
@@ -34,7 +35,7 @@ from autockpt.tuning.jobs import Live
 from autockpt.tuning.opening import Opened, traced
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import answered, enter_run, save_plan_copy
+from autockpt.tuning.stages import enter_run, recorded, save_plan_copy
 from autockpt.tuning.targets.compiled import open_compiled
 from autockpt.tuning.targets.measured import open_measured, search_by_steps
 from autockpt.tuning.targets.simulated import open_simulated, simulated_environment
@@ -52,15 +53,35 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     """
     _refuse_unwritable(request)
     with nullcontext() if request.dry_run else RunDirectory.reserved(request.out, request.key):
-        known = answered(request, _environment)
+        known = _answered(request)
         return save_plan_copy(request, known or search_described(request, Clock(listener or Silence())))
 
 
-def _environment(request: SearchRequest) -> Environment | None:
-    """What the search would run on, as far as that can be said before it does."""
-    if request.hardware is not None:
-        return simulated_environment(request.hardware)
-    return environment_without_context(request.device)
+def _answered(request: SearchRequest) -> SearchOutcome | None:
+    """The answer that is on record already, found without tracing; None where there is none to rely on.
+
+    Whoever's code or files make the model may have changed them, which only tracing tells. What it would run on, which
+    may take a process of its own, is asked where a run could be the one. Raises RunDirectoryError where a search of
+    this question is at work.
+    """
+    model = request.workload.model
+    if request.dry_run or ":" in model or Path(model).expanduser().exists():
+        return None
+    perhaps = list(RunDirectory.alike(request.out, request.question()))
+    environment = None
+    if perhaps and request.hardware is not None:
+        environment = simulated_environment(request.hardware)
+    elif perhaps:
+        environment = environment_without_context(request.device)
+    if environment is None:
+        return None
+    question = request.question(environment)
+    for run in filter(lambda run: run.may_ask(question), perhaps):
+        with run.lock():
+            if (outcome := recorded(run, request)) is not None:
+                run.add_command(request.command)
+                return outcome
+    return None
 
 
 def search_described(request: SearchRequest, clock: Clock, *, alternatives: bool = True) -> SearchOutcome:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
@@ -15,7 +14,6 @@ from autockpt.schema import (
     Budget,
     Choice,
     Comparison,
-    Environment,
     FinishedSearch,
     Plan,
     PlanStatus,
@@ -100,31 +98,6 @@ def enter_run(stack: ExitStack, request: SearchRequest, opened: Opened) -> tuple
     stack.enter_context(run.lock())
     run.add_command(request.command)
     return run, recorded(run, request)
-
-
-def answered(
-    request: SearchRequest, environment_of: Callable[[SearchRequest], Environment | None]
-) -> SearchOutcome | None:
-    """The answer that is on record already, found without tracing; None where there is none to rely on.
-
-    Whoever's code or files make the model may have changed them, which only tracing tells. ``environment_of``, which
-    may take a process of its own, is asked where a run could be the one. Raises RunDirectoryError where a search of
-    this question is at work.
-    """
-    model = request.workload.model
-    if request.dry_run or ":" in model or Path(model).expanduser().exists():
-        return None
-    perhaps = list(RunDirectory.alike(request.out, request.question()))
-    environment = environment_of(request) if perhaps else None
-    if environment is None:
-        return None
-    question = request.question(environment)
-    for run in filter(lambda run: run.may_ask(question), perhaps):
-        with run.lock():
-            if (outcome := recorded(run, request)) is not None:
-                run.add_command(request.command)
-                return outcome
-    return None
 
 
 def recorded(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
