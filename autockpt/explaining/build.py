@@ -15,9 +15,9 @@ from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, resolved, why
 from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.profiling import said_of
-from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, format_bytes
+from autockpt.schema import Budget, Choice, Listener, PlanStatus, ResolvedBudget, Silence, format_bytes
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.explanation import Explanation, Largest, Reach, Speed
+from autockpt.schema.explanation import Explanation, Largest, Reach
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 
 
@@ -46,6 +46,11 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
         reasons = why(answers, chosen.choices, budget.bytes if budget else None)
         limits = _limits(subject, answers, budget, listener)
+        seconds, tokens = measured.step_seconds if measured else None, subject.tracer.settings.get("tokens")
+        speed = None
+        if subject.times.basis != "nominal" or measured:  # such rates rank choices, and say nothing about seconds
+            counted = tokens if isinstance(tokens, int) else None
+            speed = speed_of(graph, subject.base, subject.times.times, question.hardware, counted, seconds)
         return Explanation(
             model=question.spec.model,
             settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
@@ -61,7 +66,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             save_all_peak=answers.save_all.peak_bytes,
             smallest_peak=answers.lean.peak_bytes,
             measured_peak=measured.peak_bytes if measured else None,
-            measured_seconds=measured.step_seconds if measured else None,
+            measured_seconds=seconds,
             beside=tuple(row for row in question.plan.baselines if row.measured) if question.plan and measured else (),
             holdings=held.holdings(at),
             units=held.by_unit(telling),
@@ -70,7 +75,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             moment=moment(held, telling),
             fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, chosen.choices),
             why=reasons,
-            speed=_speed(subject, graph, measured.step_seconds if measured else None),
+            speed=speed,
             budgets=steps,
             limits=limits,
             notes=(*subject.notes, *chosen.notes, *_of_device(question, device.kind)),
@@ -108,15 +113,6 @@ def _chosen(
     smallest = format_bytes(answers.lean.peak_bytes)
     note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
     return _Chosen(answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
-
-
-def _speed(subject: Subject, graph: Graph, measured: float | None) -> Speed | None:
-    tokens = subject.tracer.settings.get("tokens")
-    hardware, times = subject.question.hardware, subject.times
-    if times.basis == "nominal" and measured is None:
-        return None  # such rates rank choices, and say nothing about seconds
-    counted = tokens if isinstance(tokens, int) else None
-    return speed_of(graph, subject.base, times.times, hardware, counted, measured)
 
 
 def _limits(

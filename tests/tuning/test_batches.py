@@ -29,9 +29,8 @@ from autockpt.schema import (
 )
 from autockpt.tuning import batches, run_search
 from autockpt.tuning.alternatives import on_device
-from autockpt.tuning.batches import Climb, climbed, search_batch_sizes, search_step_batches
+from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes, search_step_batches
 from autockpt.tuning.jobs import Live, with_rows
-from autockpt.tuning.micro_batches import Sizes
 from autockpt.tuning.rows import dependent_rows
 from autockpt.tuning.search import search_options
 from autockpt.workload import Step
