@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autockpt.explaining.fronts import fronts
-from autockpt.explaining.holdings import StepBytes
+from autockpt.explaining.holdings import StepBytes, joined
 from autockpt.explaining.limits import MOST_TIMES, workload_limits
 from autockpt.explaining.longest import largest_lean
 from autockpt.explaining.moment import curve, moment, peak_op, telling_op
@@ -14,10 +14,11 @@ from autockpt.explaining.speed import speed_of
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, resolved, why
 from autockpt.history.promises import OTHER_WORKLOAD, made_for
+from autockpt.history.trials import undominated
 from autockpt.profiling import said_of
-from autockpt.schema import Budget, Choice, Listener, PlanStatus, ResolvedBudget, Silence, format_bytes
+from autockpt.schema import Budget, Choice, Listener, Menu, PlanStatus, ResolvedBudget, Silence, Unit, format_bytes
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.explanation import Explanation, Largest, Reach
+from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Reach
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 
 
@@ -113,6 +114,39 @@ def _chosen(
     smallest = format_bytes(answers.lean.peak_bytes)
     note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
     return _Chosen(answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
+
+
+def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:
+    """The front of every kind of unit: bytes kept for its backward against seconds over saving.
+
+    Dominated choices that the plan took are listed and say so. ``choices`` by unit name.
+    """
+    return tuple(_front(menu, [u for u in blocks if u.kind == menu.kind], choices) for menu in menus)
+
+
+def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> Front:
+    taken = Counter(choices[u.name] for u in units if u.name in choices)
+    plain = menu.items[0].seconds
+    best = [item.choice for item in undominated(menu.items, lambda i: (i.kept_bytes, i.seconds))]
+    rows = [
+        Bargain(
+            choice=item.choice,
+            kept_bytes=item.kept_bytes,
+            extra_seconds=item.seconds - plain,
+            taken=taken.get(item.choice, 0),
+            dominated=item.choice not in best,
+        )
+        for item in menu.items
+    ]
+    shown = [row for row in rows if not row.dominated or row.taken]
+    shown.sort(key=lambda row: (-row.kept_bytes, row.extra_seconds))
+    return Front(
+        units=joined([u.name for u in units]),
+        cls=units[0].cls if units else "",
+        count=len(units),
+        bargains=tuple(shown),
+        left_out=len(rows) - len(shown),
+    )
 
 
 def _limits(

@@ -159,8 +159,7 @@ def workload_limits(
             with subject.question.tracer(resized, fallback=False) as tracer:
                 return subject.needs(tracer.trace(plans[plan]))
 
-        step = 1 if field_name == "batch_size" else grain(now)
-        out += largest(peak, first, budget_bytes, step, dimension, now, floor)
+        out += largest(peak, first, budget_bytes, step_of(dimension, now), dimension, now, floor)
     return tuple(out)
 
 
@@ -169,6 +168,11 @@ def _at_any_size(graph: Graph) -> int:
     phases = [op.phase for op in graph.ops]
     after = phases.index("optimizer") if "optimizer" in phases else len(phases) - 1
     return next(islice(graph.timeline(), after, None), graph.resident_bytes)
+
+
+def step_of(dimension: Dimension, size: int) -> int:
+    """What sizes of about this one are distinguished by."""
+    return 1 if dimension == "batch size" else grain(size)
 
 
 def grain(size: int) -> int:
