@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -58,17 +58,10 @@ class InfeasibleError(AutockptError):
 
     exit_code = 3
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        remedy: str | None = None,
-        smallest_peak: int | None = None,
-        alternatives: Sequence[Any] = (),
-    ) -> None:
+    def __init__(self, message: str, *, remedy: str | None = None, smallest_peak: int | None = None) -> None:
         super().__init__(message, remedy=remedy)
         self.smallest_peak = smallest_peak
-        self.alternatives = tuple(alternatives)
+        self.alternatives: tuple[Any, ...] = ()
         self.run: Any = None
 
 

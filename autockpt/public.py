@@ -22,7 +22,7 @@ from autockpt.explaining.longest import with_longest
 from autockpt.explaining.subject import budget_for, hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
-from autockpt.page import compare_page, write_page, write_text
+from autockpt.page import write_comparison, write_page
 from autockpt.reporting import listener
 from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.explain_view import print_explanation
@@ -32,13 +32,12 @@ from autockpt.schema import (
     Budget,
     Listener,
     Plan,
+    SearchOptions,
     SearchOutcome,
     SearchRequest,
     SearchSpace,
     Silence,
     WorkloadSpec,
-    parse_budget,
-    parse_size,
 )
 from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.explanation import Explanation
@@ -48,10 +47,9 @@ from autockpt.schema.request import TRIALS
 from autockpt.tuning import run_search
 from autockpt.tuning.batches import search_batch_sizes, search_step_batches
 from autockpt.tuning.lengths import search_lengths_of, search_step_lengths
-from autockpt.tuning.search import search_step
+from autockpt.tuning.search import search_options, search_step
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 
 
 @python_door
@@ -119,22 +117,32 @@ def search(
             model = step if isinstance(step, str) else type(getattr(step, "model", step)).__name__
             kinds, folder = [log_to] if isinstance(log_to, str) else log_to, Path(out or ".")
             watcher = stack.enter_context(logging_to(kinds, watcher, folder, run_name(model, text), dict(workload)))
-        options: dict[str, Any] = {"host_budget": host_budget, "allow_inexact": allow_inexact, "again": again}
-        options |= {"trials": trials, "timeout": timeout, "seed": seed}
-        options["space"] = load_space(space) if isinstance(space, str) else space
-        parsed = parse_budget(budget).with_headroom(headroom, simulated=hardware is not None)
+        if isinstance(step, str) and out is None:
+            out = stack.enter_context(tempfile.TemporaryDirectory())
+        asked = search_options(
+            budget=budget,
+            headroom=headroom,
+            host_budget=host_budget,
+            allow_inexact=allow_inexact,
+            space=space,
+            trials=trials,
+            timeout=timeout,
+            seed=seed,
+            out=out,
+            again=again,
+            simulated=hardware is not None,
+        )
+        described = {"hardware": hardware, "device": device, "compile": compile, "dry_run": dry_run or None}
         if isinstance(step, str):
-            kept = Path(out if out is not None else stack.enter_context(tempfile.TemporaryDirectory()))
-            options |= {"budget": parsed, "out": kept, "device": device, "compile": compile, "dry_run": dry_run}
-            answer = _search_named(step, workload, hardware, global_batch, told, watcher, options)
+            answer = _search_named(step, workload, asked, described, global_batch, told, watcher)
         else:
-            described = {"hardware": hardware, "device": device, "compile": compile, "dry_run": dry_run or None}
             _refuse_described(step, {**described, **workload})
-            options |= {"budget": parsed, "out": out, "listener": watcher}
             if global_batch is not None:
-                answer = search_step_batches(step, global_batch, **options)
+                answer = search_step_batches(step, global_batch, asked, watcher)
+            elif told is not None:
+                answer = search_step_lengths(step, told, asked, watcher)
             else:
-                answer = search_step(step, **options) if told is None else search_step_lengths(step, told, **options)
+                answer = search_step(step, asked, watcher)
         if isinstance(answer, BatchAnswer):
             for line in (*batch_lines(answer), *answer.notes):
                 watcher.note(line)
@@ -147,23 +155,23 @@ def search(
 def _search_named(
     model: str,
     workload: dict[str, Any],
-    hardware: str | None,
+    asked: SearchOptions,
+    described: Mapping[str, Any],
     global_batch: int | None,
     lengths: Lengths | None,
     watcher: Listener,
-    options: dict[str, Any],
 ) -> SearchOutcome | BatchAnswer:
-    """Search for a model by its name; ``options`` are those of a request."""
-    card = None if hardware is None else load_hardware(hardware)
-    seed, auto = options["seed"], workload.get("seq_len") == "auto"
-    spec = _workload(model, {k: v for k, v in workload.items() if not (auto and k == "seq_len")}, seed)
+    """Search for a model by its name; ``described`` is what else was given of what a live step has not."""
+    given = {name: value for name, value in described.items() if value is not None}
+    if "hardware" in given:
+        given["hardware"] = load_hardware(given["hardware"])
+    auto = workload.get("seq_len") == "auto"
+    spec = _workload(model, {k: v for k, v in workload.items() if not (auto and k == "seq_len")}, asked.seed)
     if auto:
-        device = options["device"]
-        spec, note = with_longest(spec, options["budget"], device=device, hardware=card, listener=watcher)
+        on = {name: given.get(name) for name in ("device", "hardware")}
+        spec, note = with_longest(spec, asked.budget, **on, listener=watcher)
         watcher.note(note)
-    if isinstance(host := options["host_budget"], str):
-        options = {**options, "host_budget": parse_size(host)}
-    request = SearchRequest(workload=spec, hardware=card, **options)
+    request = SearchRequest(**dict(asked), **given, workload=spec)
     if global_batch is not None:
         return search_batch_sizes(request, global_batch, run_search, watcher)
     return run_search(request, watcher) if lengths is None else search_lengths_of(request, lengths, run_search, watcher)
@@ -233,10 +241,7 @@ def report(run: str | Path, other: str | Path | None = None, *, report_out: str 
     Raises RunDirectoryError where there is no run, or the file cannot be written.
     """
     first, target = RunDirectory.open(run), None if report_out is None else Path(report_out)
-    if other is None:
-        return write_page(first, target)
-    second = RunDirectory.open(other)
-    return write_text(compare_page(first, second), target or second.path / f"compare-{first.path.resolve().name}.html")
+    return write_page(first, target) if other is None else write_comparison(first, RunDirectory.open(other), target)
 
 
 @contextmanager

@@ -22,11 +22,12 @@ import typer
 from typer.testing import CliRunner
 
 import autockpt as package
-from autockpt import Plan, public
+from autockpt import Plan
 from autockpt.cli import search as searching
 from autockpt.cli.app import build
 from autockpt.devices import get_device
 from autockpt.explaining import subject
+from autockpt.tuning import search
 from search_spaces.spaces import load_space
 from tests.diagnose.logs import FORWARD, message
 
@@ -390,7 +391,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monke
     """As a kernel runs them: in one namespace, the last expression of each cell shown. With few choices on the menu."""
     monkeypatch.chdir(tmp_path)
     few = load_space("knobs").restricted(("save", "recompute", "offload"))
-    for module in (public, subject):
+    for module in (search, subject):
         monkeypatch.setattr(module, "load_space", lambda name: few)
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = []

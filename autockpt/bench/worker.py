@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from autockpt.bench.peers import PEERS, Context, Detach
 from autockpt.bench.peers.compiled import compile_seconds
@@ -16,7 +17,7 @@ from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
 from autockpt.runtime import without_kv_cache
 from autockpt.runtime.gradients import judge
-from autockpt.runtime.observation import Observation, deterministically, observe
+from autockpt.runtime.observation import Observation, deterministically
 from autockpt.schema import Unit
 from autockpt.workload import discover_units
 from autockpt.workload.failures import summary
@@ -178,15 +179,7 @@ def _observe(
     typed: bool = True,
 ) -> Observation:
     """Two accumulating steps with something attached."""
-    workload = runner.workload
-
-    def forward_backward(between: Callable[[], None]) -> Tensor:
-        return workload.forward_backward(lambda phase: between() if phase == "backward" else None)
-
-    def seen() -> Observation:
-        runner.seed()
-        return observe(workload.model, forward_backward, sketched=sketched, typed=typed)
-
+    seen = partial(runner.observed, sketched=sketched, typed=typed)
     with runner.under(attach):
         observed = deterministically(seen) if deterministic else seen()
     runner.beat("observed")

@@ -13,7 +13,6 @@ from autockpt.cli.options import named_hardware, opt, takes_workload, workload_s
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
-    from autockpt.diagnose import DiagnoseRequest
     from autockpt.schema import Budget
 
 
@@ -77,18 +76,26 @@ def diagnose(
         raise UsageError("--plan-out needs a model to plan for", remedy="Add --model, or a --run that names one.")
     if reading is None and spec is None:
         raise UsageError("--run names no model", remedy="Add --model.")
-    _answer(
-        DiagnoseRequest(
-            log=reading if isinstance(reading, LogReading) else None,
-            snapshot=reading if isinstance(reading, SnapshotReading) else None,
-            command=command,
-            spec=spec,
-            budget=asked,
-            hardware=named_hardware(hardware),
-            plan_out=plan_out,
-        ),
-        as_json,
+    question = DiagnoseRequest(
+        log=reading if isinstance(reading, LogReading) else None,
+        snapshot=reading if isinstance(reading, SnapshotReading) else None,
+        command=command,
+        spec=spec,
+        budget=asked,
+        hardware=named_hardware(hardware),
+        plan_out=plan_out,
     )
+    from autockpt.diagnose import diagnose as diagnosed
+    from autockpt.reporting import listener
+    from autockpt.reporting.diagnosis_view import print_diagnosis
+
+    with listener(screen.progress()) as watcher:
+        said = diagnosed(question, watcher)
+    screen.show(said, print_diagnosis, as_json)
+    if said.unprescribed:
+        raise typer.Exit(UsageError.exit_code)
+    if said.room is not None and not said.choices:
+        raise typer.Exit(InfeasibleError.exit_code)
 
 
 def _budget(text: str | None) -> Budget | None:
@@ -103,17 +110,3 @@ def _budget(text: str | None) -> Budget | None:
             remedy="Write a size with its unit, such as 22GiB, or leave it out.",
         )
     return asked if asked.kind == "bytes" else None
-
-
-def _answer(question: DiagnoseRequest, as_json: bool) -> None:
-    from autockpt.diagnose import diagnose as diagnosed
-    from autockpt.reporting import listener
-    from autockpt.reporting.diagnosis_view import print_diagnosis
-
-    with listener(screen.progress()) as watcher:
-        said = diagnosed(question, watcher)
-    screen.show(said, print_diagnosis, as_json)
-    if said.unprescribed:
-        raise typer.Exit(UsageError.exit_code)
-    if said.room is not None and not said.choices:
-        raise typer.Exit(InfeasibleError.exit_code)

@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -84,16 +84,21 @@ def _noting(interrupts: list[int]) -> Iterator[None]:
         interrupts.append(number)
         signal.default_int_handler(number, frame)
 
-    ours = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    with _handling({number: note for number, handler in usual.items() if signal.getsignal(number) is handler}):
+        yield
+
+
+@contextmanager
+def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Other handlers for signals within the block; only the main thread ever gets any."""
     main = threading.current_thread() is threading.main_thread()
-    before = [(number, usual) for number, usual in ours.items() if main and signal.getsignal(number) is usual]
-    for number, _ in before:
-        signal.signal(number, note)
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if main}
     try:
         yield
     finally:
-        for number, usual in before:
-            signal.signal(number, usual)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _code(interrupts: list[int]) -> int:
@@ -108,25 +113,12 @@ _ANEW = "The same command begins anew."
 
 def _interrupted(as_json: bool, code: int, kept: bool) -> int:
     _debug()
-    with _undisturbed():
+    # whoever presses Ctrl-C twice still gets the message
+    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
         said = "ended by SIGTERM" if code == TERMINATED else "interrupted"
         remedy = "What was measured so far is kept; the same command continues." if kept else _ANEW
         _say(said, remedy, as_json, code)
     return code
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Whoever presses Ctrl-C twice still gets the message."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _explain(error: AutockptError, as_json: bool) -> int:

@@ -30,13 +30,10 @@ def report(
     The page needs no network and no other file. A search writes it when it ends; this writes it again, also for a run
     that is still at work. With two runs: what was asked differently, and what came of it.
     """
-    from autockpt.page import compare_page, write_page, write_text
+    from autockpt.page import write_comparison, write_page
 
     first = run_at(run, out)
-    if other is None:
-        written = write_page(first, report_out)
-    else:
-        second = run_at(other, out)
-        target = report_out or second.path / f"compare-{first.path.resolve().name}.html"
-        written = write_text(compare_page(first, second), target)
+    written = (
+        write_page(first, report_out) if other is None else write_comparison(first, run_at(other, out), report_out)
+    )
     screen.results().print(str(written), soft_wrap=True)

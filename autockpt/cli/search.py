@@ -159,7 +159,7 @@ def search(
     measured.
     """
     from autockpt.history.trialplan import plan_at
-    from autockpt.schema import SearchRequest, parse_budget, parse_size
+    from autockpt.schema import SearchOutcome, SearchRequest, parse_budget, parse_size
 
     start = None if resume is None else plan_at(resume)
     if budget is None and start is not None and start.budget is not None:
@@ -211,13 +211,29 @@ def search(
             remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
             "--batch-size with --lengths.",
         )
-    if rows is not None:
-        outcome = _run_batches(request, rows, listed(log_to or ""), as_json)
-    else:
-        from autockpt.reporting import print_answer
+    from autockpt.reporting import print_answer
+    from autockpt.reporting.batches_view import print_batches
+    from autockpt.schema.lengths import parse_lengths
+    from autockpt.tuning import run_search
 
-        outcome = _run(request, lengths, listed(log_to or ""))
-        screen.show(outcome, print_answer, as_json)
+    told = None if lengths is None else parse_lengths(lengths)
+    with _watched(request, listed(log_to or "")) as watcher:
+        if rows is not None:
+            from autockpt.tuning.batches import search_batch_sizes
+
+            answer = search_batch_sizes(request, rows, run_search, watcher)
+        elif told is not None:
+            from autockpt.tuning.lengths import search_lengths_of
+
+            answer = search_lengths_of(request, told, run_search, watcher)
+        else:
+            answer = run_search(request, watcher)
+    if isinstance(answer, SearchOutcome):
+        outcome = answer
+        screen.show(answer, print_answer, as_json)
+    else:
+        screen.show(answer, print_batches, as_json)
+        outcome = answer.outcome
     _write_page(outcome)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -307,30 +323,6 @@ def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec) -
             remedy="Give --seq-len, and a multiple of it; or --global-batch in sequences.",
         )
     return tokens // length
-
-
-def _run_batches(request: SearchRequest, rows: int, log_to: Sequence[str], as_json: bool) -> SearchOutcome:
-    from autockpt.reporting.batches_view import print_batches
-    from autockpt.tuning import run_search
-    from autockpt.tuning.batches import search_batch_sizes
-
-    with _watched(request, log_to) as watcher:
-        answer = search_batch_sizes(request, rows, run_search, watcher)
-    screen.show(answer, print_batches, as_json)
-    return answer.outcome
-
-
-def _run(request: SearchRequest, lengths: str | None, log_to: Sequence[str]) -> SearchOutcome:
-    from autockpt.schema.lengths import parse_lengths
-    from autockpt.tuning import run_search
-
-    told = None if lengths is None else parse_lengths(lengths)
-    with _watched(request, log_to) as watcher:
-        if told is None:
-            return run_search(request, watcher)
-        from autockpt.tuning.lengths import search_lengths_of
-
-        return search_lengths_of(request, told, run_search, watcher)
 
 
 @contextmanager

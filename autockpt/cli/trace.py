@@ -40,7 +40,11 @@ def trace(
 
     loaded = plan_at(plan) if plan is not None else None
     spec = workload_spec(workload, base=loaded.workload if loaded is not None else None, seed=seed)
-    device = _hardware(hardware, spec)
+    device = named_hardware(hardware)
+    if device is None:
+        from autockpt.workload import refuse_simulated
+
+        refuse_simulated(spec)
     graph, settings = _trace(spec, loaded, device)
     peak = None
     if device is not None:
@@ -60,15 +64,6 @@ def trace(
         print_summary(summarise(graph), {"model": spec.model} | settings, console)
         if peak is not None and device is not None:
             print_device_peak(peak, device.name, device.memory_bytes, console)
-
-
-def _hardware(name: str | None, spec: WorkloadSpec) -> Hardware | None:
-    if name is None:
-        from autockpt.workload import refuse_simulated
-
-        refuse_simulated(spec)
-        return None
-    return named_hardware(name)
 
 
 def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -> tuple[Graph, dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autockpt.explaining.fronts import fronts
-from autockpt.explaining.holdings import StepBytes
+from autockpt.explaining.holdings import StepBytes, joined
 from autockpt.explaining.limits import MOST_TIMES, workload_limits
 from autockpt.explaining.longest import largest_lean
 from autockpt.explaining.moment import curve, moment, peak_op, telling_op
@@ -14,10 +14,11 @@ from autockpt.explaining.speed import speed_of
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, resolved, why
 from autockpt.history.promises import OTHER_WORKLOAD, made_for
+from autockpt.history.trials import undominated
 from autockpt.profiling import said_of
-from autockpt.schema import Budget, Choice, Graph, Listener, PlanStatus, ResolvedBudget, Silence, format_bytes
+from autockpt.schema import Budget, Choice, Listener, Menu, PlanStatus, ResolvedBudget, Silence, Unit, format_bytes
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.explanation import Explanation, Largest, Reach, Speed
+from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Reach
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 
 
@@ -46,6 +47,11 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
         reasons = why(answers, chosen.choices, budget.bytes if budget else None)
         limits = _limits(subject, answers, budget, listener)
+        seconds, tokens = measured.step_seconds if measured else None, subject.tracer.settings.get("tokens")
+        speed = None
+        if subject.times.basis != "nominal" or measured:  # such rates rank choices, and say nothing about seconds
+            counted = tokens if isinstance(tokens, int) else None
+            speed = speed_of(graph, subject.base, subject.times.times, question.hardware, counted, seconds)
         return Explanation(
             model=question.spec.model,
             settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
@@ -61,7 +67,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             save_all_peak=answers.save_all.peak_bytes,
             smallest_peak=answers.lean.peak_bytes,
             measured_peak=measured.peak_bytes if measured else None,
-            measured_seconds=measured.step_seconds if measured else None,
+            measured_seconds=seconds,
             beside=tuple(row for row in question.plan.baselines if row.measured) if question.plan and measured else (),
             holdings=held.holdings(at),
             units=held.by_unit(telling),
@@ -70,7 +76,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             moment=moment(held, telling),
             fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, chosen.choices),
             why=reasons,
-            speed=_speed(subject, graph, measured.step_seconds if measured else None),
+            speed=speed,
             budgets=steps,
             limits=limits,
             notes=(*subject.notes, *chosen.notes, *_of_device(question, device.kind)),
@@ -110,13 +116,37 @@ def _chosen(
     return _Chosen(answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
 
 
-def _speed(subject: Subject, graph: Graph, measured: float | None) -> Speed | None:
-    tokens = subject.tracer.settings.get("tokens")
-    hardware, times = subject.question.hardware, subject.times
-    if times.basis == "nominal" and measured is None:
-        return None  # such rates rank choices, and say nothing about seconds
-    counted = tokens if isinstance(tokens, int) else None
-    return speed_of(graph, subject.base, times.times, hardware, counted, measured)
+def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:
+    """The front of every kind of unit: bytes kept for its backward against seconds over saving.
+
+    Dominated choices that the plan took are listed and say so. ``choices`` by unit name.
+    """
+    return tuple(_front(menu, [u for u in blocks if u.kind == menu.kind], choices) for menu in menus)
+
+
+def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> Front:
+    taken = Counter(choices[u.name] for u in units if u.name in choices)
+    plain = menu.items[0].seconds
+    best = [item.choice for item in undominated(menu.items, lambda i: (i.kept_bytes, i.seconds))]
+    rows = [
+        Bargain(
+            choice=item.choice,
+            kept_bytes=item.kept_bytes,
+            extra_seconds=item.seconds - plain,
+            taken=taken.get(item.choice, 0),
+            dominated=item.choice not in best,
+        )
+        for item in menu.items
+    ]
+    shown = [row for row in rows if not row.dominated or row.taken]
+    shown.sort(key=lambda row: (-row.kept_bytes, row.extra_seconds))
+    return Front(
+        units=joined([u.name for u in units]),
+        cls=units[0].cls if units else "",
+        count=len(units),
+        bargains=tuple(shown),
+        left_out=len(rows) - len(shown),
+    )
 
 
 def _limits(
@@ -126,19 +156,7 @@ def _limits(
     if budget is None or not subject.question.limits or subject.base.source != "ghost":
         return ()
     listener.stage("trying other sizes")
-    lean = subject.profiled.predictor.graph(answers.lean.choices)
-    plans: Mapping[str, tuple[Mapping[str, Choice], Graph]] = {
-        "save everything": ({}, subject.base),
-        "leanest": (answers.lean.choices, lean),
-    }
-    found = workload_limits(
-        subject.question.spec,
-        plans,
-        subject.tracer.settings,
-        budget.bytes,
-        lambda spec: subject.question.tracer(spec, fallback=False),
-        subject.needs,
-    )
+    found = workload_limits(subject, {"save everything": {}, "leanest": answers.lean.choices}, budget.bytes)
     fixed = Budget(text=budget.words, kind="bytes", size=budget.bytes)  # a share would grow with the sizes
     question = replace(subject.question, budget=fixed)
     return tuple(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from autockpt.errors import AutockptError
 from autockpt.explaining.holdings import StepBytes
@@ -32,6 +33,14 @@ _SEVEN_PARAMS, _CARD = 7e9, 24e9
 _COURSE_WIDE = 4 * 4096 * 16384 * 2  # 4 × 4096 tokens, 4 × 4096 wide, two bytes
 
 
+def text_config(spec: WorkloadSpec) -> Any:
+    """The model's configuration, as far as it is about text; None where it has none."""
+    try:
+        return find_config(spec).config.get_text_config()
+    except (AutockptError, AttributeError):
+        return None
+
+
 @dataclass(frozen=True)
 class Shape:
     """What claims grow with, by the model's configuration and the job's settings."""
@@ -47,11 +56,7 @@ class Shape:
     @classmethod
     def of(cls, subject: Subject) -> Shape | None:
         """None for what is no transformer on sequences."""
-        settings = subject.tracer.settings
-        try:
-            config = find_config(subject.question.spec).config.get_text_config()
-        except (AutockptError, AttributeError):
-            return None
+        settings, config = subject.tracer.settings, text_config(subject.question.spec)
         hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
         wide = getattr(config, "intermediate_size", None) or (4 * hidden if isinstance(hidden, int) else None)
         rows, length, params = (settings.get(name) for name in ("batch_size", "seq_len", "params"))

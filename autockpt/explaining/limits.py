@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from autockpt.errors import AutockptError
-from autockpt.schema import Choice, Graph, WorkloadSpec
+from autockpt.explaining.subject import Subject
+from autockpt.schema import Choice, Graph
 from autockpt.schema.explanation import Dimension, Largest
-from autockpt.tracing import Tracer
 
 MOST_RUNS = 7  # sizes tried per plan and dimension
 MOST_TIMES = 64  # as large as now is as far as anybody looks
@@ -29,29 +29,30 @@ class _Search:
     budget_bytes: int
     step: int
     most: int
-    floor: int = 0
+    floor: int
     low: int = 0  # fits, or 0
-    high: int | None = None  # does not fit, or cannot be built
+    high: int = field(init=False)  # does not fit, cannot be built, or is larger than anybody looks
     peaks: dict[int, int] = field(default_factory=dict)
     why: str = ""
     width: int = 0  # between the two when the last guess was made
+
+    def __post_init__(self) -> None:
+        self.high = self.most + self.step
 
     def note(self, size: int, peak: int) -> None:
         self.peaks[size] = peak
         if peak <= self.budget_bytes:
             self.low = max(self.low, size)
         else:
-            self.high = size if self.high is None else min(self.high, size)
+            self.high = min(self.high, size)
 
     def refuse(self, size: int, why: str) -> None:
-        self.high, self.why = size if self.high is None else min(self.high, size), why
+        self.high, self.why = min(self.high, size), why
 
     @property
     def done(self) -> bool:
         """Whether nothing larger is left to try."""
-        if self.low >= self.most or (self.high is not None and self.high - self.low <= self.step):
-            return True
-        return self._next_is_too_large()
+        return self.high - self.low <= self.step or self._next_is_too_large()
 
     def _next_is_too_large(self) -> bool:
         """Whether the line through the two largest sizes that fit is beyond the budget one step on.
@@ -70,10 +71,9 @@ class _Search:
         Between one that fits and one that does not their middle, where such lines have not halved that.
         """
         aim = self._aim()
-        high = self.high if self.high is not None else self.most + self.step
         if self.why and self.low:  # where building ends no line tells; a model's own limits are mostly powers of two
-            aim = min(aim, 2 * self.low, (self.low + high) // 2)
-        aim = max(self.low + self.step, min(aim, high - self.step))
+            aim = min(aim, 2 * self.low, (self.low + self.high) // 2)
+        aim = max(self.low + self.step, min(aim, self.high - self.step))
         return max(self.step, min(self.most, aim // self.step * self.step if aim >= self.step else self.step))
 
     def _aim(self) -> int:
@@ -114,7 +114,7 @@ def largest(
             except AutockptError as error:
                 search.refuse(size, error.message.splitlines()[0])
         all_tried = search.done and search.low < search.most
-        open_ended = not all_tried or bool(search.why and search.high)
+        open_ended = not all_tried or bool(search.why)
         if search.low:
             why = search.why or ("" if all_tried else f"{search.low} was as far as was tried")
         else:  # the smallest does not fit, or cannot be asked for: a factory makes its own batch
@@ -133,37 +133,33 @@ def largest(
 
 
 def workload_limits(
-    spec: WorkloadSpec,
-    plans: Mapping[str, tuple[Mapping[str, Choice], Graph]],
-    settings: Mapping[str, object],
+    subject: Subject,
+    plans: Mapping[str, Mapping[str, Choice]],
     budget_bytes: int,
-    open_tracer: Callable[[WorkloadSpec], Tracer],
-    needs: Callable[[Graph], int],
     dimensions: Collection[Dimension] = ("batch size", "sequence length"),
 ) -> tuple[Largest, ...]:
     """The largest batch size and sequence length of a workload under ``budget_bytes``, for each of ``plans``.
 
-    Plans come with their ghost runs at the size of now; ``needs`` says what a ghost run takes of the device.
-    ``settings`` are the workload's own, which say how large it is now. Dimensions that it does not have are left out.
+    Dimensions that it does not have are left out.
     """
-    first = {name: needs(graph) for name, (_, graph) in plans.items()}
-    floor = min(first[name] - graph.peak_bytes + _at_any_size(graph) for name, (_, graph) in plans.items())
+    spec = subject.question.spec
+    run = subject.profiled.predictor.graph
+    graphs = {name: run(choices) if choices else subject.base for name, choices in plans.items()}
+    first = {name: subject.needs(graph) for name, graph in graphs.items()}
+    floor = min(first[name] - graph.peak_bytes + _at_any_size(graph) for name, graph in graphs.items())
     out: list[Largest] = []
     for dimension, field_name in FIELDS.items():
-        now = settings.get(field_name)
-        if (
-            dimension not in dimensions
-            or not isinstance(now, int)
-            or (field_name == "seq_len" and spec.pad_to is not None)
-        ):
+        now = subject.tracer.settings.get(field_name)
+        padded = field_name == "seq_len" and spec.pad_to is not None
+        if dimension not in dimensions or not isinstance(now, int) or padded:
             continue
 
         def peak(plan: str, size: int, field_name: str = field_name) -> int:
-            with open_tracer(spec.model_copy(update={field_name: size})) as tracer:
-                return needs(tracer.trace(plans[plan][0]))
+            resized = spec.model_copy(update={field_name: size})
+            with subject.question.tracer(resized, fallback=False) as tracer:
+                return subject.needs(tracer.trace(plans[plan]))
 
-        step = 1 if field_name == "batch_size" else grain(now)
-        out += largest(peak, first, budget_bytes, step, dimension, now, floor)
+        out += largest(peak, first, budget_bytes, step_of(dimension, now), dimension, now, floor)
     return tuple(out)
 
 
@@ -172,6 +168,11 @@ def _at_any_size(graph: Graph) -> int:
     phases = [op.phase for op in graph.ops]
     after = phases.index("optimizer") if "optimizer" in phases else len(phases) - 1
     return next(islice(graph.timeline(), after, None), graph.resident_bytes)
+
+
+def step_of(dimension: Dimension, size: int) -> int:
+    """What sizes of about this one are distinguished by."""
+    return 1 if dimension == "batch size" else grain(size)
 
 
 def grain(size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autockpt.errors import InfeasibleError, UsageError
-from autockpt.explaining.limits import FIELDS, grain, workload_limits
+from autockpt.explaining.limits import FIELDS, step_of, workload_limits
 from autockpt.explaining.subject import ExplainRequest, open_subject
 from autockpt.explaining.why import Answers, resolved
 from autockpt.schema import Budget, Listener, Silence, WorkloadSpec, format_bytes
@@ -59,7 +59,7 @@ def largest_lean(
     """
     best = first if first is not None else _with_leanest(question, dimension, listener)
     for _ in range(MOST_ROUNDS - 1):
-        if best is None or best.value is None or abs(best.value - best.now) <= _step(dimension, best.value):
+        if best is None or best.value is None or abs(best.value - best.now) <= step_of(dimension, best.value):
             break
         spec = question.spec.model_copy(update={FIELDS[dimension]: best.value})
         found = _with_leanest(replace(question, spec=spec), dimension, listener)
@@ -67,13 +67,9 @@ def largest_lean(
             break
         grown = found.value - best.value
         best = found.model_copy(update={"now": best.now})
-        if grown <= _step(dimension, found.value):
+        if grown <= step_of(dimension, found.value):
             break
     return best
-
-
-def _step(dimension: Dimension, size: int) -> int:
-    return 1 if dimension == "batch size" else grain(size)
 
 
 def _with_leanest(question: ExplainRequest, dimension: Dimension, listener: Listener) -> Largest | None:
@@ -84,13 +80,5 @@ def _with_leanest(question: ExplainRequest, dimension: Dimension, listener: List
         if budget is None or subject.base.source != "ghost":
             return None
         listener.stage("trying other sizes")
-        found = workload_limits(
-            question.spec,
-            {"leanest": (lean, subject.profiled.predictor.graph(lean))},
-            subject.tracer.settings,
-            budget.bytes,
-            lambda spec: question.tracer(spec, fallback=False),
-            subject.needs,
-            [dimension],
-        )
+        found = workload_limits(subject, {"leanest": lean}, budget.bytes, [dimension])
     return next(iter(found), None)

@@ -55,7 +55,7 @@ def telling_op(held: StepBytes) -> int:
 
 def moment(held: StepBytes, at: int, listed: int = LISTED) -> Moment:
     """The op ``at``, and the largest groups of alike storages that come and go and are alive then."""
-    groups: dict[tuple, list[Storage]] = defaultdict(list)
+    groups: dict[Alive, list[Storage]] = defaultdict(list)
     for s in held.alive_at(at):
         if held.purposes[s.id] in COME_AND_GO:
             groups[_alike(held, s)].append(s)
@@ -66,40 +66,28 @@ def moment(held: StepBytes, at: int, listed: int = LISTED) -> Moment:
         target=op.target if op else "",
         phase=op.phase if op else "forward",
         module=op.module if op else "",
-        alive=tuple(_described(key, members) for key, members in ranked[:listed]),
+        alive=tuple(_counted(alike, members) for alike, members in ranked[:listed]),
         other_bytes=sum(s.bytes for _, members in ranked[listed:] for s in members),
         other_count=sum(len(members) for _, members in ranked[listed:]),
     )
 
 
-def _alike(held: StepBytes, s: Storage) -> tuple:
+def _alike(held: StepBytes, s: Storage) -> Alive:
     """What storages of different units have in common when they are the same tensor of equal layers."""
     op = held.makers.get(s.id)
     meta = max((o for o in op.outputs if o.storage == s.id), key=lambda o: len(o.shape), default=None) if op else None
-    place = within(op.module, s.unit) if op else ""
-    return (
-        held.kind_of(s),
-        op.target if op else "",
-        place,
-        s.unit is not None,
-        meta.shape if meta else (),
-        meta.dtype if meta else "",
-        s.bytes,
-        held.purposes[s.id],
-    )
-
-
-def _described(key: tuple, members: Sequence[Storage]) -> Alive:
-    kind, target, place, _, shape, dtype, size, purpose = key
-    units = list(dict.fromkeys(s.unit for s in members if s.unit is not None))
     return Alive(
-        kind=kind,
-        target=target,
-        place=place,
-        units=joined(units),
-        shape=shape,
-        dtype=dtype,
-        bytes=size,
-        count=len(members),
-        purpose=purpose,
+        kind=held.kind_of(s),
+        target=op.target if op else "",
+        place=within(op.module, s.unit) if op else "",
+        units="any" if s.unit is not None else "",
+        shape=meta.shape if meta else (),
+        dtype=meta.dtype if meta else "",
+        bytes=s.bytes,
+        purpose=held.purposes[s.id],
     )
+
+
+def _counted(alike: Alive, members: Sequence[Storage]) -> Alive:
+    units = list(dict.fromkeys(s.unit for s in members if s.unit is not None))
+    return alike.model_copy(update={"units": joined(units), "count": len(members)})

@@ -6,11 +6,10 @@ import math
 import statistics
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Literal
 
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
-from autockpt.explaining.claims import COMMON, SCORES_SOURCE, bound_by, claims
+from autockpt.explaining.claims import COMMON, SCORES_SOURCE, bound_by, claims, text_config
 from autockpt.explaining.holdings import StepBytes
 from autockpt.explaining.moment import peak_op
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
@@ -18,7 +17,6 @@ from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule, Rules
-from autockpt.workload.configs import find_config
 
 PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
 SECOND, FOURTH, MATRICES = "every 2nd layer", "segments of 4", "products kept"
@@ -29,7 +27,6 @@ _DEEPSPEED_DOCS = ("DeepSpeed", "https://www.deepspeed.ai")
 _GUIDE = ("transformers' guide", "https://huggingface.co/docs/transformers/perf_train_gpu_one")
 _CHEN = ("Chen et al. 2016", "https://arxiv.org/abs/1604.06174")
 _GLOSSARY = ("compute-market's glossary", "https://www.compute-market.com/glossary/gradient-checkpointing")
-_SELECTIVE = SCORES_SOURCE
 Plans = dict[str, dict[str, Choice]]
 
 
@@ -167,64 +164,57 @@ def _flops_rule(name: str, factor: float, graph: Graph | None, plain: Graph, for
 
 def hidden_size(spec: WorkloadSpec) -> int | None:
     """Width of the model's layers by its configuration; None where it has none."""
-    try:
-        found = getattr(find_config(spec).config.get_text_config(), "hidden_size", None)
-    except (AutockptError, AttributeError):
-        return None
+    found = getattr(text_config(spec), "hidden_size", None)
     return found if isinstance(found, int) else None
 
 
-@dataclass(frozen=True)
-class Said:
-    """A rule about bytes and seconds of a plan; a single number of memory stands for five points around it."""
-
-    plan: str
-    source: tuple[str, str]
-    says: str
-    memory: tuple[float, float] | None
-    of: Literal["activations", "peak"] = "activations"
-    time: tuple[float, float] | None = None
-
-
-def _said(layers: int, bound: str | None) -> list[Said]:
-    """Whoever says something about a plan, for a model of so many layers, ``bound`` by arithmetic or bandwidth."""
+def _memory_rules(subject: Subject, predicted: Mapping[str, Reading]) -> list[Rule]:
+    """Whoever says something about bytes and seconds of a plan; a single number of memory stands for five points
+    around it."""
+    layers, bound = len(subject.profiled.blocks), bound_by(subject)
     root = 1 - math.sqrt(layers) / layers
     roots = (max(0.0, root - 0.05), min(1.0, root + 0.05))
     slower = {"arithmetic": (0.25, 0.30), "bandwidth": (0.40, 0.50)}.get(bound or "", (0.25, 0.50))
     kind = f", {bound} here" if bound in ("arithmetic", "bandwidth") else ""
     common = (COMMON, "")
-    return [
-        Said(FULL, _DEEPSPEED_DOCS, "30–50 % less memory, +33 % time", (0.30, 0.50), "peak", (0.28, 0.38)),
-        Said(FULL, _GUIDE, "50 % less memory, 20 % slower", (0.45, 0.55), "peak", (0.15, 0.25)),
-        Said(FULL, _GLOSSARY, "60–80 % less memory, 20–30 % slower", (0.60, 0.80), "peak", (0.20, 0.30)),
-        Said(FULL, common, "80 % of activations, 20–40 % slower", (0.75, 0.85), time=(0.20, 0.40)),
-        Said(FULL, common, "13B from 35 to 15 GB: 57 % less memory", (0.57, 0.57), "peak"),
-        Said(FULL, common, f"bound by arithmetic 25–30 % slower, by bandwidth 40–50 %{kind}", None, time=slower),
-        Said(ROOT, _CHEN, f"√{layers} of {layers} layers' memory, +33 % time", roots, time=(0.28, 0.38)),
-        Said(FOURTH, common, "a quarter of activations, 19 % slower", (0.75, 0.75), time=(0.15, 0.19)),
-        Said(SECOND, common, "every n-th layer: 75 % of the speed", None, time=(0.0, 1 / 0.75 - 1)),
-        Said(MATRICES, common, "selective keeps 40–60 % of activations, 10 % slower", (0.40, 0.60), time=(0.05, 0.10)),
-        Said(ATTENTION, common, "60–75 % of activations, 10–15 % slower", (0.60, 0.75), time=(0.10, 0.15)),
-        Said(ATTENTION, _SELECTIVE, "70 % of activations, 2.7 % more work", (0.65, 0.75), time=(0.0, 0.04)),
-        Said(OFFLOADED, common, "80–90 % of activations, at link speed", (0.80, 0.90)),
-    ]
 
-
-def _memory_rules(subject: Subject, predicted: Mapping[str, Reading]) -> list[Rule]:
-    """The rules about bytes and seconds of plans."""
-    return [
-        Rule(
-            name=said.plan,
-            source=said.source[0],
-            address=said.source[1],
-            says=said.says,
-            memory=said.memory,
-            of=said.of,
-            time=said.time,
-            predicted=predicted.get(said.plan),
-            note="" if said.plan in predicted else "not for this model",
+    def said(
+        plan: str,
+        source: tuple[str, str],
+        says: str,
+        memory: tuple[float, float] | None,
+        of: Literal["activations", "peak"] = "activations",
+        time: tuple[float, float] | None = None,
+    ) -> Rule:
+        known = predicted.get(plan)
+        note = "" if known is not None else "not for this model"
+        name, address = source
+        return Rule(
+            name=plan,
+            source=name,
+            address=address,
+            says=says,
+            memory=memory,
+            of=of,
+            time=time,
+            predicted=known,
+            note=note,
         )
-        for said in _said(len(subject.profiled.blocks), bound_by(subject))
+
+    return [
+        said(FULL, _DEEPSPEED_DOCS, "30–50 % less memory, +33 % time", (0.30, 0.50), "peak", (0.28, 0.38)),
+        said(FULL, _GUIDE, "50 % less memory, 20 % slower", (0.45, 0.55), "peak", (0.15, 0.25)),
+        said(FULL, _GLOSSARY, "60–80 % less memory, 20–30 % slower", (0.60, 0.80), "peak", (0.20, 0.30)),
+        said(FULL, common, "80 % of activations, 20–40 % slower", (0.75, 0.85), time=(0.20, 0.40)),
+        said(FULL, common, "13B from 35 to 15 GB: 57 % less memory", (0.57, 0.57), "peak"),
+        said(FULL, common, f"bound by arithmetic 25–30 % slower, by bandwidth 40–50 %{kind}", None, time=slower),
+        said(ROOT, _CHEN, f"√{layers} of {layers} layers' memory, +33 % time", roots, time=(0.28, 0.38)),
+        said(FOURTH, common, "a quarter of activations, 19 % slower", (0.75, 0.75), time=(0.15, 0.19)),
+        said(SECOND, common, "every n-th layer: 75 % of the speed", None, time=(0.0, 1 / 0.75 - 1)),
+        said(MATRICES, common, "selective keeps 40–60 % of activations, 10 % slower", (0.40, 0.60), time=(0.05, 0.10)),
+        said(ATTENTION, common, "60–75 % of activations, 10–15 % slower", (0.60, 0.75), time=(0.10, 0.15)),
+        said(ATTENTION, SCORES_SOURCE, "70 % of activations, 2.7 % more work", (0.65, 0.75), time=(0.0, 0.04)),
+        said(OFFLOADED, common, "80–90 % of activations, at link speed", (0.80, 0.90)),
     ]
 
 

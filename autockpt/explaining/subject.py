@@ -1,19 +1,38 @@
-"""What is explained: a workload ghost-run with every uniform plan, op times, and what each choice costs."""
+"""What is explained: a workload ghost-run with every uniform plan, op times, and what each choice costs.
+
+Seconds rest on, best first: ops timed on the device, a roofline of a named device, common rates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autockpt.devices import get_device
-from autockpt.errors import UsageError
-from autockpt.explaining.times import Times, of_device, of_hardware
+from autockpt.errors import RunDirectoryError, UsageError
+from autockpt.hardware.nominal import nominal_op_times
+from autockpt.hardware.roofline import roofline_times
 from autockpt.history.promises import made_for
+from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import environment_to_measure_in
-from autockpt.profiling import CostModel, simulated_memory, tracer_for
-from autockpt.schema import SAVE, Budget, Choice, Graph, Listener, Plan, Remake, Selective, WorkloadSpec, parse_budget
+from autockpt.profiling import CostModel, UniformRuns, cached_op_times, simulated_memory, tracer_for
+from autockpt.schema import (
+    SAVE,
+    Budget,
+    Choice,
+    Environment,
+    Graph,
+    Listener,
+    OpTimes,
+    Plan,
+    Remake,
+    Selective,
+    WorkloadSpec,
+    parse_budget,
+)
+from autockpt.schema.explanation import Basis
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning.opening import Traced, traced, traced_for
@@ -23,6 +42,7 @@ from search_spaces.hardware import list_hardware, load_hardware
 from search_spaces.spaces import load_space
 
 SPACE = "knobs"
+COVERED = 0.9  # share of the op signatures that timed ones must cover; the rest is estimated from similar ones
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,15 @@ def budget_for(
 
 
 @dataclass(frozen=True)
+class Times:
+    """Op times with what they rest on, and that in words."""
+
+    times: OpTimes
+    basis: Basis
+    note: str
+
+
+@dataclass(frozen=True)
 class Subject:
     """An open workload. ``base`` is its plain step, ``uniform`` what all of its layers may do, ``choices`` are the
     plan's, by unit name."""
@@ -160,7 +189,7 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
             times=times,
             profiled=profiled,
             choices=choices,
-            notes=(*tracer.notes, *found.plain.notes, *found.notes),
+            notes=found.said,
         )
 
 
@@ -175,3 +204,46 @@ def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
         environment, found.uniform, heads, workload_key(question.spec, question.spec.model, {}), question.plan_path
     )
     return times, device.used_by_others()
+
+
+def of_device(
+    environment: Environment, uniform: UniformRuns, heads: Sequence[Graph], workload_key: str, plan: Path | None = None
+) -> Times:
+    """Op times of the device at hand, from the plan's run directory or the cache; else rates of common hardware."""
+    lean = (uniform.get("recompute") or uniform["save"])[1]  # all that is timed; copies are known by their rates
+    if (found := _of_run(plan, [lean, *heads])) is not None:
+        return Times(found, "measured", f"op times were measured on {found.environment.device.name}, in the plan's run")
+    if (cached := cached_op_times(environment, [lean, *heads], workload_key)) is not None:
+        return Times(cached, "measured", f"op times were measured on {environment.device.name} by an earlier search")
+    return Times(
+        nominal_op_times(environment, *(graph for _, graph in uniform.values()), *heads),
+        "nominal",
+        "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
+        "little about this device (a search measures its op times; --hardware NAME models a device that is described)",
+    )
+
+
+def of_hardware(hardware: Hardware, graphs: Sequence[Graph], heads: Sequence[Graph]) -> Times:
+    """Op times of a device that is described, not at hand."""
+    times = roofline_times(hardware, graphs)
+    times = times.completed(roofline_times(hardware, heads))
+    return Times(times, "modelled", f"seconds are modelled by a roofline of {hardware.name}, nothing was timed")
+
+
+def _of_run(plan: Path | None, graphs: Sequence[Graph]) -> OpTimes | None:
+    """Op times of the run directory that a plan lies in, where they cover the graphs."""
+    if plan is None:
+        return None
+    folder = plan if plan.is_dir() else plan.resolve().parent
+    with suppress(RunDirectoryError, OSError):
+        profile = RunDirectory.open(folder).profile()
+        if profile is None or "simulated" in profile.op_times.environment.versions:  # nothing was timed
+            return None
+        if all(_covers(profile.op_times, graph) for graph in graphs):
+            return profile.op_times
+    return None
+
+
+def _covers(times: OpTimes, graph: Graph) -> bool:
+    """Whether enough of the ops were timed."""
+    return sum(text in times.seconds for text in graph.timed) >= COVERED * len(graph.timed)

@@ -170,21 +170,13 @@ def budget_steps(answers: Answers, budget: ResolvedBudget | None) -> tuple[Budge
         asked[budget.bytes] = budget.words
     steps: list[BudgetStep] = []
     best: Reach | None = None
+    seen: set[str] = set()
     for size in sorted(asked):
         found = answers.lean if size == low else answers.at(size, TABLE_CALLS)
         # what fits less is not beaten by a slower plan: few ghost runs do not always find the best one
         best = min((r for r in (found, best) if r is not None), key=lambda r: r.step_seconds, default=None)
-        steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=size == budget_bytes))
-    return _distinct(steps[::-1])
-
-
-def _distinct(steps: list[BudgetStep]) -> tuple[BudgetStep, ...]:
-    """Without budgets that buy the very plan of a smaller one, except the one that was asked for."""
-    kept: list[BudgetStep] = []
-    seen: set[str] = set()
-    for step in reversed(steps):
-        key = plan_hash(step.reach.choices) if step.reach else format_binary(step.budget_bytes)
-        if step.ours or key not in seen:
-            kept.append(step)
+        ours, key = size == budget_bytes, plan_hash(best.choices) if best else format_binary(size)
+        if ours or key not in seen:  # a budget that buys the very plan of a smaller one is left out
+            steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=ours))
         seen.add(key)
-    return tuple(reversed(kept))
+    return tuple(reversed(steps))

@@ -23,11 +23,11 @@ from autockpt.schema import words
 from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import Terms
-from autockpt.schema.request import TRIALS, SearchOutcome
+from autockpt.schema.request import Listener, SearchOptions, SearchOutcome
 from autockpt.schema.sizes import format_binary, parse_budget
 from autockpt.tuning.batches import search_step_batches
 from autockpt.tuning.lengths import search_step_lengths
-from autockpt.tuning.search import search_step
+from autockpt.tuning.search import search_options, search_step
 from autockpt.workload import Step, nested_tensors
 from autockpt.workload.lengths import lengths_of
 
@@ -99,10 +99,10 @@ class PlanWanted:
             lengths, said = lengths_here(self.lengths, step, dataset, collate)
             say(f"lengths: {said}")
 
-        def ask(options: dict[str, Any]) -> SearchOutcome:
+        def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
             if lengths is None:
-                return search_step(step, **options)
-            outcome = search_step_lengths(step, lengths, **options)
+                return search_step(step, asked, heard, **live)
+            outcome = search_step_lengths(step, lengths, asked, heard, **live)
             for note in outcome.notes[-2:]:  # what the sets gain, and for which batches
                 say(note)
             return outcome
@@ -126,8 +126,8 @@ class PlanWanted:
         ``settings``: ``batch_size`` and ``accumulate``.
         """
 
-        def ask(options: dict[str, Any]) -> SearchOutcome:
-            answer = search_step_batches(step, rows, given=given, **options)
+        def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
+            answer = search_step_batches(step, rows, asked, heard, given=given, **live)
             for line in (*batch_lines(answer), *answer.notes):
                 say(line)
             return answer.outcome
@@ -135,15 +135,14 @@ class PlanWanted:
         return self._found(ask, folder, say, terms, others_wait)
 
     def _found(
-        self, ask: Callable[[dict[str, Any]], SearchOutcome], folder: Path, say: Say, terms: Terms, others_wait: bool
+        self, ask: Callable[..., SearchOutcome], folder: Path, say: Say, terms: Terms, others_wait: bool
     ) -> Plan:
         folder = self.out or folder
         began, heard = time.monotonic(), LineListener(say)
         say(f"searching for a plan within {self.budget}, for at most {words.seconds(self.timeout)}")
-        asked: dict[str, Any] = {"budget": self.budget, "timeout": self.timeout, "out": folder, "listener": heard}
-        asked |= {"others_wait": others_wait, "terms": terms, "trials": TRIALS, "space": "knobs", **self.options}
         try:
-            outcome = ask(asked)
+            asked = search_options(budget=self.budget, timeout=self.timeout, out=folder, **self.options)
+            outcome = ask(asked, heard, others_wait=others_wait, terms=terms)
         except AutockptError as error:
             raise error.with_traceback(None) from None
         if (plan := outcome.plan) is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from autockpt.schema.choices import Choice
 from autockpt.schema.device import Environment
@@ -20,18 +20,10 @@ TIMED_CYCLE = "timed cycle"
 class Measurer(Protocol):
     """Measures plans on one workload and one device. ``choices`` name exact units; units left out save everything."""
 
-    @property
-    def beat(self) -> Callable[[str], None]:
-        """Called with a word whenever something has ended, such as a cycle, while a method is at work."""
-        ...
-
-    @beat.setter
-    def beat(self, heard: Callable[[str], None]) -> None: ...
-
-    @property
-    def environment(self) -> Environment:
-        """The device and versions that the numbers belong to."""
-        ...
+    environment: Environment
+    """The device and versions that the numbers belong to."""
+    beat: Callable[[str], None]
+    """Called with a word whenever something has ended, such as a cycle, while a method is at work."""
 
     def measure(
         self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
@@ -59,6 +51,12 @@ class Measurer(Protocol):
     def close(self) -> None:
         """Give everything back. May be called more than once."""
         ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 def unheard(word: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from autockpt.devices import process_environment
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
-from autockpt.measuring.base import Choices, unheard
+from autockpt.measuring.base import Choices, Measurer, unheard
 from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.choices import dump_choices
@@ -28,7 +28,7 @@ _SIGKILL = -9
 PATIENCE_SECONDS = 1800.0
 
 
-class WorkerMeasurer:
+class WorkerMeasurer(Measurer):
     """Measures a workload in a process of its own, in which the model is built once.
 
     The worker starts at once and builds the model while the caller goes on; the first use waits for it, and raises what
@@ -36,8 +36,8 @@ class WorkerMeasurer:
     killed because it was silent for ``patience`` seconds, is replaced on the next request. ``budget_bytes`` holds for
     every request that names none itself, ``host_budget`` (bytes that offloading may claim on the host) for all.
     ``compile``: steps are compiled, every layer in place or the whole model.
-    ``log_path`` gets all that the workers print. To be closed, or used as a context manager; at the latest the worker
-    ends with this process.
+    ``log_path`` gets all that the workers print, until this is closed. To be closed, or used as a context manager; at
+    the latest the worker ends with this process.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class WorkerMeasurer:
         budget_bytes: int | None = None,
         host_budget: int | None = None,
         compile: CompileMode | None = None,
-        log_path: Path | str | None = None,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
         self._start_message = {
@@ -62,8 +61,8 @@ class WorkerMeasurer:
         self._wanted = process_environment(device_name)
         self.patience = patience
         self.beat: Callable[[str], None] = unheard
-        self._own_log = ScratchFolder() if log_path is None else None
-        self.log_path = Path(self._own_log.name, "worker.log") if self._own_log else Path(str(log_path))
+        self._scratch = ScratchFolder()
+        self.log_path = Path(self._scratch.name, "worker.log")
         self._child: Child | None = None
         self._facts: dict[str, Any] | None = None
         self._number = 0
@@ -128,14 +127,7 @@ class WorkerMeasurer:
         """End the worker. May be called more than once."""
         self._closed = True
         self._drop()
-        if self._own_log is not None:
-            self._own_log.cleanup()
-
-    def __enter__(self) -> WorkerMeasurer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self._scratch.cleanup()
 
     @property
     def _waiting(self) -> float:
@@ -243,10 +235,9 @@ class WorkerMeasurer:
             ) from None
 
     def _printed(self) -> str:
-        """The end of what the worker printed, and where the rest is if it stays there."""
+        """The end of what the worker printed."""
         lines = last_lines(self.log_path)
-        what = f"The last it printed:\n{lines}" if lines else "It printed nothing."
-        return what if self._own_log is not None else f"Its log is {self.log_path}. {what}"
+        return f"The last it printed:\n{lines}" if lines else "It printed nothing."
 
 
 def _how_it_ended(code: int) -> str:

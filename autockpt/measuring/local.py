@@ -13,18 +13,17 @@ import torch
 
 from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
-from autockpt.measuring.base import Choices
+from autockpt.measuring.base import Choices, Measurer
 from autockpt.measuring.compiled import Compiler
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.runner import StepRunner
 from autockpt.measuring.snapshot import Snapshot
-from autockpt.schema.device import Environment
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Step
 
 
-class LocalMeasurer:
+class LocalMeasurer(Measurer):
     """Measures a live workload and, on ``close``, puts back all that its steps changed, bit-equal and in place.
 
     To be used as a context manager, so that errors and Ctrl-C restore as well: a Ctrl-C while restoring waits until
@@ -45,7 +44,7 @@ class LocalMeasurer:
         if not others_wait:
             refuse_many_processes()
         self._device = get_device(str(workload.device))
-        self._environment = environment_of(self._device)
+        self.environment = environment_of(self._device)
         compiler = Compiler(compile, self._device.kind) if compile else None
         self._runner = StepRunner(workload, self._device, host_budget=host_budget, compiler=compiler)
         self._snapshot: Snapshot | None = None
@@ -56,11 +55,6 @@ class LocalMeasurer:
         except BaseException:  # a Ctrl-C that waited comes here, and nobody else will close this
             self.close()
             raise
-
-    @property
-    def environment(self) -> Environment:
-        """The device and versions that the numbers belong to."""
-        return self._environment
 
     @property
     def beat(self) -> Callable[[str], None]:
@@ -99,12 +93,6 @@ class LocalMeasurer:
                 snapshot.restore()
             self._runner.close()
             self._device.release()
-
-    def __enter__(self) -> LocalMeasurer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_snapshot", None) is not None:

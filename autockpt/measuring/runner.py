@@ -20,7 +20,7 @@ from autockpt.measuring import conditions
 from autockpt.measuring.base import TIMED_CYCLE, Choices, unheard
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
-from autockpt.runtime import Session, attach, without_kv_cache
+from autockpt.runtime import Observation, Session, attach, observe, without_kv_cache
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Step
 
@@ -221,6 +221,15 @@ class StepRunner:
     def seed(self) -> None:
         """Put all random generators where every cycle starts."""
         conditions.seed_all(self._seed, self.device.torch_device)
+
+    def observed(self, *, sketched: bool, typed: bool = True) -> Observation:
+        """Two accumulating steps from where every cycle starts; ``sketched`` and ``typed`` as for ``observe``."""
+
+        def forward_backward(between: Callable[[], None]) -> Tensor:
+            return self.workload.forward_backward(lambda phase: between() if phase == "backward" else None)
+
+        self.seed()
+        return observe(self.workload.model, forward_backward, sketched=sketched, typed=typed)
 
     def run_cycle(self, mark: Callable[[Any], None] | None = None) -> None:
         """One cycle from the same random state as every other. Not timed; ``mark`` as in ``Step.cycle``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def _parked_gradients(workload: Step) -> Iterator[Undo]:
             parked.add(storage._cdata)
             yield _refill(storage, _host_copy(storage))
             storage.resize_(0)
-        yield _gradient(parameter, gradient)
+        yield partial(setattr, parameter, "grad", gradient)
         parameter.grad = None
 
 
@@ -176,12 +177,5 @@ def _refill(storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> Undo:
         if storage.nbytes() != saved.nbytes():
             storage.resize_(saved.nbytes())
         storage.copy_(saved)
-
-    return undo
-
-
-def _gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Undo:
-    def undo() -> None:
-        parameter.grad = gradient
 
     return undo

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from autockpt.history.comparison import differences
 from autockpt.history.rundir import RunDirectory
 from autockpt.page.contents import Contents, contents_of, without_paths
-from autockpt.page.render import rendered
+from autockpt.page.render import rendered, write_text
 from autockpt.page.sentence import compared
 from autockpt.schema import SAVE, format_binary, words
 from autockpt.schema.known import OURS
+
+
+def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | None = None) -> Path:
+    """Write the page about both to ``path`` (default: compare-<first>.html in the second). Returns where it lies.
+
+    Raises RunDirectoryError or PlanError where a file of one is damaged, or the page cannot be written.
+    """
+    return write_text(compare_page(first, second), path or second.path / f"compare-{first.path.resolve().name}.html")
 
 
 def compare_page(first: RunDirectory, second: RunDirectory) -> str:

@@ -46,6 +46,7 @@ from autockpt.schema.profile import Menu, MenuItem, OpTimes, Profile
 from autockpt.schema.request import (
     FinishedSearch,
     Listener,
+    SearchOptions,
     SearchOutcome,
     SearchRequest,
     Silence,

@@ -25,33 +25,40 @@ TRIALS = 40
 """Candidates of a search that is not told how many."""
 
 
-class SearchRequest(Data):
-    """One question to ``autockpt search``, with how long to work on it and where to write.
+class SearchOptions(Data):
+    """What a search is asked of whatever trains: the budget, the choices, and how long to work.
 
-    ``timeout`` is in seconds, the whole search included. ``out`` is the folder that gets the run's directory.
+    ``timeout`` is in seconds, the whole search included. ``out`` is the folder that gets the run's directory; None
+    keeps nothing on disk.
     """
 
     budget: Budget
-    workload: WorkloadSpec
     space: SearchSpace
-    compile: CompileMode | None = Field(default=None, description="measure compiled steps")
-    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, xpu, …; None: the best there is")
-    hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
-    start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(
         default=TRIALS, gt=0, description="candidates measured at most; well-known plans are measured besides"
     )
     timeout: float | None = Field(default=None, gt=0)
     seed: int = 0
+    out: Path | None = None
+    allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
+    again: bool = Field(default=False, description="measure on where the search had come to its end")
+    continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
+
+
+class SearchRequest(SearchOptions):
+    """One question to ``autockpt search``: of a workload that is described, and where to write."""
+
+    workload: WorkloadSpec
+    compile: CompileMode | None = Field(default=None, description="measure compiled steps")
+    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, xpu, …; None: the best there is")
+    hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
+    start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
     storage: str | None = Field(default=None, description="URL of the Optuna storage; None: sqlite in the directory")
     out: Path = Path("results")
     plan_out: Path | None = Field(default=None, description="write the plan here as well")
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
-    allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
-    again: bool = Field(default=False, description="measure on where the search had come to its end")
-    continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
     command: tuple[str, ...] = Field(default=(), description="the exact command line")
     notes: tuple[str, ...] = Field(
         default=(), description="what was decided for the user, to be repeated with the answer"

@@ -266,17 +266,17 @@ class _Variant:
         """The change with the fastest uniform plan that fits; ``standard``: seconds per token."""
         for kind in self._bench.kinds:
             self._run(kind)
-        fitting = _fitting(self._bench, self._uniform)
+        known = predictions(self._bench, self._uniform)
+        fitting = [kind for kind, said in known.items() if said.peak_bytes <= self._bench.budget_bytes]
         if not fitting:
             return None
-        kind = min(fitting, key=lambda kind: fitting[kind].step_seconds or 0.0)
-        return self._described(kind, fitting[kind], _work(self._tracer.settings), standard)
-
-    def _described(self, kind: str, best: Prediction, work: float, standard: float) -> Alternative:
+        kind = min(fitting, key=lambda kind: known[kind].step_seconds or 0.0)
+        best, work = known[kind], _work(self._tracer.settings)
+        head = "".join(f" and {name} on {choice.kind}" for name, choice in self._besides.items())
         return Alternative(
             options=self._change.options,
             effect=self._change.effect,
-            plan=f"every layer on {kind}{self._words_of_head}",
+            plan=f"every layer on {kind}{head}",
             peak_bytes=best.peak_bytes,
             spare_bytes=self._bench.budget_bytes - best.peak_bytes,
             step_seconds=best.step_seconds if self._bench.seconds else None,
@@ -291,10 +291,6 @@ class _Variant:
             choice = LEANEST_CHUNKS
         return {head.name: choice} if head is not None and choice != SAVE else {}
 
-    @property
-    def _words_of_head(self) -> str:
-        return "".join(f" and {name} on {choice.kind}" for name, choice in self._besides.items())
-
     def _run(self, kind: str) -> bool:
         """Ghost-run a choice on every layer, once; whether it can be attached."""
         if kind not in self._uniform:
@@ -303,10 +299,6 @@ class _Variant:
             except ConflictError:
                 return False
         return True
-
-
-def _fitting(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
-    return {kind: p for kind, p in predictions(bench, uniform).items() if p.peak_bytes <= bench.budget_bytes}
 
 
 def predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:

@@ -15,35 +15,26 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, UsageError
-from autockpt.measuring import Measurer, WorkerMeasurer, environment_of
+from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
-from autockpt.schema import (
-    Budget,
-    Comparison,
-    Listener,
-    SearchOutcome,
-    SearchRequest,
-    SearchSpace,
-    WorkloadSpec,
-    parse_budget,
-)
+from autockpt.profiling import uniform_graphs
+from autockpt.schema import Comparison, Listener, SearchOptions, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
+from autockpt.schema.remedy import STEP, Terms
 from autockpt.schema.words import tally
-from autockpt.tuning.alternatives import WhatIf, on_device
+from autockpt.tuning.alternatives import WhatIf, on_device, predictions
 from autockpt.tuning.jobs import Described, Job, Live, with_rows
-from autockpt.tuning.micro_batches import Sizes, foreseen_sizes
+from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.rows import dependent_rows
-from autockpt.tuning.search import live_measurer, search_step
+from autockpt.tuning.search import search_step
 from autockpt.tuning.side_by_side import Meet, put_right, timed_together
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import on_hardware
 from autockpt.workload import Step
-from search_spaces.spaces import load_space
 
 FEWEST = 3  # candidates of the first search of a size
 LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
@@ -140,7 +131,7 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
         spec = variant(request.workload, rows, size)
         return WorkerMeasurer(spec, request.device, host_budget=request.host_budget)
 
-    judge = judge_of(request, [kind for kind in KINDS if kind in ("save", *request.space.choices)])
+    judge = judge_of(request, _kinds(request))
     apart = request.compile is not None  # compiled anew for every size
     given = request.workload.batch_size
     answer = _most_tokens(climb, job, judge, given, request.trials, THE_COMMAND, None if apart else meet)
@@ -150,25 +141,21 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
 def search_step_batches(
     step: Step | Callable[[int], Step],
     rows: int,
-    *,
-    budget: str | Budget,
-    trials: int,
-    timeout: float | None,
+    asked: SearchOptions,
     listener: Listener,
-    space: str | SearchSpace,
-    out: str | Path | None = None,
+    *,
     given: int | None = None,
-    **options: Any,
+    others_wait: bool = False,
+    terms: Terms = STEP,
 ) -> BatchAnswer:
     """The same for a live step, whose batch is cut to fewer rows or repeated for more, in this process.
 
     ``step`` may be a function that makes the step with so many rows in its batch; ``given`` is then the user's own
-    micro-batch. ``options`` are those of ``search_step``. The answer is in ``outcome.plan.settings``, as ``batch_size``
-    and ``accumulate``. Raises UsageError for a batch that cannot be divided.
+    micro-batch. ``others_wait`` and ``terms`` as for ``search_step``. The answer is in ``outcome.plan.settings``, as
+    ``batch_size`` and ``accumulate``. Raises UsageError for a batch that cannot be divided.
     """
     of_rows = partial(_made, step) if not isinstance(step, Step) else partial(_of_rows, step, rows)
-    parsed = parse_budget(budget) if isinstance(budget, str) else budget
-    parsed.refuse_share("differs by batch size")
+    asked.budget.refuse_share("differs by batch size")
     _refuse_none(rows)
     if isinstance(step, Step):
         have = step.settings.get("batch_size")
@@ -178,26 +165,27 @@ def search_step_batches(
                 remedy="Leave accumulate= out: it is what the search decides.",
             )
         given = have if isinstance(have, int) and rows % have == 0 else None
-    chosen = load_space(space) if isinstance(space, str) else space
     with ExitStack() as stack:
-        # kept even where nothing of the run is: a size that is searched on goes on where it was
-        folder = out if out is not None else stack.enter_context(TemporaryDirectory())
-        fixed = {"budget": budget, "space": chosen, "out": folder, "listener": listener, **options}
+        if asked.out is None:  # kept even where nothing of the run is: a size that is searched on goes on where it was
+            asked = asked.model_copy(update={"out": Path(stack.enter_context(TemporaryDirectory()))})
 
         def at(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
-            return search_step(of_rows(size), trials=trials, timeout=left, continued=continued, **fixed)
-
-        device = of_rows(1).device
-        kinds = [kind for kind in KINDS if kind in ("save", *chosen.choices)]
-        here = get_device(str(device))
-        judge = on_device(parsed, device, environment_of(here), here.used_by_others(), kinds)
-        climb = Climb(rows, at, listener, timeout)
-        alone = {name: options[name] for name in ("host_budget", "others_wait") if name in options}
+            of_size = asked.model_copy(update={"trials": trials, "timeout": left, "continued": continued})
+            return search_step(of_rows(size), of_size, listener, others_wait=others_wait, terms=terms)
 
         def meet(size: int) -> AbstractContextManager[Measurer]:
-            return live_measurer(of_rows(size), **alone)
+            return LocalMeasurer(of_rows(size), host_budget=asked.host_budget, others_wait=others_wait)
 
-        return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, trials, THE_STEP, meet)
+        device = of_rows(1).device
+        here = get_device(str(device))
+        judge = on_device(asked.budget, device, environment_of(here), here.used_by_others(), _kinds(asked))
+        climb = Climb(rows, at, listener, asked.timeout)
+        return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, asked.trials, THE_STEP, meet)
+
+
+def _kinds(asked: SearchOptions) -> list[str]:
+    """Choices that all layers may have alike."""
+    return [kind for kind in KINDS if kind in ("save", *asked.space.choices)]
 
 
 def _made(step: Callable[[int], Step], size: int) -> Step:
@@ -245,8 +233,10 @@ def _most_tokens(
     share = max(FEWEST, trials // 4)
     climbed(climb, known, share, trials)
     left = trials - climb.spent
-    rivals = sorted((s for s in climb.found if climb.best(s) is not None), key=lambda s: _seconds(climb, s))[:2]
-    rivals = rivals[:1] if len(rivals) < 2 or _apart(climb, rivals) else rivals
+    best_of = {size: best for size in climb.found if (best := climb.best(size)) is not None}
+    rivals = sorted(best_of, key=lambda size: best_of[size].update_seconds)[:2]
+    if len(rivals) == 2 and best_of[rivals[1]].surely_slower(best_of[rivals[0]]):
+        rivals.pop()
     for size in rivals:
         if left > 0 and climb.open(size):
             climb.at(size, share + max(1, left // len(rivals)))
@@ -254,7 +244,7 @@ def _most_tokens(
     raced, said = None, ""
     if meet is not None:
         raced, said = timed_together(found, meet, climb.seconds_left, listener)
-    top = raced.winner if raced is not None else min(rivals, key=lambda s: _seconds(climb, s))
+    top = raced.winner if raced is not None else min(rivals, key=lambda size: found[size][0].update_seconds)
     settings = [best for best, _ in found.values()]
     usual, highest = known.largest("recompute") or 0, known.largest(*KINDS) or 0
     if given is not None and given <= highest and (row := _well_known(climb, "given", given)) is not None:
@@ -284,6 +274,58 @@ def _most_tokens(
     )
 
 
+@dataclass
+class Sizes:
+    """What ghost runs of the two smallest micro-batches say of all: peaks of uniform plans grow by a straight line.
+
+    Where they bend (no padding in a single row, other kernels, a peak at another moment) ``look`` ghost-runs the first
+    size that seems too large, and a search of that very size decides about the one below.
+    """
+
+    sizes: list[int]
+    budget_bytes: int
+    peaks: dict[int, dict[str, int]]
+    look: Callable[[int], dict[str, int]]
+
+    def predicted(self, size: int, kind: str) -> int | None:
+        """Peak bytes of a micro-batch with one choice on every layer; None where the model refuses it."""
+        if size in self.peaks:
+            return self.peaks[size].get(kind)
+        known = sorted((size, peaks[kind]) for size, peaks in self.peaks.items() if kind in peaks)
+        if len(known) < 2:
+            return known[0][1] if known else None
+        (one, first), (two, second) = known[0], known[-1]
+        return round(first + (second - first) * (size - one) / (two - one))
+
+    def largest(self, *kinds: str) -> int | None:
+        """The largest micro-batch that fits with one of these choices on every layer; None where none does."""
+
+        def fits(size: int) -> bool:
+            return any((p := self.predicted(size, kind)) is not None and p <= self.budget_bytes for kind in kinds)
+
+        while True:
+            largest = max(filter(fits, self.sizes), default=None)
+            above = next((size for size in self.sizes if size > (largest or 0)), None)
+            if above is None or above in self.peaks:
+                return largest
+            self.peaks[above] = self.look(above)
+
+
+def foreseen_sizes(job: Callable[[int], Job], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:
+    """Ghost-run the two smallest sizes with one choice on every layer, and others when they are asked about."""
+
+    def look(size: int) -> dict[str, int]:
+        with job(size).tracer(judge.device) as tracer:
+            uniform = uniform_graphs(tracer, blocks_of(tracer), judge.kinds)
+            return {kind: said.peak_bytes for kind, said in predictions(judge, uniform).items()}
+
+    peaks = {}
+    for size in sizes[1::-1]:
+        peaks[size] = look(size)
+        listener.advance()
+    return Sizes(sizes, judge.budget_bytes, peaks, look)
+
+
 def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
     """The size at the summit: up from the largest that saves everything, else down. Each gets ``trials`` candidates.
 
@@ -292,7 +334,7 @@ def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
     """
     sizes, highest = known.sizes, known.largest(*KINDS)
     begin = known.largest("save") or sizes[0]
-    while climb.at(begin, trials) is None:  # the straight line was too hopeful
+    while (best := climb.at(begin, trials)) is None:  # the straight line was too hopeful
         begin = sizes[sizes.index(begin) - 1]
     top = begin
     above = [s for s in sizes if begin < s <= (highest or begin)]
@@ -301,8 +343,8 @@ def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
         for size in direction if top == begin else ():
             if climb.spent >= most or (found := climb.at(size, trials)) is None:
                 break
-            if found.update_seconds <= _seconds(climb, top):
-                top = size
+            if found.update_seconds <= best.update_seconds:
+                top, best = size, found
             elif patience == 0:
                 break
             else:
@@ -384,19 +426,6 @@ def _fits(row: Comparison, budget_bytes: int) -> bool:
 def candidates(outcome: SearchOutcome) -> int:
     """How many of its trials were candidates, not well-known plans."""
     return max(0, outcome.measured_trials - sum(row.name != OURS for row in outcome.rows))
-
-
-def _seconds(climb: Climb, size: int) -> float:
-    best = climb.best(size)
-    assert best is not None
-    return best.update_seconds
-
-
-def _apart(climb: Climb, sizes: list[int]) -> bool:
-    """Whether the better of two sizes is surely so."""
-    first, second = climb.best(sizes[0]), climb.best(sizes[1])
-    assert first is not None and second is not None
-    return second.surely_slower(first)
 
 
 THE_COMMAND = "Keep --batch-size as it is and search without --global-batch."

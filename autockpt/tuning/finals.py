@@ -79,13 +79,12 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
     return Final(leader, times, tuple(n for n in rivals if n != leader))
 
 
-def remeasured(trial: Trial, final: Final) -> Measurement:
-    """The trial's measurement with the times of the finals in place of its first ones; the peak stands."""
-    assert trial.measured is not None
-    times = final.times[trial.number]
-    return trial.measured.model_copy(
+def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:
+    """A trial's measurement with the times of the finals in place of its first ones; the peak stands."""
+    times = final.times[number]
+    return measured.model_copy(
         update={
-            "step_seconds": final.seconds(trial.number),
+            "step_seconds": final.seconds(number),
             "noise": noise(times),
             "steps": len(times),
             "times": tuple(times),

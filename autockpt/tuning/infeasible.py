@@ -83,6 +83,7 @@ def naming_alternatives(
     try:
         yield
     except InfeasibleError as error:
+        error.remedy = error.remedy.replace(COMMAND_LINE.smaller, job.terms.smaller)
         inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
         if not budget.is_share:
             with clock.stage("look for alternatives", SORTS):
@@ -92,11 +93,12 @@ def naming_alternatives(
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
                 bench = replace(what_if(), head=head_of_alternatives(found), late=late, listener=clock.listener)
                 ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
-            error = with_alternatives(in_terms(error, job.terms), ways, job.terms, timeout if late() else None)
-        else:
-            error = in_terms(error, job.terms)
-            error = error if inexact or job.ranks is not None else in_chunks(error, found, needs, job.terms)
-        raise with_notes(error, found.tracer.notes) from None
+            _add_alternatives(error, ways, job.terms, timeout if late() else None)
+        elif not inexact and job.ranks is None:
+            error.remedy += _in_chunks(found, needs, job.terms)
+        if found.tracer.notes:  # what was assumed may be that which makes nothing fit
+            error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in found.tracer.notes)])
+        raise
 
 
 def head_of_alternatives(found: Traced) -> Choice:
@@ -105,66 +107,42 @@ def head_of_alternatives(found: Traced) -> Choice:
     return next((choice for choice in (LEANEST_CHUNKS, CHUNKED_SOFTMAX) if choice in known), SAVE)
 
 
-def _remedied(error: InfeasibleError, remedy: str, ways: Sequence[Alternative] = ()) -> InfeasibleError:
-    """The same error with another remedy, and ``ways`` besides those that it has."""
-    found = InfeasibleError(
-        error.message, remedy=remedy, smallest_peak=error.smallest_peak, alternatives=(*error.alternatives, *ways)
-    )
-    found.run = error.run
-    return found
-
-
-def in_terms(error: InfeasibleError, terms: Terms) -> InfeasibleError:
-    """The same error, in the words of where the job is written."""
-    return _remedied(error, error.remedy.replace(COMMAND_LINE.smaller, terms.smaller))
-
-
-def in_chunks(error: InfeasibleError, found: Traced, needs: Callable[[Graph], int], terms: Terms) -> InfeasibleError:
-    """The same error; its remedy names inexact choices where a ghost run shows that they lower the smallest peak."""
+def _in_chunks(found: Traced, needs: Callable[[Graph], int], terms: Terms) -> str:
+    """Advice to allow inexact choices, where a ghost run shows that they lower the smallest peak; empty elsewhere."""
     tracer = found.tracer
     if tracer.head is None:
-        return error
+        return ""
     choices, graph = min(found.uniform.values(), key=lambda pair: pair[1].peak_bytes)
     chunked = tracer.trace({**choices, tracer.head.name: LEANEST_CHUNKS})
     if chunked.peak_bytes >= graph.peak_bytes * (1 - WORTH):
-        return error
-    return _remedied(
-        error,
-        f"{error.remedy} Or add {terms.chunks}: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
-        f"{format_bytes(needs(chunked))}, with gradients equal up to rounding.",
+        return ""
+    return (
+        f" Or add {terms.chunks}: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
+        f"{format_bytes(needs(chunked))}, with gradients equal up to rounding."
     )
 
 
-def with_alternatives(
-    error: InfeasibleError, ways: Sequence[Alternative], terms: Terms, ended: float | None = None
-) -> InfeasibleError:
-    """The same error; its remedy is the alternatives, which the run that it is on record in keeps.
+def _add_alternatives(error: InfeasibleError, ways: Sequence[Alternative], terms: Terms, ended: float | None) -> None:
+    """Make the alternatives the error's remedy; the run that it is on record in keeps them.
 
     ``terms`` are those of its remedy now. ``ended``: the time limit, in seconds, at which the search for alternatives
     ended early.
     """
-    if not ways and ended is not None:
+    if ways:
+        lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
+        error.remedy = "\n".join([*lines, *map(describe, ways)])
+        error.alternatives = tuple(ways)
+        if error.run is not None:
+            known = error.run.outlook() or Outlook(infeasible=error.message)
+            error.run.write_outlook(known.model_copy(update={"changes": tuple(ways)}))
+    elif ended is not None:
         late = f"What would fit was looked for no longer than the time limit of {ended:g} s, and not found by then."
-        return _remedied(error, f"{error.remedy}\n{late}")
-    if not ways:  # what was tried in vain is no advice
+        error.remedy += f"\n{late}"
+    else:  # what was tried in vain is no advice
         tried = (
             "Smaller batches, the head in chunks, leaner optimizers and shorter sequences were ghost-run: none fits."
         )
-        return _remedied(error, f"{error.remedy.replace(f', or {terms.smaller}', '')}\n{tried}")
-    lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
-    lines += [describe(way) for way in ways]
-    if error.run is not None:
-        known = error.run.outlook() or Outlook(infeasible=error.message)
-        error.run.write_outlook(known.model_copy(update={"changes": tuple(ways)}))
-    return _remedied(error, "\n".join(lines), ways)
-
-
-def with_notes(error: InfeasibleError, notes: Sequence[str]) -> InfeasibleError:
-    """The same error; at its end what was assumed, where it may be that which makes nothing fit."""
-    if not notes:
-        return error
-    listed = "\n".join(f"• {note}" for note in notes)
-    return _remedied(error, f"{error.remedy}\nHow the job was counted:\n{listed}")
+        error.remedy = f"{error.remedy.replace(f', or {terms.smaller}', '')}\n{tried}"
 
 
 def describe(way: Alternative) -> str:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Self, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,51 +29,12 @@ from autockpt.workload.lora import add_lora
 _ADAPTERS = "adapters only are trained"
 
 
-class Job(Protocol):
-    """What changes can be made to. Variants are None where this job has no such."""
-
-    @property
-    def terms(self) -> Terms:
-        """How changes are called where the user would make them."""
-        ...
-
-    @property
-    def accumulate(self) -> int: ...
-
-    @property
-    def ranks(self) -> int | None:
-        """Devices that weights are shared by; None where that cannot be simulated."""
-        ...
-
-    def smaller_batch(self, rows: int, fewer: int) -> Self | None:
-        """``fewer`` of ``rows`` in a micro-batch, and as many more of these."""
-        ...
-
-    def shorter(self, length: int, tokens: int) -> Self | None:
-        """Sequences of ``tokens`` instead of ``length``."""
-        ...
-
-    def leaner_optimizers(self) -> Iterator[tuple[str, Self]]:
-        """The same with an optimizer that holds fewer states, by its name."""
-        ...
-
-    def adapted(self, rank: int) -> Iterator[tuple[str, str, Self]]:
-        """Adapters of this rank alone trained, then these on a base in 4 bits; the name, the effect, and the job.
-
-        Only what this job has not already, and what can be put on it.
-        """
-        ...
-
-    def sharded(self, ranks: int) -> Self: ...
-
-    def tracer(self, device: torch.device) -> Tracer:
-        """Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
-        ...
-
-
 @dataclass(frozen=True)
 class Described:
-    """A job by its spec, run on a device at hand or, with ``hardware``, simulated."""
+    """A job by its spec, run on a device at hand or, with ``hardware``, simulated.
+
+    ``terms`` say how changes are called where the user would make them. Variants are None where a job has no such.
+    """
 
     spec: WorkloadSpec
     hardware: Hardware | None = None
@@ -85,22 +46,32 @@ class Described:
 
     @property
     def ranks(self) -> int | None:
+        """Devices that weights are shared by; None where that cannot be simulated."""
         return None if self.hardware is None else self.spec.shard or 1
 
     def smaller_batch(self, rows: int, fewer: int) -> Described:
+        """``fewer`` of ``rows`` in a micro-batch, and as many more of these."""
         return self._with(batch_size=fewer, accumulate=self.spec.accumulate * (rows // fewer))
 
     def shorter(self, length: int, tokens: int) -> Described:
+        """Sequences of ``tokens`` instead of ``length``."""
         return self._with(seq_len=tokens, pad_to=None)
 
     def leaner_optimizers(self) -> Iterator[tuple[str, Described]]:
-        """Those in 8 bits, which take a library and CUDA to run, before SGD."""
+        """The same with an optimizer that holds fewer states, by its name.
+
+        Those in 8 bits, which take a library and CUDA to run, before SGD.
+        """
         if self.spec.optimizer not in ("none", "sgd"):
             others = [name for name in get_args(OptimizerName) if name != self.spec.optimizer]
             lean = [name for name in others if "8bit" in name and self.hardware is not None]
             yield from ((name, self._with(optimizer=name)) for name in (*lean, "sgd"))
 
     def adapted(self, rank: int) -> Iterator[tuple[str, str, Described]]:
+        """Adapters of this rank alone trained, then these on a base in 4 bits; the name, the effect, and the job.
+
+        Only what this job has not already, and what can be put on it.
+        """
         spec, options = self.spec, ""
         if spec.lora is None:
             options = self.terms.lora.format(rank=rank)
@@ -114,6 +85,7 @@ class Described:
         return self._with(shard=ranks)
 
     def tracer(self, device: torch.device) -> Tracer:
+        """Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
         if self.hardware is not None:
             return tracer_for(self.hardware, self.spec, fallback=False)
         return Tracer.from_spec(self.spec, device=device, fallback=False)
@@ -193,6 +165,10 @@ class Live:
 
     def _with(self, **update: Any) -> Live:
         return replace(self, step=replace(self.step, **update, settings={}))
+
+
+Job = Described | Live
+"""What changes can be made to; both answer to the same names."""
 
 
 def with_rows(step: Step, rows: int, accumulate: int) -> Step | None:

@@ -20,7 +20,7 @@ from autockpt.errors import UsageError
 from autockpt.history.rundir import BY_LENGTH
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.compiled import compiled_as
-from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest, SearchSpace, parse_budget, words
+from autockpt.schema import Budget, Listener, Plan, SearchOptions, SearchOutcome, SearchRequest, SearchSpace, words
 from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
@@ -30,7 +30,6 @@ from autockpt.tuning.stages import save_plan_copy
 from autockpt.workload import Step
 from autockpt.workload.lengths import shortened
 from autockpt.workload.units import discover_units
-from search_spaces.spaces import load_space
 
 MOST_SETS = 4
 WORTH = 0.01
@@ -127,20 +126,12 @@ class Histogram:
         return sorted(bounds)
 
 
-@dataclass(frozen=True)
-class ByLength:
-    """The answer: a plan with its sets, and notes on what they gain."""
-
-    plan: Plan
-    notes: tuple[str, ...]
-
-
 def search_lengths(
     lengths: Lengths, at: SearchAt, trials: int, listener: Listener, late: Callable[[], bool] = lambda: False
-) -> ByLength:
-    """A plan for batches of these lengths, none of which breaks the budget. The longest gets half of the ``trials``.
+) -> tuple[Plan, tuple[str, ...]]:
+    """A plan for batches of these lengths, none of which breaks the budget, and notes on what its sets gain.
 
-    Other lengths are not begun once it is ``late``.
+    The longest gets half of the ``trials``. Other lengths are not begun once it is ``late``.
     Where attention may keep something for every pair of tokens (all but flash attention) a set's longest sequence is
     bounded as well as its tokens. Raises InfeasibleError where the longest fits no plan, UsageError where batches have
     no rows, and what ``at`` raises.
@@ -169,7 +160,7 @@ def search_lengths(
     bounds = histogram.best(among=list(foreseen.plans))
     plan = foreseen.plans[longest]
     if len(bounds) == 1:
-        return ByLength(plan, (_one(histogram, plan),))
+        return plan, (_one(histogram, plan),)
     below, found = 0, list[Plan]()
     for bound in bounds:
         when = When(tokens=rows * bound, longest=bound if scores else None)
@@ -187,7 +178,7 @@ def search_lengths(
     drawn = "Rows were taken to be drawn at random; a sampler that groups them by length makes shorter batches."
     notes = (gain, *((drawn,) if lengths.of == "rows" and rows > 1 else ()))
     combined = found[-1].with_smaller(found[:-1])
-    return ByLength(combined.model_copy(update={"notes": (*combined.notes, *notes)}), notes)
+    return combined.model_copy(update={"notes": (*combined.notes, *notes)}), notes
 
 
 def search_lengths_of(
@@ -213,44 +204,35 @@ def search_lengths_of(
         asked = {"workload": workload, "trials": trials, "timeout": left, "plan_out": None}
         return search(request.model_copy(update=asked), listener)
 
-    return save_plan_copy(request, _of_all(lengths, at, request.trials, request.timeout, listener))
+    return save_plan_copy(request, _of_all(lengths, at, request, listener))
 
 
 def search_step_lengths(
-    step: Step,
-    lengths: Lengths,
-    *,
-    budget: str | Budget,
-    trials: int,
-    timeout: float | None,
-    listener: Listener,
-    **options: Any,
+    step: Step, lengths: Lengths, asked: SearchOptions, listener: Listener, **live: Any
 ) -> SearchOutcome:
     """The same for a live step, whose batch is as long as the longest and is cut for the others.
 
-    ``options`` are those of ``search_step``. Raises UsageError for a batch that cannot be cut.
+    ``live`` as for ``search_step``. Raises UsageError for a batch that cannot be cut.
     """
-    refuse_lengths(parse_budget(budget) if isinstance(budget, str) else budget)
+    refuse_lengths(asked.budget)
     if compiled_as(step.model, [unit.name for unit in discover_units(step.model)]) == "layers":
-        space = options.get("space", "knobs")
-        options["space"] = _unmoved(load_space(space) if isinstance(space, str) else space, listener)
+        asked = asked.model_copy(update={"space": _unmoved(asked.space, listener)})
 
     def at(length: int, trials: int, left: float | None) -> SearchOutcome:
-        cut = shortened(step, length)
-        return search_step(cut, budget=budget, trials=trials, timeout=left, listener=listener, **options)
+        of_length = asked.model_copy(update={"trials": trials, "timeout": left})
+        return search_step(shortened(step, length), of_length, listener, **live)
 
-    return _of_all(lengths, at, trials, timeout, listener)
+    return _of_all(lengths, at, asked, listener)
 
 
 def _of_all(
     lengths: Lengths,
     search: Callable[[int, int, float | None], SearchOutcome],
-    trials: int,
-    timeout: float | None,
+    asked: SearchOptions,
     listener: Listener,
 ) -> SearchOutcome:
     """The outcome of the longest, with the plan that holds the sets of all, by a ``search`` of one length at a time."""
-    began, outcomes = time.monotonic(), dict[int, SearchOutcome]()
+    began, outcomes, timeout = time.monotonic(), dict[int, SearchOutcome](), asked.timeout
 
     def at(length: int, trials: int) -> Plan:
         left = None if timeout is None else max(1.0, (timeout - (time.monotonic() - began)) / 2)
@@ -262,18 +244,17 @@ def _of_all(
     def late() -> bool:
         return timeout is not None and timeout - (time.monotonic() - began) < timeout * LAST
 
-    found = search_lengths(lengths, at, trials, listener, late)
+    plan, gains = search_lengths(lengths, at, asked.trials, listener, late)
     longest = outcomes[lengths.longest]
     path = longest.plan_path
-    if longest.run_directory is not None and found.plan.smaller_batches:
+    if longest.run_directory is not None and plan.smaller_batches:
         path = longest.run_directory / BY_LENGTH
-        found.plan.save(path, existing="replace")
+        plan.save(path, existing="replace")
     spent = sum(outcome.measured_trials for outcome in outcomes.values())
     took = words.seconds(time.monotonic() - began)
     counted = (f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
-    notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *found.notes)
-    more = {"plan": found.plan, "plan_path": path, "notes": notes}
-    return longest.model_copy(update=more)
+    notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *gains)
+    return longest.model_copy(update={"plan": plan, "plan_path": path, "notes": notes})
 
 
 def _unmoved(space: SearchSpace, listener: Listener) -> SearchSpace:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autockpt.errors import AutockptError, UsageError
+from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import (
     CostModel,
     Heads,
@@ -22,17 +23,21 @@ from autockpt.schema import (
     RECOMPUTE,
     SAVE,
     Choice,
+    Environment,
     Graph,
     Hardware,
     OpTimes,
+    SearchOutcome,
     SearchSpace,
     Unit,
     WorkloadSpec,
     parse_choice,
+    question_hash,
 )
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.request import Listener, Silence
 from autockpt.tracing import Tracer
+from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
 
 CHUNKS = (256, 1024, 4096)
@@ -62,6 +67,11 @@ class Traced:
         return self.base or self.uniform["save"][1]
 
     @property
+    def said(self) -> tuple[str, ...]:
+        """What people should know of the model, its plain step and what it refuses."""
+        return (*self.tracer.notes, *self.plain.notes, *self.notes)
+
+    @property
     def graphs(self) -> list[Graph]:
         """All of them but those of heads, whose regions that run again cost what is read off layers."""
         return [*(graph for _, graph in self.uniform.values()), *([self.base] if self.base is not None else [])]
@@ -72,6 +82,35 @@ class Traced:
             return build_profile(self.tracer, times, self.uniform, head=self.heads, needs=needs, **more)
         small = build_profile(self.twin or self.tracer, times, self.uniform, head=self.heads, **more)
         return transplanted(small, self.base, self.tracer, needs, more.get("listener"))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A question on its target, with the ghost runs that it begins with, and where what comes of it is kept.
+
+    ``search`` is what is left to do. ``device`` names the run (None: the device's kind). ``run`` and ``storage``, that
+    of studies, None: kept nowhere.
+    """
+
+    question: Question
+    environment: Environment
+    found: Traced
+    clock: Clock
+    search: Callable[[Opened], SearchOutcome]
+    device: str | None = None
+    run: RunDirectory | None = None
+    storage: str | None = None
+
+    def answer(self, run: RunDirectory | None = None, storage: str | None = None) -> SearchOutcome:
+        """Search, and keep what comes of it in ``run``; by default only the studies' storage is the run's own."""
+        storage = storage or (run.storage if run is not None else None)
+        return self.search(replace(self, run=run, storage=storage))
+
+    @property
+    def title(self) -> str:
+        """What a study of this question is called: in a storage of many searches no two of them are called the same."""
+        digest = f" ({question_hash(self.run.question)})" if self.run is not None else ""
+        return f"{self.question.name} on {self.environment.device.name} within {self.question.budget.text}{digest}"
 
 
 def traced(

@@ -9,7 +9,6 @@ from autockpt.schema import (
     SAVE,
     Choice,
     Comparison,
-    Environment,
     Plan,
     PlanStatus,
     Prediction,
@@ -21,8 +20,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.known import OURS
-from autockpt.tracing import Tracer
-from autockpt.tuning.question import Question
+from autockpt.tuning.opening import Opened
 from autockpt.workload import fingerprint
 
 _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget", "out_of_memory": "out_of_memory"}
@@ -47,10 +45,8 @@ def without_seconds(rows: Sequence[Comparison]) -> tuple[Comparison, ...]:
 
 
 def make_plan(
-    question: Question,
-    tracer: Tracer,
+    opened: Opened,
     choices: Mapping[str, Choice],
-    environment: Environment,
     budget: ResolvedBudget,
     *,
     source: PlanStatus,
@@ -58,6 +54,7 @@ def make_plan(
     notes: Sequence[str] = (),
 ) -> Plan:
     """The plan with its provenance; the head is listed only where that has a choice. ``rows`` end with its own."""
+    question, tracer = opened.question, opened.found.tracer
     ours, head = rows[-1], tracer.head
     chosen = head is not None and choices.get(head.name, SAVE) != SAVE
     spec, settings = question.spec, plain(question.settings)
@@ -71,7 +68,7 @@ def make_plan(
         source=source,
         workload=spec,
         settings=settings,
-        environment=environment,
+        environment=opened.environment,
         budget=budget,
         host_budget_bytes=question.host_budget,
         predicted=ours.predicted,

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from autockpt.schema import Budget, Choice, Listener, SearchSpace, StageTime, WorkloadSpec
+from autockpt.schema import Budget, Choice, Listener, SearchOptions, SearchSpace, StageTime, WorkloadSpec
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Question:
     host_budget: int | None = None
     continued: bool = False
     seeds: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, asked: SearchOptions, **facts: Any) -> Self:
+        """The question of what was asked for, with ``facts`` about what it is asked of."""
+        limits = Limits(asked.trials, asked.timeout, asked.seed)
+        return cls(limits=limits, host_budget=asked.host_budget, continued=asked.continued, **facts)
 
     @property
     def workload_key(self) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
-from autockpt.measuring import LocalMeasurer, Measurer
+from autockpt.measuring import LocalMeasurer
 from autockpt.measuring.environment import environment_without_context
 from autockpt.profiling import needed_on, used_by_others
 from autockpt.schema import (
     Budget,
     Environment,
     Listener,
+    SearchOptions,
     SearchOutcome,
     SearchRequest,
     SearchSpace,
@@ -29,10 +32,10 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.infeasible import naming_alternatives
 from autockpt.tuning.jobs import Live
-from autockpt.tuning.opening import Traced, traced
+from autockpt.tuning.opening import Opened, traced
 from autockpt.tuning.outcome import plain
-from autockpt.tuning.question import Clock, Limits, Question
-from autockpt.tuning.stages import answered, enter_run, save_plan_copy
+from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.stages import enter_run, recorded, save_plan_copy
 from autockpt.tuning.targets.compiled import open_compiled
 from autockpt.tuning.targets.measured import open_measured, search_by_steps
 from autockpt.tuning.targets.simulated import open_simulated, simulated_environment
@@ -50,15 +53,35 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     """
     _refuse_unwritable(request)
     with nullcontext() if request.dry_run else RunDirectory.reserved(request.out, request.key):
-        known = answered(request, _environment)
+        known = _answered(request)
         return save_plan_copy(request, known or search_described(request, Clock(listener or Silence())))
 
 
-def _environment(request: SearchRequest) -> Environment | None:
-    """What the search would run on, as far as that can be said before it does."""
-    if request.hardware is not None:
-        return simulated_environment(request.hardware)
-    return environment_without_context(request.device)
+def _answered(request: SearchRequest) -> SearchOutcome | None:
+    """The answer that is on record already, found without tracing; None where there is none to rely on.
+
+    Whoever's code or files make the model may have changed them, which only tracing tells. What it would run on, which
+    may take a process of its own, is asked where a run could be the one. Raises RunDirectoryError where a search of
+    this question is at work.
+    """
+    model = request.workload.model
+    if request.dry_run or ":" in model or Path(model).expanduser().exists():
+        return None
+    perhaps = list(RunDirectory.alike(request.out, request.question()))
+    environment = None
+    if perhaps and request.hardware is not None:
+        environment = simulated_environment(request.hardware)
+    elif perhaps:
+        environment = environment_without_context(request.device)
+    if environment is None:
+        return None
+    question = request.question(environment)
+    for run in filter(lambda run: run.may_ask(question), perhaps):
+        with run.lock():
+            if (outcome := recorded(run, request)) is not None:
+                run.add_command(request.command)
+                return outcome
+    return None
 
 
 def search_described(request: SearchRequest, clock: Clock, *, alternatives: bool = True) -> SearchOutcome:
@@ -75,9 +98,9 @@ def search_described(request: SearchRequest, clock: Clock, *, alternatives: bool
         else:
             opened = open_measured(stack, request, clock)
         if request.dry_run:
-            return opened.search(None, None).model_copy(update={"dry_run": True})
+            return opened.answer().model_copy(update={"dry_run": True})
         run, known = enter_run(stack, request, opened)
-        return known or opened.search(run, request.storage or run.storage)
+        return known or opened.answer(run, request.storage)
 
 
 def _refuse_unwritable(request: SearchRequest) -> None:
@@ -88,126 +111,109 @@ def _refuse_unwritable(request: SearchRequest) -> None:
         raise RunDirectoryError(f"--out {request.out} cannot be written: {why}", remedy="Give another folder.")
 
 
-def search_step(
-    step: Step,
+def search_options(
     *,
     budget: str | Budget,
     headroom: str | None = None,
     host_budget: str | int | None = None,
-    allow_inexact: bool = False,
     space: str | SearchSpace = "knobs",
     trials: int = TRIALS,
     timeout: float | None = None,
-    seed: int = 0,
-    out: str | Path | None = None,
-    again: bool = False,
-    continued: bool = False,
-    others_wait: bool = False,
-    listener: Listener | None = None,
-    terms: Terms = STEP,
-) -> SearchOutcome:
-    """Search for a live training step, in this process: a second copy of the model might not fit.
+    simulated: bool = False,
+    **more: Any,
+) -> SearchOptions:
+    """Options of a search from what people write, ``more`` among them. Raises UsageError for what makes no sense.
 
-    ``budget`` is text such as "24GB", "60%", "60%act" or "auto". Weights, buffers, optimizer, scaler, gradients and
-    random state are the caller's again afterwards, bit for bit, after Ctrl-C too.
-    ``headroom`` (text: "2%" of the budget, or "500MB") is left free of it; by default nothing is.
-    ``host_budget`` (text such as "8GB", or bytes) bounds what offloading may claim of host memory, in the search and
-    wherever the plan is applied. With ``allow_inexact`` output head and loss may run over chunks of tokens, where that
-    pays: gradients are then equal up to rounding.
-    ``out`` is a folder for the run's directory; None keeps nothing on disk. A search that came to its end there is
-    answered from its record, unless ``again`` or more ``trials`` are asked for; ``continued``: what it named so far was
-    no verdict. With ``others_wait`` this is one of several processes, whose step needs no other (DDP's inner model),
-    and all others wait. ``terms`` are the words for changes of the job where nothing fits.
-
-    Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
-    nothing fits. The outcome has no plan where Ctrl-C came before anything fitting was measured.
+    ``budget`` is text such as "24GB", "60%", "60%act" or "auto"; ``headroom`` (text: "2%" of the budget, or "500MB") is
+    left free of it, by default as ``Budget.with_headroom`` says. ``host_budget`` (text such as "8GB", or bytes) bounds
+    what offloading may claim of host memory, in the search and wherever the plan is applied.
     """
-    chosen = load_space(space) if isinstance(space, str) else space
-    parsed = parse_budget(budget)
-    if headroom is not None:
-        parsed = parsed.with_headroom(headroom)
-    host = _host_budget(host_budget)
-    limits = _limits(trials, timeout, seed)
-    clock = Clock(listener or Silence())
-    with ExitStack() as stack:
-        measurer = stack.enter_context(live_measurer(step, host_budget, others_wait=others_wait))
-        with clock.stage("trace"):
-            tracer = stack.enter_context(Tracer.from_step(step))
-            found = traced(tracer, chosen, allow_inexact, listener=clock.listener)
-        stack.enter_context(_saying_what_fits(step, terms, found, measurer, limits, parsed, clock))
-        said = (*tracer.notes, *found.uniform["save"][1].notes, *found.notes)
-        question = Question(
-            name=type(step.model).__name__,
-            spec=None,
-            settings={**step.settings, **{k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}},
-            notes=said,
-            budget=parsed,
-            space=found.space,
-            limits=limits,
-            host_budget=host,
-            continued=continued,
+    if isinstance(host_budget, str):
+        host_budget = parse_size(host_budget)
+    elif isinstance(host_budget, bool) or (host_budget is not None and host_budget <= 0):
+        raise UsageError(
+            f"a host budget of {host_budget!r} bytes allows nothing", remedy='Write it as "8GB" or "8GiB".'
         )
-        run = None
-        if out is not None:
-            run = _directory_of_live(question, measurer, tracer, Path(out), inexact=allow_inexact)
-            stack.enter_context(run.lock())
-            known = None if again else run.finished()
-            if known is not None and known.outcome.plan is not None and known.answers(trials, timeout):
-                return known.outcome
-        return search_by_steps(question, found, measurer, clock, run, run.storage if run else None)
-
-
-def _saying_what_fits(
-    step: Step, terms: Terms, found: Traced, measurer: Measurer, limits: Limits, budget: Budget, clock: Clock
-) -> AbstractContextManager[None]:
-    """Where nothing fits, changes of the live step are looked for, as long as time allows."""
-    environment = measurer.environment
-
-    def what_if() -> WhatIf:
-        return on_device(budget, step.device, environment, used_by_others(measurer), found.uniform)
-
-    needs, job = needed_on(environment.device), Live(step, terms)
-    return naming_alternatives(found, needs, clock, job, budget, what_if, timeout=limits.timeout)
-
-
-def live_measurer(step: Step, host_budget: str | int | None = None, *, others_wait: bool = False) -> LocalMeasurer:
-    """What measures a live step, as ``search_step`` does; the same arguments, the same errors."""
-    return LocalMeasurer(step, host_budget=_host_budget(host_budget), others_wait=others_wait)
-
-
-def _host_budget(given: str | int | None) -> int | None:
-    """Bytes. Raises UsageError for what is no size."""
-    if given is None or isinstance(given, str):
-        return None if given is None else parse_size(given)
-    if isinstance(given, bool) or given <= 0:
-        raise UsageError(f"a host budget of {given!r} bytes allows nothing", remedy='Write it as "8GB" or "8GiB".')
-    return given
-
-
-def _limits(trials: int, timeout: float | None, seed: int) -> Limits:
     if trials < 1 or (timeout is not None and timeout <= 0):
         raise UsageError(
             f"a search with trials={trials} and timeout={timeout} could not measure anything",
             remedy="Give trials of at least 1, and a timeout in seconds above 0 or None.",
         )
-    return Limits(trials, timeout, seed)
+    return SearchOptions(
+        budget=parse_budget(budget).with_headroom(headroom, simulated=simulated),
+        host_budget=host_budget,
+        space=load_space(space) if isinstance(space, str) else space,
+        trials=trials,
+        timeout=timeout,
+        **more,
+    )
+
+
+def search_step(
+    step: Step,
+    asked: SearchOptions,
+    listener: Listener | None = None,
+    *,
+    others_wait: bool = False,
+    terms: Terms = STEP,
+) -> SearchOutcome:
+    """Search for a live training step, in this process: a second copy of the model might not fit.
+
+    Weights, buffers, optimizer, scaler, gradients and random state are the caller's again afterwards, bit for bit,
+    after Ctrl-C too. A search that came to its end in ``asked.out`` is answered from its record, unless ``asked.again``
+    or more trials are asked for. With ``others_wait`` this is one of several processes, whose step needs no other
+    (DDP's inner model), and all others wait. ``terms`` are the words for changes of the job where nothing fits.
+
+    Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
+    nothing fits. The outcome has no plan where Ctrl-C came before anything fitting was measured.
+    """
+    clock = Clock(listener or Silence())
+    with ExitStack() as stack:
+        measurer = stack.enter_context(LocalMeasurer(step, host_budget=asked.host_budget, others_wait=others_wait))
+        environment = measurer.environment
+        with clock.stage("trace"):
+            tracer = stack.enter_context(Tracer.from_step(step))
+            found = traced(tracer, asked.space, asked.allow_inexact, listener=clock.listener)
+
+        def what_if() -> WhatIf:
+            return on_device(asked.budget, step.device, environment, used_by_others(measurer), found.uniform)
+
+        needs, job = needed_on(environment.device), Live(step, terms)
+        stack.enter_context(naming_alternatives(found, needs, clock, job, asked.budget, what_if, timeout=asked.timeout))
+        question = Question.of(
+            asked,
+            name=type(step.model).__name__,
+            spec=None,
+            settings={**step.settings, **{k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}},
+            budget=asked.budget,
+            space=found.space,
+            notes=found.said,
+        )
+        run = None
+        if asked.out is not None:
+            run = _directory_of_live(question, environment, tracer, asked)
+            stack.enter_context(run.lock())
+            known = None if asked.again else run.finished()
+            if known is not None and known.outcome.plan is not None and known.answers(asked.trials, asked.timeout):
+                return known.outcome
+        return Opened(question, environment, found, clock, partial(search_by_steps, measurer)).answer(run)
 
 
 def _directory_of_live(
-    question: Question, measurer: Measurer, tracer: Tracer, out: Path, *, inexact: bool
+    question: Question, environment: Environment, tracer: Tracer, asked: SearchOptions
 ) -> RunDirectory:
     """The run's directory of a live model: its question is the structure and everything else that was said."""
-    environment = measurer.environment
-    asked = identity_of(
+    assert asked.out is not None
+    identity = identity_of(
         environment,
         question.space,
         question.budget,
-        seed=question.limits.seed,
+        seed=asked.seed,
         model=question.name,
         model_fingerprint=fingerprint(tracer.units),
         settings=plain(question.settings),
-        host_budget=question.host_budget,
-        allow_inexact=inexact,
+        host_budget=asked.host_budget,
+        allow_inexact=asked.allow_inexact,
     )
     device, budget = environment.device.kind, question.budget.text
-    return RunDirectory.enter(out, asked, model=question.name, device=device, budget=budget)
+    return RunDirectory.enter(asked.out, identity, model=question.name, device=device, budget=budget)

@@ -92,7 +92,7 @@ def put_right(settings: Sequence[BatchSetting], final: Final) -> list[BatchSetti
         if not isinstance(found.score, Measurement):
             return found
         if found.role == "found" and found.batch_size in final.times:
-            score = remeasured(_trial(found.batch_size, {}, found.score), final)
+            score = remeasured(found.score, found.batch_size, final)
         else:
             seconds = found.score.step_seconds * change.get(found.batch_size, common)
             score = found.score.model_copy(update={"step_seconds": seconds})
@@ -104,19 +104,16 @@ def put_right(settings: Sequence[BatchSetting], final: Final) -> list[BatchSetti
 def _as_trial(size: int, found: BatchSetting, outcome: SearchOutcome) -> Trial:
     """The plan of a size as one of the contenders, numbered by its size."""
     assert outcome.plan is not None and isinstance(found.score, Measurement)
-    return _trial(size, outcome.plan.expand_planned(), found.score)
-
-
-def _trial(size: int, choices: Mapping[str, Choice], score: Measurement) -> Trial:
+    choices = outcome.plan.expand_planned()
     return Trial(
         number=size,
         name=f"micro-batch {size}",
         encoding="final",
-        choices=dict(choices),
+        choices=choices,
         plan_hash=plan_hash(choices),
         state="measured",
         feasible=True,
-        measured=score,
+        measured=found.score,
     )
 
 

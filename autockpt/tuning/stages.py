@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
@@ -16,7 +14,6 @@ from autockpt.schema import (
     Budget,
     Choice,
     Comparison,
-    Environment,
     FinishedSearch,
     Plan,
     PlanStatus,
@@ -24,19 +21,16 @@ from autockpt.schema import (
     SearchRequest,
     StageTime,
     Trial,
-    Unit,
 )
 from autockpt.schema.known import ALL
 from autockpt.schema.outlook import Outlook
-from autockpt.schema.request import question_hash
-from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
-from autockpt.tuning.opening import Traced
+from autockpt.tuning.opening import Opened, Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, without_seconds
 from autockpt.tuning.outlook import ghost_runs, look_around
 from autockpt.tuning.proposers.sampler import show_trials
 from autockpt.tuning.proposers.solver import CHECKS, SolverProposer
-from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.question import Question
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint
@@ -47,25 +41,15 @@ OFF = 3.0
 
 def question_of(request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = ()) -> Question:
     """The question of a described workload, with what became known of it."""
-    tracer = found.tracer
     seeds, doubts = _seeds(request, found)
-    return Question(
+    return Question.of(
+        request,
         name=request.workload.model,
         spec=request.workload,
-        settings=dict(tracer.settings),
-        notes=(
-            *request.notes,
-            *tracer.notes,
-            *(found.base or found.uniform["save"][1]).notes,
-            *found.notes,
-            *notes,
-            *doubts,
-        ),
+        settings=dict(found.tracer.settings),
         budget=budget,
         space=found.space,
-        limits=Limits(request.trials, request.timeout, request.seed),
-        host_budget=request.host_budget,
-        continued=request.continued,
+        notes=(*request.notes, *found.said, *notes, *doubts),
         seeds=seeds,
     )
 
@@ -97,21 +81,6 @@ def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutc
     return outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A question of a described workload on its target, with the ghost runs that it begins with.
-
-    ``search`` is what is left to do, in the run and the storage of studies that it is given, None: kept nowhere.
-    ``device`` names the run (None: the device's kind).
-    """
-
-    question: Question
-    environment: Environment
-    units: Sequence[Unit]
-    search: Callable[[RunDirectory | None, str | None], SearchOutcome]
-    device: str | None = None
-
-
 def enter_run(stack: ExitStack, request: SearchRequest, opened: Opened) -> tuple[RunDirectory, SearchOutcome | None]:
     """The directory of this question, locked until ``stack`` ends.
 
@@ -120,7 +89,7 @@ def enter_run(stack: ExitStack, request: SearchRequest, opened: Opened) -> tuple
     """
     run = RunDirectory.enter(
         request.out,
-        request.question(opened.environment, model_fingerprint=fingerprint(opened.units)),
+        request.question(opened.environment, model_fingerprint=fingerprint(opened.found.tracer.units)),
         model=opened.question.name,
         device=opened.device or opened.environment.device.kind,
         budget=request.budget.text,
@@ -129,31 +98,6 @@ def enter_run(stack: ExitStack, request: SearchRequest, opened: Opened) -> tuple
     stack.enter_context(run.lock())
     run.add_command(request.command)
     return run, recorded(run, request)
-
-
-def answered(
-    request: SearchRequest, environment_of: Callable[[SearchRequest], Environment | None]
-) -> SearchOutcome | None:
-    """The answer that is on record already, found without tracing; None where there is none to rely on.
-
-    Whoever's code or files make the model may have changed them, which only tracing tells. ``environment_of``, which
-    may take a process of its own, is asked where a run could be the one. Raises RunDirectoryError where a search of
-    this question is at work.
-    """
-    model = request.workload.model
-    if request.dry_run or ":" in model or Path(model).expanduser().exists():
-        return None
-    perhaps = list(RunDirectory.alike(request.out, request.question()))
-    environment = environment_of(request) if perhaps else None
-    if environment is None:
-        return None
-    question = request.question(environment)
-    for run in filter(lambda run: run.may_ask(question), perhaps):
-        with run.lock():
-            if (outcome := recorded(run, request)) is not None:
-                run.add_command(request.command)
-                return outcome
-    return None
 
 
 def recorded(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
@@ -170,25 +114,26 @@ def recorded(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
 
 
 def conclude(
-    question: Question,
+    opened: Opened,
     found: SearchResult,
     rows: tuple[Comparison, ...],
     plan: Plan | None,
-    environment: Environment,
-    run: RunDirectory | None,
-    storage: str | None,
     *,
     source: PlanStatus,
     stages: Sequence[StageTime],
 ) -> SearchOutcome:
     """What people get of a search, on record; in the storage the study that they open."""
-    if run is not None and storage is not None:
-        found.notes.extend(_shown(storage, study_title(question, environment, run), found))
+    question, run = opened.question, opened.run
+    if run is not None and opened.storage is not None:
+        try:
+            show_trials(opened.storage, opened.title, found.trials, found.budget)
+        except RunDirectoryError as error:  # the search has its answer
+            found.notes.append(f"the study for Optuna's tools was not written: {error.message}")
     outcome = SearchOutcome(
         plan=plan,
         source=source,
         budget=found.budget,
-        device=environment.device,
+        device=opened.environment.device,
         rows=rows,
         settings=plain(question.settings),
         binding=found.binding,
@@ -203,18 +148,11 @@ def conclude(
         stages=tuple(stages),
         notes=(*question.notes, *found.notes),
     )
-    return _finished(run, question, found, outcome)
-
-
-def _finished(
-    run: RunDirectory | None, question: Question, found: SearchResult, outcome: SearchOutcome
-) -> SearchOutcome:
-    """Put an outcome on record, unless it was interrupted; a verdict that is another than before is said so."""
-    if run is None or found.interrupted or outcome.plan is None:
+    if run is None or found.interrupted or plan is None:
         return outcome
     before = None if question.continued else run.finished()
-    if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != outcome.plan.hash:
-        note = _changed(before.outcome.plan, outcome.plan, found)
+    if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != plan.hash:
+        note = _changed(before.outcome.plan, plan, found)
         outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
     limits = question.limits
     run.write_finished(FinishedSearch(trials=limits.trials, timeout=limits.timeout, outcome=outcome))
@@ -238,32 +176,22 @@ def _changed(before: Plan, now: Plan, found: SearchResult) -> str:
     return f"the verdict changed: it was {said(before, old)} and is {said(now, new)} now, because {why}"
 
 
-def find_plan(
-    question: Question,
-    tracer: Tracer,
-    profiled: CostModel,
-    target: Target,
-    run: RunDirectory | None,
-    storage: str | None,
-    clock: Clock,
-    *,
-    checks: int = CHECKS,
-) -> SearchOutcome:
+def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: int = CHECKS) -> SearchOutcome:
     """Search a profiled workload and write the plan; ``target`` says what is measured. Raises InfeasibleError.
 
     ``checks`` are the ghost runs that may be spent on refining one candidate.
     """
-    environment = profiled.profile.op_times.environment
+    question, environment, clock, run = opened.question, opened.environment, opened.clock, opened.run
+    head = opened.found.tracer.head
     if run is not None:
         run.write_environment(environment)
         run.write_graph(profiled.base)
         run.write_profile(profiled.profile)
     trials = Trials(run)
-    study = study_title(question, environment, run)
     with refusal_on_record(run, profiled):
-        more = {"calls": checks, "study": f"{study}: sampler", "listener": clock.listener}
+        more = {"calls": checks, "study": f"{opened.title}: sampler", "listener": clock.listener}
         with clock.part("well-known plans"):
-            proposer = SolverProposer(question, profiled, target, trials, storage, **more)
+            proposer = SolverProposer(question, profiled, target, trials, opened.storage, **more)
         found = Loop(proposer, target, trials, question.limits, clock).run()
     if (pace := _pace(found)) is not None:
         forget_op_times(environment, question.workload_key)
@@ -275,10 +203,9 @@ def find_plan(
     rows = rows if target.knows_seconds else without_seconds(rows)
     plan = None
     if found.best is not None:
-        found.notes.extend(said_of_head(tracer.head, found.best.choices))
+        found.notes.extend(said_of_head(head, found.best.choices))
         notes = (*question.notes, *found.notes) if target.source == "simulated" else found.notes
-        choices, source = found.best.choices, target.source
-        plan = make_plan(question, tracer, choices, environment, found.budget, source=source, rows=rows, notes=notes)
+        plan = make_plan(opened, found.best.choices, found.budget, source=target.source, rows=rows, notes=notes)
         if run is not None:
             run.write_plan(plan)
             run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
@@ -286,8 +213,8 @@ def find_plan(
                 run.write_graph(profiled.predictor.graph(proposer.known[ALL]), "recompute")
             if not found.interrupted and question.limits.seconds_left(clock) > 0:
                 with clock.stage("other budgets"):
-                    run.write_outlook(look_around(profiled, found, tracer.head, run.outlook(), clock))
-    return conclude(question, found, rows, plan, environment, run, storage, source=target.source, stages=clock.stages)
+                    run.write_outlook(look_around(profiled, found, head, run.outlook(), clock))
+    return conclude(opened, found, rows, plan, source=target.source, stages=clock.stages)
 
 
 def _pace(found: SearchResult) -> float | None:
@@ -312,18 +239,3 @@ def refusal_on_record(run: RunDirectory | None, profiled: CostModel | None = Non
             run.write_outlook(Outlook(plans=plans, infeasible=error.message))
             error.run = run
         raise
-
-
-def study_title(question: Question, environment: Environment, run: RunDirectory | None) -> str:
-    """What a study of this question is called: in a storage of many searches no two of them are called the same."""
-    digest = f" ({question_hash(run.question)})" if run is not None else ""
-    return f"{question.name} on {environment.device.name} within {question.budget.text}{digest}"
-
-
-def _shown(storage: str, title: str, found: SearchResult) -> tuple[str, ...]:
-    """Write the study that people open; that this was not possible is a note, for the search has its answer."""
-    try:
-        show_trials(storage, title, found.trials, found.budget)
-    except RunDirectoryError as error:
-        return (f"the study for Optuna's tools was not written: {error.message}",)
-    return ()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-
 from autockpt.devices import Ways
 from autockpt.measuring import StepRunner
-from autockpt.measuring.conditions import seed_all
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.runtime import (
     Observation,
@@ -21,7 +18,6 @@ from autockpt.runtime import (
     deterministically,
     digest_tensors,
     kept_state,
-    observe,
     sketch,
 )
 from autockpt.schema.choices import parse_choices
@@ -56,17 +52,13 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
     sketched = bool(payload.get("sketched"))
 
     def observed() -> Observation:
-        with (
-            runner.session(choices),
-            runner.compiling(choices or {}),
-        ):
+        with runner.session(choices), runner.compiling(choices or {}):
             if workload.full_step is not None:
                 return _observe_full_steps(runner, sketched)
-            seed_all(_seed(workload), runner.device.torch_device)
             if runner.compiler is None:
-                return observe(workload.model, _forward_backward(workload), sketched=sketched)
+                return runner.observed(sketched=sketched)
             # what asks every module for its types would be compiled with it
-            seen = observe(workload.model, _forward_backward(workload), sketched=sketched, typed=False)
+            seen = runner.observed(sketched=sketched, typed=False)
             return seen.model_copy(update={"coarsest": coarsest(_types(workload))})
 
     with runner.attached({}, what=what, compiled=False):
@@ -86,7 +78,7 @@ def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
         runner.attached({}, what="the plan"),
         attach(workload.model, choices, transport=ways, sentinels="all") as session,
     ):
-        seed_all(_seed(workload), runner.device.torch_device)
+        runner.seed()
         with _restored(workload), counter.counting():
             workload.full_step() if workload.full_step is not None else workload.forward_backward()
     units = {name: runs.model_dump() for name, runs in counter.result().items()}
@@ -100,7 +92,7 @@ def _observe_full_steps(runner: StepRunner, sketched: bool) -> Observation:
     digests: dict[str, str] = {}
     sketches: dict[str, tuple[float, ...]] = {}
     with _restored(workload), coarsest_type(workload.model) as types:
-        seed_all(_seed(workload), runner.device.torch_device)
+        runner.seed()
         for i in (1, 2):
             workload.full_step()
             state = {**dict(workload.model.named_parameters()), **dict(workload.model.named_buffers())}
@@ -125,19 +117,8 @@ def _restored(workload: Step) -> Iterator[None]:
         snapshot.restore()
 
 
-def _forward_backward(workload: Step) -> Callable[[Callable[[], None]], Tensor]:
-    def run(between: Callable[[], None]) -> Tensor:
-        return workload.forward_backward(lambda phase: between() if phase == "backward" else None)
-
-    return run
-
-
 def _types(workload: Step) -> list[str]:
     """The floating point types of a model's weights and of its autocast."""
     autocast = workload.spec.autocast if workload.spec is not None else None
     types = {str(p.dtype).removeprefix("torch.") for p in workload.model.parameters() if p.is_floating_point()}
     return sorted(types) + ([_AUTOCAST.get(str(autocast), "bfloat16")] if autocast else [])
-
-
-def _seed(workload: Step) -> int:
-    return workload.spec.seed if workload.spec is not None else 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from autockpt.errors import ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
 from autockpt.history.promises import OTHER_WORKLOAD, judge_peak, judge_ratio, judge_time, made_for, simulated_for
@@ -86,14 +87,14 @@ def verify(
             "without these options, and verify that plan.",
         )
     with _open(subject, device, measurer, plan, mode) as runs:
-        report = _Verification(_for(plan, subject), subject, runs, device, listener or Silence(), steps, mode).report()
+        asked = (subject, runs, device, listener or Silence(), steps, mode)
+        report = _Verification(_for(plan, subject), *asked).report()
         if path is not None and report.measured is not None and report.steps is not None:
             said = _unlike(plan, subject, runs) or _note(plan, path, report.steps, report.measured)
             report = report.model_copy(update={"notes": (*report.notes, said)})
         if measurer is not None or not isinstance(subject, WorkloadSpec):
             for each in plan.sets[:-1]:
-                checks = _Verification(each, subject, runs, device, listener or Silence(), steps, mode).gradients()
-                report = _with_set(report, each, VerifyReport(checks=tuple(checks)))
+                report = _with_set(report, each, _Verification(each, *asked).gradients())
             return report
     for each in plan.sets[:-1]:
         length = each.workload.seq_len if each.workload is not None else None
@@ -144,48 +145,37 @@ def _unlike(plan: Plan, subject: WorkloadSpec | Step | None, measurer: Measurer)
     return ""
 
 
-@contextmanager
 def _open(
-    subject: WorkloadSpec | Step | None,
-    device: str | None,
-    given: Measurer | None,
-    plan: Plan,
-    mode: Steps,
-) -> Iterator[Measurer]:
+    subject: WorkloadSpec | Step | None, device: str | None, given: Measurer | None, plan: Plan, mode: Steps
+) -> AbstractContextManager[Measurer]:
+    """What measures the subject: the one given, which stays open, or one of its own."""
     if given is not None:
-        yield given
-        return
+        return nullcontext(given)
     assert subject is not None
     compile = None if mode == "eager" else mode
     if isinstance(subject, WorkloadSpec):
-        made = WorkerMeasurer(subject, device, host_budget=plan.host_budget_bytes, compile=compile)
-    else:
-        made = LocalMeasurer(subject, host_budget=plan.host_budget_bytes, compile=compile)
-    try:
-        yield cast(Measurer, made)
-    finally:
-        made.close()
+        return WorkerMeasurer(subject, device, host_budget=plan.host_budget_bytes, compile=compile)
+    return LocalMeasurer(subject, host_budget=plan.host_budget_bytes, compile=compile)
 
 
+@dataclass
 class _Verification:
     """One run of all checks."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        subject: WorkloadSpec | Step | None,
-        measurer: Measurer,
-        device: str | None,
-        listener: Listener,
-        steps: int,
-        mode: Steps,
-    ) -> None:
-        self.plan, self.subject, self.measurer = plan, subject, measurer
-        self.device, self.listener, self.steps = device, listener, steps
-        self.rounds = max(3, steps // 2)
-        self.mode: Steps = mode
-        self.measured: Measurement | None = None
-        self.notes: list[str] = []
+    plan: Plan
+    subject: WorkloadSpec | Step | None
+    measurer: Measurer
+    device: str | None
+    listener: Listener
+    steps: int
+    mode: Steps
+    measured: Measurement | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """Of interleaved steps."""
+        return max(3, self.steps // 2)
 
     def report(self) -> VerifyReport:
         self._look_at_the_model()
@@ -206,10 +196,10 @@ class _Verification:
         checks = (*self._gradients(), *self._reruns(), *self._comparison())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured, steps=self.mode)
 
-    def gradients(self) -> list[Check]:
+    def gradients(self) -> VerifyReport:
         """The first check alone."""
         self._look_at_the_model()
-        return list(self._gradients())
+        return VerifyReport(checks=tuple(self._gradients()))
 
     def _look_at_the_model(self) -> None:
         self.listener.stage("build the model")

@@ -39,6 +39,7 @@ from autockpt.measuring import StepRunner, environment_of
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Silence
 from autockpt.tuning.batches import search_step_batches
 from autockpt.tuning.jobs import with_rows
+from autockpt.tuning.search import search_options
 from autockpt.workload import Step, discover_units
 from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until
@@ -181,12 +182,14 @@ def case(name: str) -> dict[str, Any]:
         answer = search_step_batches(
             step,
             ROWS,
-            budget=f"{budget // 1000}KB",
-            trials=TRIALS,
-            timeout=SECONDS,
-            listener=Silence(),
-            space=load_space("knobs").restricted(("save", "recompute")),
-            out=out,
+            search_options(
+                budget=f"{budget // 1000}KB",
+                trials=TRIALS,
+                timeout=SECONDS,
+                space=load_space("knobs").restricted(("save", "recompute")),
+                out=out,
+            ),
+            Silence(),
         )
         runs = [RunDirectory.open(path) for path in sorted(Path(out).iterdir())]
         spent = sum(trial.measured is not None for run in runs for trial in run.trials())

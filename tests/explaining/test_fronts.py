@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from autockpt.explaining.fronts import fronts
+from autockpt.explaining.build import fronts
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, KeepAttention, Menu, MenuItem, Unit
 
 UNITS = tuple(Unit(name=f"h.{i}", cls="Block", kind=0) for i in range(4))

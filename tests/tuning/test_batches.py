@@ -20,6 +20,7 @@ from autockpt.schema import (
     DeviceInfo,
     Measurement,
     ResolvedBudget,
+    SearchOptions,
     SearchOutcome,
     SearchRequest,
     Silence,
@@ -28,10 +29,10 @@ from autockpt.schema import (
 )
 from autockpt.tuning import batches, run_search
 from autockpt.tuning.alternatives import on_device
-from autockpt.tuning.batches import Climb, climbed, search_batch_sizes, search_step_batches
+from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes, search_step_batches
 from autockpt.tuning.jobs import Live, with_rows
-from autockpt.tuning.micro_batches import Sizes
 from autockpt.tuning.rows import dependent_rows
+from autockpt.tuning.search import search_options
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -104,19 +105,21 @@ def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> No
 
 
 def test_batches_whose_rows_are_packed_or_cannot_be_divided_are_refused() -> None:
-    asked: dict[str, Any] = {"budget": "1GB", "trials": 3, "timeout": None, "listener": Silence(), "space": "knobs"}
+    def asked(budget: str = "1GB") -> tuple[SearchOptions, Silence]:
+        return search_options(budget=budget, trials=3), Silence()
+
     packed = {"x": torch.zeros(1, 8)}
     with pytest.raises(UsageError, match="2 rows of the data set has 1 rows"):
-        search_step_batches(lambda size: Step(Rows(False), packed, loss=lambda m, b: squares(m(**b))), 2, **asked)
+        search_step_batches(lambda size: Step(Rows(False), packed, loss=lambda m, b: squares(m(**b))), 2, *asked())
     odd = Step(Rows(False), {"x": torch.zeros(4, 8), "y": torch.zeros(3)}, loss=lambda m, b: squares(m(b["x"])))
     with pytest.raises(UsageError, match="cannot be divided into rows"):
-        search_step_batches(odd, 4, **asked)
+        search_step_batches(odd, 4, *asked())
     with pytest.raises(UsageError, match="share of this job"):
-        search_step_batches(odd, 4, **asked | {"budget": "60%"})
+        search_step_batches(odd, 4, *asked("60%"))
     with pytest.raises(UsageError, match="0 are no rows"):
-        search_step_batches(odd, 0, **asked)
+        search_step_batches(odd, 0, *asked())
     with pytest.raises(UsageError, match="is not 16 rows per update"):
-        search_step_batches(Step(odd.model, odd.batch, loss=odd.loss, accumulate=3), 16, **asked)
+        search_step_batches(Step(odd.model, odd.batch, loss=odd.loss, accumulate=3), 16, *asked())
 
 
 def test_one_worse_size_above_is_passed_over() -> None:

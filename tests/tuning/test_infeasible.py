@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -50,6 +50,18 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     assert asked.index("--batch-size 2 --accumulate 2") < asked.index("--batch-size 2 --accumulate 2 --allow-inexact")
 
 
+def naming(*notes: str, timeout: float | None = None) -> AbstractContextManager[None]:
+    """``naming_alternatives`` for a budget of 1 KB, after two seconds."""
+    tracer = SimpleNamespace(settings=SETTINGS, notes=notes)
+    graph = SimpleNamespace(resident={})
+    found: Any = SimpleNamespace(tracer=tracer, heads=None, twin=None, uniform={"recompute": ({}, graph)})
+    clock: Any = SimpleNamespace(elapsed=2.0, stage=lambda *_: nullcontext(), listener=Silence())
+    bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
+    return infeasible.naming_alternatives(
+        found, lambda graph: 1, clock, Described(SPEC), parse_budget("1KB"), lambda: bench, timeout=timeout
+    )
+
+
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Described] = []
@@ -62,18 +74,7 @@ def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monke
     monkeypatch.setattr(
         alternatives, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
-    tracer = SimpleNamespace(settings=SETTINGS, notes=())
-    graph = SimpleNamespace(resident={})
-    found: Any = SimpleNamespace(tracer=tracer, heads=None, twin=None, uniform={"recompute": ({}, graph)})
-    clock: Any = SimpleNamespace(elapsed=2.0, stage=lambda *_: nullcontext(), listener=Silence())
-    bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
-    job = Described(SPEC)
-    with (
-        pytest.raises(InfeasibleError) as refused,
-        infeasible.naming_alternatives(
-            found, lambda graph: 1, clock, job, parse_budget("1KB"), lambda: bench, timeout=limit
-        ),
-    ):
+    with pytest.raises(InfeasibleError) as refused, naming(timeout=limit):
         raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {COMMAND_LINE.smaller}.")
     assert bool(traced) is (limit is None)
     assert ("no longer than the time limit of 1 s" in refused.value.remedy) is (limit is not None)
@@ -90,13 +91,17 @@ def test_headroom_is_named_where_it_is_what_makes_nothing_fit(smallest: int, sai
     assert ("fits with --headroom of at most 10 B" in error.message) is said
 
 
-def test_what_was_assumed_is_said_with_the_alternatives() -> None:
+def test_what_was_assumed_is_said_with_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     way = Alternative(options="--lora 16", effect="e", plan="p", peak_bytes=1, step_seconds=None, relative_cost=1.0)
-    error = infeasible.with_alternatives(InfeasibleError("nothing fits"), [way], COMMAND_LINE)
-    noted = infeasible.with_notes(error, ("Experts is not quantised",))
-    assert "--lora 16" in noted.remedy and noted.remedy.endswith("\n• Experts is not quantised")
-    assert noted.alternatives == error.alternatives
-    assert infeasible.with_notes(error, ()) is error
+    monkeypatch.setattr(infeasible, "alternatives", lambda *_, **__: (way,))
+    with pytest.raises(InfeasibleError) as refused, naming("Experts is not quantised"):
+        raise InfeasibleError("nothing fits")
+    remedy = refused.value.remedy
+    assert "--lora 16" in remedy and remedy.endswith("\n• Experts is not quantised")
+    assert refused.value.alternatives == (way,)
+    with pytest.raises(InfeasibleError) as without, naming():
+        raise InfeasibleError("nothing fits")
+    assert remedy.startswith(without.value.remedy) and "counted" not in without.value.remedy
 
 
 @pytest.mark.parametrize(

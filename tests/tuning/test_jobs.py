@@ -12,6 +12,7 @@ from autockpt.errors import InfeasibleError
 from autockpt.schema import WorkloadSpec
 from autockpt.tuning import search_step
 from autockpt.tuning.jobs import Described, Live
+from autockpt.tuning.search import search_options
 from autockpt.workload import Step, build
 
 ROWS, LENGTH = 4, 16
@@ -109,7 +110,7 @@ def test_where_only_a_base_in_4_bits_fits_a_live_search_names_it() -> None:
     pytest.importorskip("bitsandbytes")
     made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16, lora=4))
     with pytest.raises(InfeasibleError) as caught:
-        search_step(Step(made.model, made.batch, optimizer=made.optimizer), budget="800KB", trials=2)
+        search_step(Step(made.model, made.batch, optimizer=made.optimizer), search_options(budget="800KB", trials=2))
     assert [way.effect for way in caught.value.alternatives] == ["the base in 4 bits, simulated"]
 
 

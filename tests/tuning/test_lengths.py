@@ -72,15 +72,15 @@ def searched(lengths: Lengths, **of: Any) -> tuple[Any, list[int]]:
 
 
 def test_short_batches_save_what_long_ones_recompute() -> None:
-    found, asked = searched(TAIL)
+    (plan, notes), asked = searched(TAIL)
     assert asked[0] == 1600 and len(asked) == len(set(asked)) <= MOST_SETS + 1
-    sets = found.plan.sets
+    sets = plan.sets
     assert sets[0].when is not None and sets[0].when.tokens == 4 * 400 and sets[0].when.longest == 400
     assert all(choice == SAVE for choice in sets[0].expand_planned().values())
     assert sets[-1].when is not None and sets[-1].when.tokens == 4 * 1600
     assert sum(s.share or 0 for s in sets) == pytest.approx(1, abs=1e-3)
-    assert found.plan.status == "measured" and sets[0].share == pytest.approx(0.95)
-    assert "measured steps" in found.notes[0] and "-" in found.notes[0]
+    assert plan.status == "measured" and sets[0].share == pytest.approx(0.95)
+    assert "measured steps" in notes[0] and "-" in notes[0]
 
 
 def test_no_further_length_is_begun_when_it_is_late() -> None:
@@ -92,24 +92,24 @@ def test_no_further_length_is_begun_when_it_is_late() -> None:
 
     for most in (1, 2, 9):
         asked.clear()
-        found = search_lengths(TAIL, at, 20, Silence(), late=lambda most=most: len(asked) >= most)
-        assert ("no time was left" in found.notes[0]) == (most == 1)
-        assert len(asked) <= most and asked[0] == TAIL.longest and len(found.plan.sets) <= len(asked)
+        plan, notes = search_lengths(TAIL, at, 20, Silence(), late=lambda most=most: len(asked) >= most)
+        assert ("no time was left" in notes[0]) == (most == 1)
+        assert len(asked) <= most and asked[0] == TAIL.longest and len(plan.sets) <= len(asked)
     assert len(asked) > 2
 
 
 def test_flash_attention_bounds_tokens_alone() -> None:
-    found, _ = searched(TAIL, attention="flash_attention_2")
-    assert all(each.when is not None and each.when.longest is None for each in found.plan.sets)
+    (plan, _), _ = searched(TAIL, attention="flash_attention_2")
+    assert all(each.when is not None and each.when.longest is None for each in plan.sets)
 
 
 def test_where_everything_fits_or_nothing_is_gained_there_is_one_set() -> None:
-    found, asked = searched(TAIL, fits=1600)
-    assert asked == [1600] and not found.plan.smaller_batches and "do not matter" in found.notes[0]
-    found, _ = searched(TAIL, most=0.004)
-    assert not found.plan.smaller_batches and "One set" in found.notes[0]
-    found, asked = searched(Lengths(counts={1600: 5}))
-    assert asked == [1600] and not found.plan.smaller_batches
+    (plan, notes), asked = searched(TAIL, fits=1600)
+    assert asked == [1600] and not plan.smaller_batches and "do not matter" in notes[0]
+    (plan, notes), _ = searched(TAIL, most=0.004)
+    assert not plan.smaller_batches and "One set" in notes[0]
+    (plan, notes), asked = searched(Lengths(counts={1600: 5}))
+    assert asked == [1600] and not plan.smaller_batches
 
 
 @pytest.mark.slow
@@ -121,13 +121,13 @@ def test_where_everything_fits_or_nothing_is_gained_there_is_one_set() -> None:
 )
 def test_sets_cover_all_lengths_fit_and_each_is_worth_it(counts: dict[int, int], fits: int, most: float) -> None:
     lengths = Lengths(counts={**counts, 1600: 1}, of="batches")
-    found, asked = searched(lengths, fits=fits, most=most)
-    bounds = [each.when.longest for each in found.plan.sets if each.when is not None and each.when.longest]
+    (plan, _), asked = searched(lengths, fits=fits, most=most)
+    bounds = [each.when.longest for each in plan.sets if each.when is not None and each.when.longest]
     assert len(asked) <= MOST_SETS + 1 and set(bounds) <= set(asked)
-    if not found.plan.smaller_batches:
+    if not plan.smaller_batches:
         return
     assert bounds[-1] == 1600 and len(bounds) <= MOST_SETS
-    for each, bound in zip(found.plan.sets, bounds, strict=True):
+    for each, bound in zip(plan.sets, bounds, strict=True):
         assert each.choices == made(bound, fits=fits, most=most).choices
     histogram = Histogram(lengths.batches(4), ForeseenLengths({n: made(n, fits=fits, most=most) for n in asked}))
     for bound in bounds[:-1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.tuning.micro_batches import Sizes
+from autockpt.tuning.batches import Sizes
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import nn, ones
 from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning import run_search, search_step
+from autockpt.tuning.search import search_options
 from autockpt.workload import Step
 from search_spaces.spaces import load_space
 
@@ -41,6 +42,6 @@ def test_a_live_search_refuses_what_makes_no_sense_before_it_touches_the_model(w
 
     with pytest.raises(UsageError) as caught:
         search_step(
-            Step(nn.Linear(2, 2), ones(1, 2), loss=loss), **({"budget": "60%", "listener": Untouched()} | wrong)
+            Step(nn.Linear(2, 2), ones(1, 2), loss=loss), search_options(**({"budget": "60%"} | wrong)), Untouched()
         )
     assert caught.value.remedy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -43,7 +43,7 @@ class Context:
     plain_peak: int | None
 
 
-class Peer(Protocol):
+class Peer:
     """One way of doing it, the way its own documentation says.
 
     ``exact``: gradients are those of plain training bit for bit, else within rounding. ``group``: rows are timed
@@ -51,32 +51,21 @@ class Peer(Protocol):
     """
 
     name: ClassVar[str]
-    group: ClassVar[Group]
-    exact: ClassVar[bool]
-    by_name_only: ClassVar[bool]
-
-    def missing(self, device_kind: str) -> str:
-        """Why this peer cannot run here (a package, a compiler), in one line; empty where nothing is known."""
-        ...
-
-    def settings(self, context: Context) -> Iterable[Setting]:
-        """Every setting worth a row. May run and time ops; leaves the model as it was."""
-        ...
-
-    def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
-        """Attach a setting to a live model. ``units`` are the names of its blocks. What is returned takes it off."""
-        ...
-
-
-class Always:
-    """The common part of peers that need nothing but PyTorch and are exact."""
-
     group: ClassVar[Group] = "eager"
     exact: ClassVar[bool] = True
     by_name_only: ClassVar[bool] = False
 
     def missing(self, device_kind: str) -> str:
+        """Why this peer cannot run here (a package, a compiler), in one line; empty where nothing is known."""
         return ""
+
+    def settings(self, context: Context) -> Iterable[Setting]:
+        """Every setting worth a row. May run and time ops; leaves the model as it was."""
+        raise NotImplementedError
+
+    def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
+        """Attach a setting to a live model. ``units`` are the names of its blocks. What is returned takes it off."""
+        raise NotImplementedError
 
 
 def replace_forwards(model: nn.Module, wrapped: Mapping[str, Callable[..., Any] | None]) -> Detach:

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.bench.peers.base import PLAIN, Always, Context, Detach, Setting, recomputed, replace_forwards
+from autockpt.bench.peers.base import PLAIN, Context, Detach, Peer, Setting, recomputed, replace_forwards
 
 MOST = 16  # settings of one rule: deeper models get that many, evenly spread
 
 
-class ByLayer(Always):
+class ByLayer(Peer):
     """Recomputes the units whose positions ``setting["recompute"]`` lists."""
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:

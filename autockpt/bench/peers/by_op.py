@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from autockpt.bench.peers.base import Always, Context, Detach, Setting, recomputed_but, replace_forwards
+from autockpt.bench.peers.base import Context, Detach, Peer, Setting, recomputed_but, replace_forwards
 
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
@@ -22,7 +22,7 @@ KEEP = {
 }
 
 
-class OpSets(Always):
+class OpSets(Peer):
     """Each layer is recomputed but for the outputs of some ops.
 
     "every second matmul" is torchtitan's selective option (torchtitan/distributed/activation_checkpoint.py): matrix

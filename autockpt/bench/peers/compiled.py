@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.bench.peers.base import Always, Context, Detach, Setting, recomputed
+from autockpt.bench.peers.base import Context, Detach, Peer, Setting, recomputed
 from autockpt.errors import ConflictError
 from autockpt.measuring.compiled import BACKEND, Compiler, missing
 from autockpt.schema import Choice, CompileMode
@@ -28,7 +28,7 @@ _compilers: weakref.WeakKeyDictionary[nn.Module, dict[_Key, Compiler]] = weakref
 _recomputed: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
-class MemoryBudget(Always):
+class MemoryBudget(Peer):
     """The model compiled as one; 1.0 is what ``torch.compile`` does by itself.
 
     A budget is a share of the bytes that the compiled graph would save, not a peak. Gradients are equal up to rounding.

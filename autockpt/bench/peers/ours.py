@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.bench.peers.base import OURS, Always, Context, Detach, Setting
+from autockpt.bench.peers.base import OURS, Context, Detach, Peer, Setting
 from autockpt.bench.peers.compiled import compiled
 from autockpt.measuring.compiled import BACKEND, missing
 from autockpt.runtime import attach
@@ -15,14 +15,14 @@ from autockpt.schema import CompileMode, parse_choices
 from autockpt.schema.bench import Group
 
 
-class Ours(Always):
+class Ours(Peer):
     """Attaches ``setting["choices"]``, as ``autockpt.apply`` would."""
 
     name: ClassVar[str] = OURS
     compile: ClassVar[CompileMode | None] = None
 
     def settings(self, context: Context) -> Iterable[Setting]:
-        """None: each takes a search, with a worker of its own (``bench.searching``)."""
+        """None: each takes a search, with a worker of its own (``bench.run``)."""
         return ()
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:

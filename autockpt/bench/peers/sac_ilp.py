@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from autockpt.bench.peers.base import Always, Context, Detach, Setting, recomputed, recomputed_but, replace_forwards
+from autockpt.bench.peers.base import Context, Detach, Peer, Setting, recomputed, recomputed_but, replace_forwards
 from autockpt.bench.peers.sac_estimate import SacEstimate, estimate
 from autockpt.errors import MeasurementError
 
@@ -25,7 +25,7 @@ from autockpt.errors import MeasurementError
 LOWER = (1.0, 0.93, 0.86)
 
 
-class SacIlp(Always):
+class SacIlp(Peer):
     """For every budget what the integer program answers, asked for that share of its own estimated peak and for less.
 
     ``setting["modules"]`` maps a module's name to what it keeps: by op name, whether the output of its first, second, …

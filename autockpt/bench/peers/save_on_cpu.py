@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from autockpt.bench.peers.base import Always, Context, Detach, Setting, replace_forwards
+from autockpt.bench.peers.base import Context, Detach, Peer, Setting, replace_forwards
 
 
-class SaveOnCpu(Always):
+class SaveOnCpu(Peer):
     """Everything that the forward saves goes to pinned host memory and comes back in backward."""
 
     name: ClassVar[str] = "offload all"

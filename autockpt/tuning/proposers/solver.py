@@ -31,11 +31,10 @@ from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, Segments, exact, refine_segmented
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.infeasible import nothing_fits
-from autockpt.tuning.pooling import foreseen
 from autockpt.tuning.proposers.base import Plans, Proposer
 from autockpt.tuning.proposers.sampler import Study
 from autockpt.tuning.question import Question
-from autockpt.tuning.refit import Fit, fit, unseen_bytes
+from autockpt.tuning.refit import Fit, fit, foreseen, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Parameters, Score, Trials, peak_of_trial
 
@@ -165,16 +164,13 @@ class SolverProposer(Proposer):
 
     def propose(self) -> Candidate:
         """The plan at the sampler's next point."""
-        with self.profiled.predictor.watched(self.listener if self.target.most_candidates else Silence()):
-            return self._proposed()
-
-    def _proposed(self) -> Candidate:
         number, parameters = self.study.ask()
-        if self.space.encoding == "layers":
-            found = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self.profiled.check)
-        else:
-            found = self._solved(parameters)
         encoding, name = self.space.encoding, f"{self.space.encoding} #{number}"
+        with self.profiled.predictor.watched(self.listener if self.target.most_candidates else Silence()):
+            if encoding == "layers":
+                found = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self.profiled.check)
+            else:
+                found = self._solved(parameters)
         choices = self.profiled.plan(found.choices)
         return Candidate(choices, name, encoding, parameters, fits=found.fits, number=number)
 

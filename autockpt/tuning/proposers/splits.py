@@ -10,14 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError
-from autockpt.schema import (
-    RECOMPUTE,
-    SAVE,
-    Choice,
-    CompileMode,
-    ResolvedBudget,
-    Trial,
-)
+from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, ResolvedBudget, Trial
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.space import Knob

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autockpt.schema import PlanStatus, Prediction, Trial
 from autockpt.tuning.finals import MOST_ROUNDS
-from autockpt.tuning.pooling import ForeseenTimes
+from autockpt.tuning.refit import ForeseenTimes
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 MOST_REPEATS = 12

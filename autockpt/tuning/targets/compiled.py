@@ -10,29 +10,21 @@ from functools import partial
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
 from autockpt.hardware.nominal import nominal_op_times
-from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.compiled import missing
 from autockpt.profiling import build_profile, used_by_others
-from autockpt.schema import (
-    CompileMode,
-    Measurement,
-    SearchOutcome,
-    SearchRequest,
-    StageTime,
-    format_bytes,
-)
+from autockpt.schema import CompileMode, Measurement, SearchOutcome, SearchRequest, StageTime, format_bytes
 from autockpt.schema.choices import dump_choices
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
-from autockpt.tuning.opening import Traced, traced
+from autockpt.tuning.opening import Opened, blocks_of, traced
 from autockpt.tuning.outcome import make_plan, scored_rows
 from autockpt.tuning.proposers.base import Plans
 from autockpt.tuning.proposers.solver import CHECKS
 from autockpt.tuning.proposers.splits import SplitProposer
-from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import Opened, conclude, question_of, refusal_on_record, study_title
+from autockpt.tuning.question import Clock
+from autockpt.tuning.stages import conclude, question_of, refusal_on_record
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
@@ -74,8 +66,7 @@ def open_compiled(stack: ExitStack, request: SearchRequest, mode: CompileMode, c
     question = replace(question, settings={**question.settings, "compile": mode})
     with clock.stage("build"):
         environment = measurer.environment
-    search = partial(_searched, mode, question, found, measurer, clock)
-    return Opened(question, environment, tracer.units, search)
+    return Opened(question, environment, found, clock, partial(_searched, mode, measurer))
 
 
 def _refuse(request: SearchRequest, device_kind: str) -> None:
@@ -95,20 +86,11 @@ def _refuse(request: SearchRequest, device_kind: str) -> None:
             )
 
 
-def _searched(
-    mode: CompileMode,
-    question: Question,
-    opened: Traced,
-    measurer: WorkerMeasurer,
-    clock: Clock,
-    run: RunDirectory | None,
-    storage: str | None,
-) -> SearchOutcome:
-    environment = measurer.environment
+def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> SearchOutcome:
+    question, environment, clock, run = opened.question, opened.environment, opened.clock, opened.run
     info = environment.device
     room = info.capacity_bytes - used_by_others(measurer)
-    tracer, uniform = opened.tracer, opened.uniform
-    blocks = [unit for unit in tracer.units if unit.role == "block"]
+    tracer, uniform = opened.found.tracer, opened.found.uniform
 
     def eager(share: float) -> Plans:
         """The eager solver's plan for a budget at the same place between the eager peaks."""
@@ -127,8 +109,8 @@ def _searched(
     trials = Trials(run)
     confirm = confirmation(question.spec, measurer, compile=mode)
     target = CompiledSteps(mode, RealSteps(measurer, clock, confirm), measurer, question.limits, clock)
-    layers, study = [unit.name for unit in blocks], f"{study_title(question, environment, run)}: sampler"
-    proposer = SplitProposer(question, layers, target, trials, storage, room=room, eager=eager, study=study)
+    layers, study = [unit.name for unit in blocks_of(tracer)], f"{opened.title}: sampler"
+    proposer = SplitProposer(question, layers, target, trials, opened.storage, room=room, eager=eager, study=study)
     with refusal_on_record(run):
         found = Loop(proposer, target, trials, question.limits, clock).run()
     found.notes.extend(_graphs(found))
@@ -138,14 +120,13 @@ def _searched(
         elsewise, said = (None, []) if late else _in_eager_steps(measurer, found)
         found.notes.extend(said)
         choices, notes = found.best.choices, (*found.notes, _NOT_PREDICTED)
-        plan = make_plan(
-            question, tracer, choices, environment, found.budget, source="measured", rows=rows, notes=notes
-        ).model_copy(update={"compile": mode})
+        plan = make_plan(opened, choices, found.budget, source="measured", rows=rows, notes=notes)
+        plan = plan.model_copy(update={"compile": mode})
         plan = plan if elsewise is None else plan.noting("eager", elsewise)
         if run is not None:
             run.write_plan(plan)
     stages = _compiling_apart(clock.stages, found)
-    return conclude(question, found, rows, plan, environment, run, storage, source="measured", stages=stages)
+    return conclude(opened, found, rows, plan, source="measured", stages=stages)
 
 
 def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[StageTime, ...]:

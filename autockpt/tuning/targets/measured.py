@@ -9,7 +9,6 @@ from functools import partial
 from autockpt.devices import Device, get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.hardware.nominal import nominal_op_times
-from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.profiling import (
@@ -24,15 +23,15 @@ from autockpt.profiling import (
     wants_disk,
     within_host,
 )
-from autockpt.schema import Environment, SearchOutcome, SearchRequest
+from autockpt.schema import SearchOutcome, SearchRequest
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import on_device
 from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
 from autockpt.tuning.jobs import Described
-from autockpt.tuning.opening import Traced, traced
+from autockpt.tuning.opening import Opened, traced
 from autockpt.tuning.paired_timing import Pairing
-from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import Opened, find_plan, question_of
+from autockpt.tuning.question import Clock
+from autockpt.tuning.stages import find_plan, question_of
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
 from autockpt.workload import refuse_simulated
@@ -60,49 +59,43 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
     job, limit = Described(request.workload), {"timeout": request.timeout}
     stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
     question = question_of(request, found, request.budget)
-    if worker is None:
-        search = partial(_dry_run, question, found, device, environment, clock)
-    else:
-        search = partial(search_by_steps, question, found, worker, clock)
-    return Opened(question, environment, tracer.units, search)
+    search = partial(_dry_run, device) if worker is None else partial(search_by_steps, worker)
+    return Opened(question, environment, found, clock, search)
 
 
-def search_by_steps(
-    question: Question,
-    found: Traced,
-    measurer: Measurer,
-    clock: Clock,
-    run: RunDirectory | None,
-    storage: str | None,
-) -> SearchOutcome:
+def search_by_steps(measurer: Measurer, opened: Opened) -> SearchOutcome:
     """Profile on the device, search by real steps, write the plan."""
+    clock, question = opened.clock, opened.question
     confirm = confirmation(question.spec, measurer, host_budget=question.host_budget)
     with clock.stage("profile"):
-        question, found = _without_refused(question, found, measurer)
-        profiled = _profiled(question, found, measurer, clock)
+        opened = _without_refused(opened, measurer)
+        profiled = _profiled(opened, measurer)
     # on other devices a plan's first cycle after another's has its memory to get first
     pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
-    return find_plan(
-        question, found.tracer, profiled, RealSteps(measurer, clock, confirm, pairing), run, storage, clock
-    )
+    return find_plan(opened, profiled, RealSteps(measurer, clock, confirm, pairing))
 
 
-def _without_refused(question: Question, found: Traced, measurer: Measurer) -> tuple[Question, Traced]:
+def _without_refused(opened: Opened, measurer: Measurer) -> Opened:
     """The question, and what was traced for it, without choices that the device refuses."""
+    question, found = opened.question, opened.found
     refused = refused_choices(measurer, found.uniform["save"][0], question.space.choices)
     if not refused:
-        return question, found
-
+        return opened
     space = question.space.restricted(
         tuple(k for k in (*question.space.choices, *question.space.head) if k not in refused)
     )
     note = f"not on this device: {', '.join(refused)} ({next(iter(refused.values()))})"
     uniform = {kind: pair for kind, pair in found.uniform.items() if kind not in refused}
-    return replace(question, space=space, notes=(*question.notes, note)), replace(found, uniform=uniform, space=space)
+    return replace(
+        opened,
+        question=replace(question, space=space, notes=(*question.notes, note)),
+        found=replace(found, uniform=uniform, space=space),
+    )
 
 
-def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Clock) -> CostModel:
+def _profiled(opened: Opened, measurer: Measurer) -> CostModel:
     """Op times, menus and predictions of the workload on the measurer's device."""
+    question, found, clock = opened.question, opened.found, opened.clock
     device = measurer.environment.device
     others = used_by_others(measurer)
     room = device.capacity_bytes - device.overhead_bytes - others
@@ -129,16 +122,9 @@ def _profiled(question: Question, found: Traced, measurer: Measurer, clock: Cloc
     )
 
 
-def _dry_run(
-    question: Question,
-    found: Traced,
-    device: Device,
-    environment: Environment,
-    clock: Clock,
-    run: RunDirectory | None,
-    storage: str | None,
-) -> SearchOutcome:
+def _dry_run(device: Device, opened: Opened) -> SearchOutcome:
     """Predict and solve; measure nothing. Seconds are shown where op times of this device are known."""
+    question, environment, found, clock = opened.question, opened.environment, opened.found, opened.clock
     _, graph = leanest(within_host(found.uniform, environment.device, question.host_budget))
     disk = wants_disk(found.uniform, environment.device, question.host_budget)
     graphs = [graph, *(found.heads.graphs.values() if found.heads else [])]
@@ -148,11 +134,10 @@ def _dry_run(
             "no op times of this workload are known on this device: choices were ranked by nominal rates, "
             "and no step times are given (a search without --dry-run measures them)"
         )
-        question = replace(question, notes=(*question.notes, note))
+        opened = replace(opened, question=replace(question, notes=(*question.notes, note)))
     used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
     others, needs = device.used_by_others(), memory_at_hand(environment.device)
     with clock.stage("profile"):
         more = {"host_budget": question.host_budget, "listener": clock.listener}
         profiled = found.cost_model(used, used_by_others=others, needs=needs, **more)
-    target = DryRun(knows_seconds=times is not None)
-    return find_plan(question, found.tracer, profiled, target, run, storage, clock, checks=DRY_CALLS)
+    return find_plan(opened, profiled, DryRun(knows_seconds=times is not None), checks=DRY_CALLS)

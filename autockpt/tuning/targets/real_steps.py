@@ -120,7 +120,8 @@ class RealSteps(Target):
         swings = False
         for number in final.times:
             trial = trials.all[number]
-            measured = remeasured(trial, final)
+            assert trial.measured is not None
+            measured = remeasured(trial.measured, number, final)
             swings = swings or SWINGS < measured.noise < 1.0  # 1: too few rounds to tell
             trials.put(trial.model_copy(update={"measured": measured}))
         if swings:

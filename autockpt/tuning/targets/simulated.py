@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autockpt.hardware.roofline import environment_of_hardware, roofline_times
-from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import installed_versions
-from autockpt.profiling import (
-    CostModel,
-    said_of,
-    simulated_memory,
-    torch_device,
-    tracer_for,
-)
+from autockpt.profiling import said_of, simulated_memory, torch_device, tracer_for
 from autockpt.schema import (
     Budget,
     Environment,
@@ -35,9 +28,9 @@ from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.alternatives import WhatIf
 from autockpt.tuning.infeasible import naming_alternatives
 from autockpt.tuning.jobs import Described
-from autockpt.tuning.opening import Traced, traced_for
-from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import Opened, find_plan, question_of
+from autockpt.tuning.opening import Opened, traced_for
+from autockpt.tuning.question import Clock
+from autockpt.tuning.stages import find_plan, question_of
 from autockpt.tuning.targets.base import MOST_REPEATS, Target
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.tuning.trials import Candidate, Score
@@ -99,26 +92,24 @@ def open_simulated(
         stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
     question = question_of(request, found, budget, (*capped, said_of(hardware)))
     question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
-    search = partial(_simulated, question, found, hardware, request.dry_run, clock)
-    return Opened(question, simulated_environment(hardware), tracer.units, search, hardware.name)
+    search = partial(_simulated, hardware, request.dry_run)
+    return Opened(question, simulated_environment(hardware), found, clock, search, hardware.name)
 
 
-def _simulated(
-    question: Question,
-    found: Traced,
-    hardware: Hardware,
-    dry_run: bool,
-    clock: Clock,
-    run: RunDirectory | None,
-    storage: str | None,
-) -> SearchOutcome:
+def _simulated(hardware: Hardware, dry_run: bool, opened: Opened) -> SearchOutcome:
+    question, found, clock = opened.question, opened.found, opened.clock
     with clock.stage("profile"):
-        profiled = _profiled(found, hardware, question.budget, question.host_budget, clock)
+        times = modelled(hardware, found.graphs)
+        if found.heads is not None:  # what regions cost that run again is read off layers
+            times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
+        needs = simulated_memory(hardware, question.budget.budget_bytes)
+        more = {"host_budget": question.host_budget, "listener": clock.listener}
+        profiled = found.cost_model(times, needs=needs, **more)
     calls = calls_per_candidate(profiled.base)
     target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
     if dry_run:
         target, calls = DryRun(), DRY_CALLS if found.twin is None else calls
-    return find_plan(question, found.tracer, profiled, target, run, storage, clock, checks=calls)
+    return find_plan(opened, profiled, target, checks=calls)
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:
@@ -129,14 +120,6 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
     rest = tuple(kind for kind in space.choices if kind not in moving)
     note = f"not on {hardware.name}: {', '.join(moving)} (host and device share their memory)"
     return space.restricted((*rest, *space.head)), (note,)
-
-
-def _profiled(found: Traced, hardware: Hardware, budget: Budget, host_budget: int | None, clock: Clock) -> CostModel:
-    times = modelled(hardware, found.graphs)
-    if found.heads is not None:  # what regions cost that run again is read off layers
-        times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
-    needs = simulated_memory(hardware, budget.budget_bytes)
-    return found.cost_model(times, host_budget=host_budget, needs=needs, listener=clock.listener)
 
 
 def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]) -> WhatIf:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, Prediction, Trial
-from autockpt.tuning.pooling import FORESIGHT, ForeseenTimes, foreseen
+from autockpt.tuning.refit import FORESIGHT, ForeseenTimes, foreseen
 from tests.tuning.test_refit import plan, problem
 from tests.tuning.test_refit import trial as measured_trial
 
