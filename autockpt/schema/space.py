@@ -12,6 +12,7 @@ from autockpt.schema.choices import head_kinds, searched_kinds
 from autockpt.schema.suggest import closest
 
 SPACE_VERSION = 1
+_BY_OPTION = {"chunked_loss": "--allow-inexact (its gradients are equal up to rounding)", "compile_budget": "--compile"}
 Encoding = Literal["knobs", "layers"]
 Sampler = Literal["gp", "tpe", "nsga2", "random"]
 
@@ -99,6 +100,11 @@ class SearchSpace(Data):
         """
         known = (*searched_kinds(), *head_kinds())
         for kind in kinds:
+            if kind in _BY_OPTION:
+                raise UsageError(
+                    f"{kind} is not among the choices that are searched by themselves",
+                    remedy=f"Leave it out here; it is searched with {_BY_OPTION[kind]}.",
+                )
             if kind not in known:
                 near = closest(kind, known)
                 raise UsageError(

@@ -128,8 +128,17 @@ class Loop:
         return trial
 
     def _finals(self) -> Trial | None:
-        """The plan to name; well-known plans are timed with the best: the table sets their step times against it."""
+        """The plan to name; well-known plans are timed with the best: the table sets their step times against it.
+
+        Where nothing was tried within a time limit an earlier verdict stands: more time went into that.
+        """
         assert self.trials.budget_bytes is not None
+        named, new = self.trials.named, len(self.trials.all) - self.trials.resumed
+        if named is not None and named.feasible and not new and self.limits.timeout is not None:
+            self.target.notes.append(
+                "no other plan was tried: what the earlier search named stands, with its step times"
+            )
+            return named
         left = self.limits.seconds_left(self.clock)
         return self.target.winner(self.trials, self.proposer.compared(), self.trials.budget_bytes, left)
 

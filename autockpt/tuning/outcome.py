@@ -100,11 +100,12 @@ def _over_host(predicted: Prediction | None, host_budget: int | None) -> str:
 
 
 def _row(name: str, trial: Trial, host_budget: int | None) -> Comparison:
+    too_much = _over_host(trial.predicted, host_budget)
     return Comparison(
         name=name,
-        verdict=_VERDICTS.get(trial.state, "not_measured"),
+        verdict="over_budget" if too_much else _VERDICTS.get(trial.state, "not_measured"),
         predicted=trial.predicted,
         measured=trial.measured,
         plan_hash=trial.plan_hash,
-        note=_over_host(trial.predicted, host_budget) or (trial.message if trial.state == "failed" else ""),
+        note=too_much or (trial.message if trial.state == "failed" else ""),
     )

@@ -52,6 +52,9 @@ class Trials:
         self.all: list[Trial] = run.trials() if run is not None else []
         self.resumed = len(self.all)
         self._by_hash = {t.plan_hash: t for t in self.all}
+        finished = run.finished() if run is not None else None
+        plan = finished.outcome.plan if finished is not None else None
+        self._named = plan.hash if plan is not None else None
         self.budget_bytes: int | None = None
 
     def find(self, choices: Mapping[str, Choice]) -> Trial | None:
@@ -105,6 +108,11 @@ class Trials:
         if trial.state == "simulated":
             return trial.model_copy(update={"feasible": fits})
         return trial.model_copy(update={"feasible": fits, "state": "measured" if fits else "over_budget"})
+
+    @property
+    def named(self) -> Trial | None:
+        """The plan that an earlier search of this question named in the end."""
+        return self._by_hash.get(self._named or "")
 
     @property
     def spent(self) -> int:

@@ -34,6 +34,10 @@ def test_fewer_choices_take_their_knobs_along() -> None:
         space.restricted(("recompte",))
     with pytest.raises(UsageError, match="nothing to choose"):
         space.restricted(("save",))
+    for kind, option in (("chunked_loss", "--allow-inexact"), ("compile_budget", "--compile")):
+        with pytest.raises(UsageError) as refused:
+            space.restricted((kind,))
+        assert option in refused.value.remedy
 
 
 def test_ones_own_file(tmp_path: Path) -> None:

@@ -84,6 +84,15 @@ def test_asked_for_more_it_goes_on(finished: tuple[Path, SearchOutcome], more: d
     assert "search" in stages and again.resumed >= first.measured_trials
 
 
+def test_a_verdict_stands_where_a_time_limit_leaves_no_room_for_another_plan(
+    finished: tuple[Path, SearchOutcome],
+) -> None:
+    out, first = finished
+    again, _ = ask(out, trials=9, timeout=0.01)
+    assert again.plan is not None and first.plan is not None and again.plan.hash == first.plan.hash
+    assert any("what the earlier search named stands" in note for note in again.notes)
+
+
 def test_a_changed_verdict_names_both_plans(finished: tuple[Path, SearchOutcome]) -> None:
     out, first = finished
     assert first.run_directory is not None and first.plan is not None
