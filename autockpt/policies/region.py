@@ -271,13 +271,15 @@ class Recording:
     """The calls of one pass through a region, so that each finds the outputs of those before it.
 
     An output is known again by its storage, layout and version, not by its Python object: hooks of modules hand on new
-    tensors over the same memory. A storage's Python object lives as long as the storage, so an address whose storage
-    was freed and given to another is not mistaken.
+    tensors over the same memory. Of calls only those are known whose graph is alive: a pass may end early.
+
+    A storage's Python object lives as long as the storage, so an address whose storage was freed and given to another
+    is not mistaken.
     """
 
     def __init__(self, levels: int) -> None:
         self.levels, self.calls = levels, 0
-        self._known: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int, UnitCall, int]] = {}
+        self._known: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[UnitCall], int]] = {}
 
     def run(self, replay: Replay) -> Any:
         """A call of a unit: its first, ordinary forward. Raises as ``UnitCall.run``."""
@@ -286,7 +288,7 @@ class Recording:
         output = call.run()
         for leaf, tensor in enumerate(tensors_of(output)):
             if (layout := _layout(tensor)) is not None:
-                self._known[layout] = (weakref.ref(tensor.untyped_storage()), tensor._version, call, leaf)
+                self._known[layout] = weakref.ref(tensor.untyped_storage()), tensor._version, weakref.ref(call), leaf
         return output
 
     def find(self, tensor: torch.Tensor) -> tuple[UnitCall, int] | None:
@@ -294,8 +296,10 @@ class Recording:
         layout = _layout(tensor) if self._known else None
         if layout is None or (known := self._known.get(layout)) is None:
             return None
-        storage, version, call, leaf = known
-        return (call, leaf) if storage() is not None and tensor._version == version else None
+        storage, version, known_call, leaf = known
+        if (call := known_call()) is None or storage() is None or tensor._version != version:
+            return None
+        return call, leaf
 
 
 def _layout(tensor: torch.Tensor) -> Place | None:

@@ -482,6 +482,19 @@ def test_a_pass_that_broke_off_leaves_nothing_behind():
 # --- what is kept
 
 
+@each_level
+def test_a_pass_that_ends_early_holds_nothing_after_backward(levels: int):
+    """Without the root's forward, which would end it."""
+    model = Stack()
+    with attach(model, choices(Segment(size=4, levels=levels))):
+        x = torch.randn(256, 64)
+        model.units[1](model.units[0](x)).sum().backward()
+        kept = weakref.ref(x.untyped_storage())
+        del x
+        gc.collect()
+        assert kept() is None
+
+
 def make_bytes(parent: Callable[..., Tensor], plan: dict[str, Choice]) -> int:
     model = Stack(parent)
     x = torch.randn(256, 64)
