@@ -83,13 +83,8 @@ class GhostProcess:
             raise
 
     @classmethod
-    def fork(
-        cls, source: Source, prepare: Callable[[TracedRun], None], meanwhile: Callable[[], None] | None = None
-    ) -> GhostProcess:
-        """A copy of this process in which ``prepare`` sets up the run, while this one does ``meanwhile``.
-
-        Raises NotForkable.
-        """
+    def fork(cls, source: Source, prepare: Callable[[TracedRun], None]) -> GhostProcess:
+        """A copy of this process in which ``prepare`` sets up the run. Raises NotForkable."""
         if not can_fork():
             raise NotForkable("an accelerator is in use")
         _import_for_children()
@@ -113,7 +108,7 @@ class GhostProcess:
             finally:
                 os._exit(0)
 
-        return cls(start, meanwhile=meanwhile)
+        return cls(start)
 
     @classmethod
     def spawn(

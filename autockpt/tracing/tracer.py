@@ -162,10 +162,10 @@ def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph
 
 
 def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None) -> GhostProcess:
-    try:
-        return GhostProcess.fork(source, lambda run: run.build(spec, device, capability), lambda: preload(spec))
-    except NotForkable:
-        pass
+    if can_fork():
+        preload(spec)  # here, so that neither this child nor a later one has to
+        with suppress(NotForkable):
+            return GhostProcess.fork(source, lambda run: run.build(spec, device, capability))
     try:
         return GhostProcess.spawn(source, spec, device, capability)
     except NotForkable as error:
