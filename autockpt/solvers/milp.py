@@ -19,9 +19,8 @@ from autockpt.solvers.answer import as_choices, host_excess, judge, relative_gap
 from autockpt.solvers.chain import as_chain, is_chain, needs, own_bytes, smallest_peak, strongest
 from autockpt.solvers.greedy import greedy
 
-LARGEST = (
-    1e5  # largest byte coefficient after scaling: HiGHS' absolute tolerance of 1e-6 is then below a byte at 100 GB
-)
+# Largest byte coefficient after scaling: HiGHS' absolute tolerance of 1e-6 is then below a byte at 100 GB.
+LARGEST = 1e5
 SECONDS = 1e3  # the step time after scaling, which keeps HiGHS' absolute gap of 1e-6 negligible
 ROUNDING_TRIES = 5
 
