@@ -152,9 +152,7 @@ class GhostMode(Recorder):
     def _makes_small(
         self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> bool:
-        """Whether an op on real tensors is small enough on both sides to run for real, and worth it."""
-        if not self._values_matter:
-            return False
+        """Whether an op on real tensors is small enough on both sides to run for real."""
         for tensor in tensors:
             if tensor.numel() * tensor.element_size() > self._real_bytes(tensor.dtype, tensor.dim()):
                 return False
