@@ -63,7 +63,7 @@ def simulate(
     peak_op = int(np.argmax(timeline)) if len(timeline) else 0
     peak = int(timeline[peak_op]) if len(timeline) else graph.resident_bytes
     signature = np.fromiter((op.signature for op in graph.ops), dtype=np.int64, count=len(graph.ops))
-    phase = np.fromiter((PHASES.index(op.phase) for op in graph.ops), dtype=np.int64, count=len(graph.ops))
+    phase = phases_of(graph)
     is_optimizer = phase == PHASES.index("optimizer")
     timed = is_optimizer & (optimizer_seconds is not None)
     table, missing = _table(graph, op_seconds, set(signature[~timed].tolist()))
@@ -109,6 +109,12 @@ def bytes_timeline(graph: Graph) -> np.ndarray:
     np.add.at(change, birth[birth >= 0], size[birth >= 0])
     np.subtract.at(change, death[death < n], size[death < n])
     return graph.resident_bytes + np.cumsum(change[:n])
+
+
+def phases_of(graph: Graph) -> np.ndarray:
+    """The phase of each op, int64, as its index in ``PHASES``."""
+    number = {name: i for i, name in enumerate(PHASES)}
+    return np.array([number[op.phase] for op in graph.ops], dtype=np.int64)
 
 
 def micro_batch_of(phase: np.ndarray) -> np.ndarray:

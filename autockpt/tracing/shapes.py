@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -249,10 +250,7 @@ class Shapes:
 
     def infer(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """The outcome of a call. Never raises: what could not be inferred is said in ``problem``."""
-
-        def argument(name: str) -> Any:
-            return operator.argument(name, args, kwargs)
-
+        argument = partial(operator.argument, args=args, kwargs=kwargs)
         rule = replace(operator.base)
         if rule is not None:
             tree = rule(argument)
