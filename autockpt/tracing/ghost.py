@@ -98,12 +98,6 @@ class GhostMode(Recorder):
         self.place(buffer)
         return buffer
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """A resident ghost with a storage of its own and the layout of ``tensor``, which may be on any device."""
-        nbytes = tensor.untyped_storage().nbytes()
-        storage, _ = self.log.ghost(nbytes, -1)
-        return self.over(storage, tensor)
-
     @staticmethod
     def over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
         """A tensor on ``storage`` with the layout of ``tensor``."""

@@ -48,11 +48,6 @@ def correct(name: str, tree: Any, argument: Argument, tensors: Sequence[Tensor])
     return tree if rule is None else rule(tree, argument)
 
 
-def replace(name: str) -> Callable[[Argument], Any] | None:
-    """The rule for an operator whose inference fails on valid arguments."""
-    return _REPLACEMENTS.get(name)
-
-
 # Inference goes by decompositions whose operands stand in another order, and the first dense operand decides strides.
 _ELEMENTWISE = frozenset(
     (
@@ -221,6 +216,7 @@ _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
     "roll": _roll,
     "mkldnn_rnn_layer": _recurrent_layer,
 }
+# For operators whose inference fails on valid arguments.
 _REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {
     "_ctc_loss": _ctc_loss,
     "_ctc_loss_backward": _ctc_loss_backward,
@@ -251,7 +247,7 @@ class Shapes:
     def infer(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """The outcome of a call. Never raises: what could not be inferred is said in ``problem``."""
         argument = partial(operator.argument, args=args, kwargs=kwargs)
-        rule = replace(operator.base)
+        rule = _REPLACEMENTS.get(operator.base)
         if rule is not None:
             tree = rule(argument)
             return Outcome(tree, count_flops(operator, args, kwargs, _meta(tree)))
