@@ -37,7 +37,6 @@ from autockpt.workload.configs import quiet
 
 _SECONDS_TO_WAKE = 60.0
 _REMEDY = "Record a real step instead."
-_LARGE = "transformers.models."  # take seconds to import
 _imported_by_children: dict[str, None] = {}
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -77,7 +76,7 @@ class GhostProcess:
                 meanwhile()
             self._await_alive()
             self.units, self.head, self.settings, self.notes, imported = self._receive(READY)
-            _imported_by_children.update(dict.fromkeys(n for n in imported if n.startswith(_LARGE)))
+            _imported_by_children.update(dict.fromkeys(imported))
         except BaseException:
             self.close()
             raise
