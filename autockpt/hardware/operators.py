@@ -47,25 +47,6 @@ class Operator:
     ``calls``: what the recorder knows of its calls, by all that they depend on.
     """
 
-    __slots__ = (
-        "adds",
-        "base",
-        "calls",
-        "detaches",
-        "flops",
-        "in_place",
-        "layout_only",
-        "multiplies",
-        "mutates",
-        "name",
-        "note",
-        "pointwise",
-        "positions",
-        "returned",
-        "routing",
-        "view",
-    )
-
     def __init__(self, func: torch._ops.OpOverload) -> None:
         schema = func._schema
         self.name = str(func)
