@@ -50,6 +50,7 @@ class AcceleratorDevice:
     """
 
     keeps_memory = True
+    environment: Mapping[str, str] = {}  # allocator settings are the user's
 
     def __init__(self, kind: str, index: int = 0) -> None:
         self.kind = kind
@@ -185,10 +186,6 @@ class AcceleratorKind:
         there = torch.accelerator.current_accelerator()
         has = "has no accelerator" if there is None else f"has {there.type} as its accelerator"
         return f"this PyTorch ({torch.__version__}) {has}"
-
-    def process_environment(self) -> Mapping[str, str]:
-        """Nothing: allocator settings are the user's."""
-        return {}
 
     def _is_the_accelerator(self) -> bool:
         there = torch.accelerator.current_accelerator()

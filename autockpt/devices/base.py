@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -32,6 +32,8 @@ class Device(Protocol):
     torch_device: torch.device
     keeps_memory: bool
     """Whether its allocator keeps what was freed, so that a plan's peak is that of later cycles than the first."""
+    environment: Mapping[str, str]
+    """Variables that a process measuring there should start with, where the user has not set them."""
 
     def describe(self) -> DeviceInfo:
         """What identifies the device."""

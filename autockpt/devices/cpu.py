@@ -10,7 +10,7 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +135,7 @@ class CpuDevice:
     kind = "cpu"
     torch_device = torch.device("cpu")
     keeps_memory = False
+    environment = KEEP_MEMORY
 
     def __init__(self, index: int = 0) -> None:
         self._memory = HostMemory()
@@ -143,11 +144,6 @@ class CpuDevice:
     def count() -> int:
         """There is always one."""
         return 1
-
-    @staticmethod
-    def process_environment() -> Mapping[str, str]:
-        """The C library keeps its memory."""
-        return KEEP_MEMORY
 
     @staticmethod
     def absence() -> str:

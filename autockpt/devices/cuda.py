@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -56,11 +56,6 @@ class CudaDevice(AcceleratorDevice):
         return torch.cuda.device_count()
 
     @staticmethod
-    def process_environment() -> Mapping[str, str]:
-        """Nothing: allocator settings are the user's."""
-        return {}
-
-    @staticmethod
     def absence() -> str:
         """Why there is none, for people."""
         if torch.version.cuda is None and torch.version.hip is None:
@@ -77,15 +72,10 @@ class CudaDevice(AcceleratorDevice):
 
     def used_by_others(self) -> int:
         """Bytes that other processes hold on the GPU."""
-        if not torch.cuda.is_initialized():
-            used = nvml.used_bytes(self.index)
-            if used is not None:
-                return used
         used = nvml.used_bytes(self.index)
-        if used is None:
-            free, total = self._free_and_total()
-            used = total - free
-        return max(0, used - self._held())
+        if used is not None and not torch.cuda.is_initialized():
+            return used
+        return max(0, (self._used() if used is None else used) - self._held())
 
     def context_bytes(self) -> int:
         """What this process holds on the GPU outside of PyTorch's allocator. Opens a context.
@@ -200,8 +190,7 @@ class CudaDevice(AcceleratorDevice):
         if own is not None:
             return own
         if self._others_at_start is None:
-            free, total = self._free_and_total()
-            return total - free
+            return self._used()
         reserved, least = torch.cuda.memory_reserved(self.torch_device), self._context_at_start
         return reserved + min(max(self._beside_others() - reserved, least), least + _MOST_LOADED)
 
@@ -211,10 +200,12 @@ class CudaDevice(AcceleratorDevice):
         # both ends by the same source: what the driver's library calls used has the driver's own part in it, what CUDA
         # calls used has not, and the difference of the two can be as large as a context
         now = nvml.used_bytes(self.index)
-        if now is None:
-            free, total = self._free_and_total()
-            now = total - free
-        return now - self._others_at_start
+        return (self._used() if now is None else now) - self._others_at_start
+
+    def _used(self) -> int:
+        """Bytes in use on the GPU, as CUDA counts them."""
+        free, total = self._free_and_total()
+        return total - free
 
     def _free_and_total(self) -> tuple[int, int]:
         self._open()

@@ -31,10 +31,6 @@ class DeviceKind(Protocol):
         """Why there is none, for people."""
         ...
 
-    def process_environment(self) -> Mapping[str, str]:
-        """Variables that a process measuring there should start with, where the user has not set them."""
-        ...
-
 
 # Kinds with a file of their own, the best first. All others that PyTorch has a module for are AcceleratorDevices.
 DEVICES: dict[str, DeviceKind] = {
@@ -45,8 +41,7 @@ DEVICES: dict[str, DeviceKind] = {
 
 def process_environment(name: str | None) -> Mapping[str, str]:
     """The variables that a process measuring on the device of that name should start with; errors as ``get_device``."""
-    kind = _kind(get_device(name).kind)
-    return {} if kind is None else kind.process_environment()
+    return get_device(name).environment
 
 
 def make_current(device: Device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -210,10 +210,8 @@ class AcceleratorQueues:
         buffer.record_stream(torch.accelerator.current_stream(self.device))
 
 
-class _Mark:
+class _Mark(NamedTuple):
     """A moment on a compute stream."""
 
-    __slots__ = ("event", "stream")
-
-    def __init__(self, event: Any, stream: Any) -> None:
-        self.event, self.stream = event, stream
+    event: Any
+    stream: Any

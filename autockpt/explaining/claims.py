@@ -20,9 +20,9 @@ from autockpt.explaining.moment import peak_op
 from autockpt.explaining.speed import FEED_FORWARD, SCORES, part_namer, speed_of
 from autockpt.explaining.subject import Subject
 from autockpt.hardware.roofline import roofline_times
-from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import RECOMPUTE, Choice, Graph, Segment, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule
+from autockpt.simulator import simulate
 from autockpt.tracing import Tracer
 from autockpt.workload.configs import find_config
 
@@ -240,7 +240,7 @@ class Claims:
         if hardware is None:
             return None
         times = roofline_times(hardware, graphs)
-        return [simulation_of(graph, times).step_seconds for graph in graphs]
+        return [simulate(graph, times).step_seconds for graph in graphs]
 
     def _tracer(self, spec: WorkloadSpec) -> Tracer:
         return self.subject.question.tracer(spec, fallback=False)

@@ -14,9 +14,9 @@ from autockpt.explaining.holdings import StepBytes
 from autockpt.explaining.moment import peak_op
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.measuring import Measurer, WorkerMeasurer
-from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
 from autockpt.schema.explanation import Reading, Rule, Rules
+from autockpt.simulator import simulate
 
 PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
 SECOND, FOURTH, MATRICES = "every 2nd layer", "segments of 4", "products kept"
@@ -42,7 +42,7 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
         graphs = _graphs(subject, plans)
         base = subject.base
         activations = _activations(base, subject.head)
-        plain = simulation_of(base, subject.times.times).step_seconds
+        plain = simulate(base, subject.times.times).step_seconds
         overhead = subject.profiled.predictor.device.overhead_bytes  # rules speak of what tensors hold
         predicted = {
             name: _reading(graph, subject, plain, base.peak_bytes + overhead, activations, overhead)
@@ -105,7 +105,7 @@ def _activations(graph: Graph, head: str | None) -> int:
 
 
 def _reading(graph: Graph, subject: Subject, plain: float, peak: int, activations: int, overhead: int) -> Reading:
-    seconds = simulation_of(graph, subject.times.times).step_seconds
+    seconds = simulate(graph, subject.times.times).step_seconds
     saved = peak - graph.peak_bytes - overhead
     return Reading(
         peak_saved=saved / peak,

@@ -10,11 +10,11 @@ import numpy as np
 from autockpt.explaining.kinds import ATTENTION, LOSS, OpKinds
 from autockpt.hardware.roofline import bound_of, peak_flops
 from autockpt.hardware.work import work_of_op
-from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import Graph, Op, OpTimes
 from autockpt.schema.explanation import Bound, Part, Speed
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.names import ancestors
+from autockpt.simulator import simulate
 
 SCORES, PROJECTIONS, FEED_FORWARD = "attention itself", "attention's projections", "feed-forward"
 BETWEEN, OUTSIDE, OPTIMIZER, COPIES = "norms and residuals", "embedding, head, loss", "optimizer", "waiting for copies"
@@ -27,7 +27,7 @@ def speed_of(
 
     ``plain``: the same step with everything saved. ``measured``: seconds of real steps, in place of modelled ones.
     """
-    said = simulation_of(graph, times)
+    said = simulate(graph, times)
     if said.step_seconds <= 0:
         return None
     each = op_seconds(graph, times) * graph.runs

@@ -42,35 +42,26 @@ _FLASH_ALIGNMENT = 8  # head sizes are padded to it
 _BIAS_ALIGNMENT = 8  # keys of a mask for the memory-efficient kernel
 
 
-def attention_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    *,
-    dropout: float = 0.0,
-    causal: bool = False,
-    gqa: bool = False,
-    capability: Capability = AMPERE,
-) -> Attention:
-    """Which kernel CUDA takes for ``scaled_dot_product_attention``: tensors (batch, heads, length, head size)."""
-    call = _Call(query, key, value, mask, dropout, causal, gqa)
-    for name, fits in (("cudnn", _cudnn), ("flash", _flash), ("efficient", _efficient)):
-        if fits(call, capability):
-            return name  # type: ignore[return-value]
-    return "math"
-
-
-class _Call(NamedTuple):
-    """A call of ``scaled_dot_product_attention``; ``gqa``: heads of keys and values may be shared."""
+class AttentionCall(NamedTuple):
+    """A call of ``scaled_dot_product_attention``: tensors (batch, heads, length, head size); ``gqa``: heads of keys and
+    values may be shared."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    dropout: float
-    causal: bool
-    gqa: bool
+    mask: Tensor | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    gqa: bool = False
+
+
+def attention_kernel(call: AttentionCall, capability: Capability = AMPERE) -> Attention:
+    """Which kernel CUDA takes for a call."""
+    if _cudnn(call, capability):
+        return "cudnn"
+    if _flash(call, capability):
+        return "flash"
+    return "efficient" if _efficient(call, capability) else "math"
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:
@@ -84,7 +75,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:
     return query.size(1) == key.size(1) or shared
 
 
-def _cudnn(call: _Call, capability: Capability) -> bool:
+def _cudnn(call: AttentionCall, capability: Capability) -> bool:
     """Preferred on data centre Hopper and Blackwell, with cuDNN 9.15.1 or newer."""
     query, key, value = call[:3]
     major, minor = capability
@@ -95,7 +86,7 @@ def _cudnn(call: _Call, capability: Capability) -> bool:
     return query.dtype in _HALF and fitting and key.size(2) > 1 and _dense(query, key, value, call.gqa)
 
 
-def _flash(call: _Call, capability: Capability) -> bool:
+def _flash(call: AttentionCall, capability: Capability) -> bool:
     """FlashAttention 2: 16 bit, no mask, Ampere or newer."""
     query, key, value = call[:3]
     head = query.size(-1)
@@ -112,7 +103,7 @@ def _flash(call: _Call, capability: Capability) -> bool:
     return _dense(query, key, value, call.gqa)
 
 
-def _efficient(call: _Call, capability: Capability) -> bool:
+def _efficient(call: AttentionCall, capability: Capability) -> bool:
     """The memory-efficient kernel: fp32 as well, masks, no shared heads."""
     query, key, value = call[:3]
     if query.dtype not in (torch.float32, *_HALF) or (query.dtype is torch.bfloat16 and capability < AMPERE):
@@ -144,8 +135,8 @@ def attention(
     ``unread`` is entered where values are made that nothing but a kernel of CUDA's reads.
     """
     query, key, value = (_autocast(t) for t in (query, key, value))
-    options = {"dropout": dropout_p, "causal": is_causal, "gqa": enable_gqa}
-    kernel = attention_kernel(query, key, value, attn_mask, **options, capability=capability)
+    asked = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    kernel = attention_kernel(asked, capability)
     with nullcontext() if kernel == "math" else unread():
         mask = _additive(attn_mask, query.dtype)
     saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))

@@ -47,25 +47,6 @@ class Operator:
     ``calls``: what the recorder knows of its calls, by all that they depend on.
     """
 
-    __slots__ = (
-        "adds",
-        "base",
-        "calls",
-        "detaches",
-        "flops",
-        "in_place",
-        "layout_only",
-        "multiplies",
-        "mutates",
-        "name",
-        "note",
-        "pointwise",
-        "positions",
-        "returned",
-        "routing",
-        "view",
-    )
-
     def __init__(self, func: torch._ops.OpOverload) -> None:
         schema = func._schema
         self.name = str(func)
@@ -121,21 +102,10 @@ def _flop_formula(func: torch._ops.OpOverload) -> Any:
     from torch.utils.flop_counter import flop_registry
 
     packet = func.overloadpacket
-    if packet in flop_registry:
-        return flop_registry[packet]
-    if packet.__name__ in _FORMULAS:
-        return _FORMULAS[packet.__name__]
-    return _attention_formula(packet.__name__, flop_registry)
-
-
-def _attention_formula(name: str, registry: dict[Any, Any]) -> Any:
-    """The CPU's attention kernels do the arithmetic of the CUDA ones that torch has formulas for."""
-    aten = torch.ops.aten
-    if name == "_scaled_dot_product_flash_attention_for_cpu":
-        return registry.get(aten._scaled_dot_product_flash_attention)
-    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        return registry.get(aten._scaled_dot_product_flash_attention_backward)
-    return None
+    name = packet.__name__
+    if "_flash_attention_for_cpu" in name:  # does the arithmetic of the CUDA kernel that torch has a formula for
+        packet = getattr(torch.ops.aten, name.replace("_for_cpu", ""))
+    return flop_registry.get(packet) or _FORMULAS.get(name)
 
 
 def _grouped_mm_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,9 +145,8 @@ def _in_fresh_process(wanted: list[str], threads: int) -> dict[str, int]:
         command = [sys.executable, "-c", program, str(threads), str(question), str(answer)]
         paths = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
         environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "KINETO_LOG_LEVEL": "99"}
-        run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS)
         try:
-            run(command, env=environment)
+            subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS)
             return json.loads(answer.read_text())
         except (OSError, ValueError, subprocess.TimeoutExpired):
             return {}

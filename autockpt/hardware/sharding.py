@@ -7,13 +7,13 @@ one runs, and the flat gradients of one block are being reduced while the next o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
+from autockpt.schema import Graph, Storage
+from autockpt.simulator.step import micro_batch_of, phases_of
 
-from autockpt.schema import PHASES, Graph, Storage
-from autockpt.simulator.step import micro_batch_of
+_Row = tuple[int, int, int, str | None]  # birth, death, bytes, unit
 
 
 def sharded(graph: Graph, ranks: int) -> Graph:
@@ -77,8 +77,7 @@ class _Windows:
     """When each block runs: (first op, last op) of its forward and backward in every micro-batch."""
 
     def __init__(self, graph: Graph) -> None:
-        phase = np.fromiter((PHASES.index(op.phase) for op in graph.ops), dtype=np.int64, count=len(graph.ops))
-        batch = micro_batch_of(phase) if len(phase) else phase
+        batch = micro_batch_of(phases_of(graph))
         self.blocks = {u.name for u in graph.blocks()}
         self.first_step = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops))
         self._forward: list[dict[str, list[int]]] = []
@@ -104,23 +103,21 @@ class _Windows:
                 return last if window is None else max(window[1], gradient.birth)
         return gradient.birth
 
-    def gathered(self, full: dict[str | None, int]) -> list[tuple[int, int, int, str | None]]:
-        """(birth, death, bytes, unit) of whole weights and of the flat buffers that they are gathered in."""
-        rows: list[tuple[int, int, int, str | None]] = []
+    def gathered(self, full: dict[str | None, int]) -> list[_Row]:
+        """Whole weights and the flat buffers that they are gathered in."""
+        rows: list[_Row] = []
         root = sum(n for unit, n in full.items() if unit not in self.blocks)
         for number, (first, last) in enumerate(self._whole):
             rows.append((first, last, root, None))
-            forward = sorted(self._forward[number].items(), key=lambda item: item[1][0])
-            rows += self._alive(forward, full)
-            rows += self._buffers([(u, w[0]) for u, w in forward], full, last, ahead=0)
-            backward = sorted(self._backward[number].items(), key=lambda item: item[1][0])
-            rows += self._alive(backward, full)
-            rows += self._buffers([(u, w[0]) for u, w in backward], full, last, ahead=1)
+            for windows, ahead in ((self._forward[number], False), (self._backward[number], True)):
+                ordered = sorted(windows.items(), key=lambda item: item[1][0])
+                rows += [(begin, end, full.get(unit, 0), unit) for unit, (begin, end) in ordered]
+                rows += _buffers([(unit, begin) for unit, (begin, _) in ordered], full, ahead)
         return rows
 
-    def reduced(self, gradients: dict[str | None, int]) -> list[tuple[int, int, int, str | None]]:
-        """(birth, death, bytes, unit) of the flat gradients that are being reduced and scattered."""
-        rows: list[tuple[int, int, int, str | None]] = []
+    def reduced(self, gradients: dict[str | None, int]) -> list[_Row]:
+        """The flat gradients that are being reduced and scattered."""
+        rows: list[_Row] = []
         for number, (_, last) in enumerate(self._whole):
             ends = sorted((w[1], u) for u, w in self._backward[number].items())
             for i, (end, unit) in enumerate(ends):
@@ -130,24 +127,12 @@ class _Windows:
             rows.append((last, last, rest, None))
         return rows
 
-    @staticmethod
-    def _alive(
-        windows: Sequence[tuple[str, list[int]]], full: dict[str | None, int]
-    ) -> list[tuple[int, int, int, str | None]]:
-        return [(window[0], window[1], full.get(unit, 0), unit) for unit, window in windows]
 
-    @staticmethod
-    def _buffers(
-        starts: Sequence[tuple[str, int]], full: dict[str | None, int], last: int, ahead: int
-    ) -> list[tuple[int, int, int, str | None]]:
-        """Flat buffers: in forward until the next block begins; in backward (``ahead``) while the one before runs."""
-        rows: list[tuple[int, int, int, str | None]] = []
-        for i, (unit, start) in enumerate(starts):
-            if ahead:
-                birth = starts[i - 1][1] if i else start
-                death = start - 1 if i else start
-            else:
-                birth = start
-                death = starts[i + 1][1] - 1 if i + 1 < len(starts) else start
-            rows.append((birth, death, full.get(unit, 0), unit))
-        return rows
+def _buffers(starts: Sequence[tuple[str, int]], full: dict[str | None, int], ahead: bool) -> Iterator[_Row]:
+    """Flat buffers: in forward until the next block begins; in backward (``ahead``) while the one before runs."""
+    for i, (unit, start) in enumerate(starts):
+        if ahead:
+            birth, death = (starts[i - 1][1], start - 1) if i else (start, start)
+        else:
+            birth, death = start, starts[i + 1][1] - 1 if i + 1 < len(starts) else start
+        yield birth, death, full.get(unit, 0), unit

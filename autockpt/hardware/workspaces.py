@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,7 @@ def workspace_bytes(operator: Operator, args: tuple[Any, ...], kwargs: dict[str,
     rule = _RULES.get(operator.base)
     if rule is None:
         return _converted_operands(operator, args, kwargs) if operator.pointwise else 0
-
-    def argument(name: str) -> Any:
-        return operator.argument(name, args, kwargs)
-
-    return max(rule(argument, threads), 0)
+    return max(rule(partial(operator.argument, args=args, kwargs=kwargs), threads), 0)
 
 
 _Argument = Callable[[str], Any]
@@ -106,10 +103,6 @@ def _scatter_add(argument: _Argument, threads: int) -> int:
     """16-bit types are added up in a fp32 copy of the result."""
     x = argument("self")
     return 4 * x.numel() if x.dtype in (torch.bfloat16, torch.float16) else 0
-
-
-def _softmax_backward(argument: _Argument, threads: int) -> int:
-    return _contiguous_copies("grad_output", "output")(argument, threads)
 
 
 def _gelu_backward(argument: _Argument, threads: int) -> int:
@@ -212,8 +205,8 @@ _RULES: dict[str, Callable[[_Argument, int], int]] = {
     "_ctc_loss_backward": _ctc_loss_backward,
     "_softmax": _contiguous_copies("self"),
     "_log_softmax": _contiguous_copies("self"),
-    "_softmax_backward_data": _softmax_backward,
-    "_log_softmax_backward_data": _softmax_backward,
+    "_softmax_backward_data": _contiguous_copies("grad_output", "output"),
+    "_log_softmax_backward_data": _contiguous_copies("grad_output", "output"),
     "gelu_backward": _gelu_backward,
     "sum": _wider_reduction,
     "mean": _wider_reduction,
@@ -297,10 +290,7 @@ def accelerator_workspace_bytes(
 
     0 where none are known of.
     """
-
-    def argument(name: str) -> Any:
-        return operator.argument(name, args, kwargs)
-
+    argument = partial(operator.argument, args=args, kwargs=kwargs)
     if rule := _ANYWHERE.get(operator.base):
         return max(rule(argument, 1), 0)
     if cuda and (own := _CUDA_RULES.get(operator.base)):

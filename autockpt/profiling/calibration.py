@@ -10,8 +10,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import Graph, OpTimes
+from autockpt.simulator import simulate
 
 ANCHORS = ("save", "recompute", "offload")  # kinds whose uniform plans are timed whole
 RERUN_RANGE = (0.5, 2.0)
@@ -27,13 +27,13 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
     if "save" not in seconds:
         return times
     if "recompute" in seconds:
-        plain = simulation_of(graphs["recompute"], times)
+        plain = simulate(graphs["recompute"], times)
         again = plain.seconds_by_phase["recompute"]
         extra = _target(times, graphs, seconds, "recompute") - (plain.step_seconds - again)
         if again > 0:
             times = times.model_copy(update={"rerun_scale": _within(extra / again, RERUN_RANGE)})
     if "offload" in seconds and not times.environment.device.copy_queues:
-        plain = simulation_of(graphs["offload"], times)
+        plain = simulate(graphs["offload"], times)
         extra = _target(times, graphs, seconds, "offload") - (plain.step_seconds - plain.copy_seconds)
         if plain.copy_seconds > 0:
             scale = _within(extra / plain.copy_seconds, COPY_RANGE)
@@ -45,7 +45,7 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
 def _target(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, Sequence[float]], kind: str) -> float:
     """Seconds that the simulation of a uniform plan should give: as many times those of ``save`` as were measured."""
     ratio = statistics.median(a / b for a, b in zip(seconds[kind], seconds["save"], strict=True))
-    return ratio * simulation_of(graphs["save"], times).step_seconds
+    return ratio * simulate(graphs["save"], times).step_seconds
 
 
 def _within(value: float, ends: tuple[float, float]) -> float:

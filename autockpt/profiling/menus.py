@@ -111,13 +111,12 @@ class _Run:
     @property
     def host_bytes(self) -> int:
         """Most bytes that were out on the host at once; what goes to disk is not there."""
-        change: dict[int, int] = {}
-        for copy in self.graph.copies:
-            if copy.direction == "out" and copy.tier == "cpu":
-                end = len(self.graph.ops) if copy.released is None else copy.released
-                change[copy.issued] = change.get(copy.issued, 0) + copy.bytes
-                change[end + 1] = change.get(end + 1, 0) - copy.bytes
-        return max(itertools.accumulate(change[at] for at in sorted(change)), default=0)
+        end = len(self.graph.ops)
+        return _most_at_once(
+            (copy.issued, end if copy.released is None else copy.released, copy.bytes)
+            for copy in self.graph.copies
+            if copy.direction == "out" and copy.tier == "cpu"
+        )
 
     def seconds(self, unit: str, phase: str) -> float:
         return self.simulation.seconds_by_unit[unit][phase]
@@ -236,16 +235,15 @@ def _saved_levels(plain: _Run, index: int, name: str) -> tuple[int, int, int]:
 
 def _most(own: Sequence[tuple[int, int, int]], span: OpRange) -> int:
     """Most bytes of the given (birth, death, bytes) alive at any op of a segment."""
+    return _most_at_once(
+        (max(birth, span.first), death, size) for birth, death, size in own if birth < span.end and death >= span.first
+    )
+
+
+def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
+    """Most bytes of (first op, last op, bytes) at any op."""
     change: dict[int, int] = {}
-    for birth, death, size in own:
-        if birth < span.end and death >= span.first:
-            start = max(birth, span.first)
-            change[start] = change.get(start, 0) + size
-            change[death + 1] = change.get(death + 1, 0) - size
-    most = current = 0
-    for at in sorted(change):
-        if at >= span.end:
-            break
-        current += change[at]
-        most = max(most, current)
-    return most
+    for first, last, size in spans:
+        change[first] = change.get(first, 0) + size
+        change[last + 1] = change.get(last + 1, 0) - size
+    return max(itertools.accumulate(change[at] for at in sorted(change)), default=0)

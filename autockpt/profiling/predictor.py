@@ -31,26 +31,6 @@ class Traces(Protocol):
     def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph: ...
 
 
-def simulation_of(graph: Graph, times: OpTimes) -> Simulation:
-    """Bytes over time and step time of a traced cycle on the device that ``times`` are of."""
-    device = times.environment.device
-    out, back = times.copy_out_bandwidth, times.copy_in_bandwidth
-    one_tier = device.kind in WITHOUT_STREAMS  # there both are the same file
-    return simulate(
-        graph,
-        times.seconds,
-        optimizer_seconds=times.optimizer_seconds,
-        host_seconds=times.host_seconds,
-        watch_seconds=times.watch_seconds,
-        rerun_scale=times.rerun_scale,
-        bandwidth_out=out,
-        bandwidth_in=back,
-        disk_out=out if one_tier else times.disk_out_bandwidth,
-        disk_in=back if one_tier else times.disk_in_bandwidth,
-        copy_queues=device.copy_queues,
-    )
-
-
 class Predictor:
     """Ghost-runs plans and remembers what came of each. ``host_budget`` in bytes bounds what offloading may claim.
 
@@ -74,7 +54,7 @@ class Predictor:
 
     def simulation(self, graph: Graph) -> Simulation:
         """Bytes over time and step time of a traced cycle on the device."""
-        return simulation_of(graph, self.op_times)
+        return simulate(graph, self.op_times)
 
     def graph(self, choices: Mapping[str, Choice]) -> Graph:
         """The ghost run of these choices."""

@@ -63,9 +63,7 @@ def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[in
     at = 0
     for s, peak in zip(parts, segment_peaks(graph, parts), strict=True):
         at = places.get(s.key, at)
-        known = out[at] if at < len(out) else None
-        if at < len(out):
-            out[at] = peak if known is None else max(known, peak)
+        out[at] = max(out[at] or 0, peak)
     return tuple(out)
 
 
@@ -104,10 +102,8 @@ def _unit(name: str, menu: Menu | None, price: Mapping[str, float]) -> UnitOptio
 
 
 def _point(part: OpRange, peak: int, before: Sequence[int], saving: Sequence[Option]) -> Point:
-    if part.place == "forward" and part.unit is not None:
-        own = saving[part.unit].forward
-        return Point(base=peak - before[part.prefix] - own, prefix=part.prefix, own=part.unit, phase="forward")
-    if part.place == "backward" and part.unit is not None:
-        own = saving[part.unit].backward
-        return Point(base=peak - before[part.prefix] - own, prefix=part.prefix, own=part.unit, phase="backward")
-    return Point(base=peak - before[part.prefix], prefix=part.prefix)
+    base = peak - before[part.prefix]
+    if part.unit is None or part.place not in ("forward", "backward"):
+        return Point(base=base, prefix=part.prefix)
+    own = saving[part.unit].forward if part.place == "forward" else saving[part.unit].backward
+    return Point(base=base - own, prefix=part.prefix, own=part.unit, phase=part.place)

@@ -17,7 +17,7 @@ from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
 from autockpt.profiling.menus import build_menus, head_menu, representatives
 from autockpt.profiling.op_times import TIMED_OPS
-from autockpt.profiling.predictor import MemoryModel, Predictor, Traces, simulation_of
+from autockpt.profiling.predictor import MemoryModel, Predictor, Traces
 from autockpt.profiling.problem import build_problem, passed_on, point_bytes
 from autockpt.schema import (
     RECOMPUTE,
@@ -43,6 +43,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
+from autockpt.simulator import simulate
 from autockpt.solvers import Checked, Segments, exact, refine
 from autockpt.solvers.segments import Member
 
@@ -219,7 +220,7 @@ def measure_op_times(
     fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
     anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
     if "save" in anchors and len(anchors) > 1:
-        cycle = simulation_of(graph, times).step_seconds
+        cycle = simulate(graph, times).step_seconds
         rounds = round(ANCHOR_SECONDS / (2 * len(anchors) * cycle)) if cycle > 0 else 1
         rounds = max(1, min(5, rounds))
         listener.stage("time whole plans, interleaved", rounds)

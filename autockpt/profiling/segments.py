@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from autockpt.schema.graph import PHASES, Graph
-from autockpt.simulator import bytes_timeline, micro_batch_of
+from autockpt.simulator import bytes_timeline, micro_batch_of, phases_of
 
 Place = Literal["start", "forward", "after forward", "backward", "after backward", "optimizer"]
 
@@ -43,7 +43,7 @@ def segments(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
     runs from its first op to its last; where two overlap, the earlier one ends as the later begins.
     """
     n = len(graph.ops)
-    phase = np.fromiter((PHASES.index(op.phase) for op in graph.ops), dtype=np.int64, count=n)
+    phase = phases_of(graph)
     place = {name: i for i, name in enumerate(units)}
     unit = np.fromiter(_owners(graph, place), dtype=np.int64, count=n)
     optimizer = phase == PHASES.index("optimizer")

@@ -78,15 +78,20 @@ def option_of(unit: UnitOptions, choice: Choice) -> Option:
 
 def peak_of(problem: Problem, choices: Mapping[str, Choice]) -> int:
     """Peak bytes of an assignment by the problem's own numbers. Every unit must be named."""
+    return max([0, *point_values(problem, choices)])
+
+
+def point_values(problem: Problem, choices: Mapping[str, Choice]) -> list[int]:
+    """Bytes at each of the problem's points under an assignment, by the problem's own numbers."""
     picked = [option_of(u, choices[u.name]) for u in problem.units]
     prefix = [0]
     for option in picked:
         prefix.append(prefix[-1] + option.kept)
-    peak = 0
+    values = []
     for p in problem.points:
         own = 0 if p.own is None else (picked[p.own].forward if p.phase == "forward" else picked[p.own].backward)
-        peak = max(peak, p.base + prefix[p.prefix] + own)
-    return peak
+        values.append(p.base + prefix[p.prefix] + own)
+    return values
 
 
 def host_of(problem: Problem, choices: Mapping[str, Choice]) -> int:

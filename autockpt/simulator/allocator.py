@@ -23,50 +23,32 @@ Event = tuple[int, int | None]
 
 
 class OutOfReserve(Exception):
-    """The limit leaves no room for a request of ``nbytes``, even with everything given back that can be."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(f"no room for {nbytes} bytes")
-        self.nbytes = nbytes
+    """The limit leaves no room for a request, even with everything given back that can be."""
 
 
 @dataclass(frozen=True)
 class AllocatorPeak:
     """What a sequence of requests came to, in bytes.
 
-    ``requested``: most bytes asked for at once; ``allocated``: the same as the allocator counts them, in whole blocks;
-    ``reserved``: most bytes held of the device. ``retries`` counts how often cached segments were given back for room;
-    ``failed_at`` is the event at which memory ran out (None: it did not), and the peaks are those until then.
+    ``allocated``: most bytes handed out at once, in whole blocks; ``reserved``: most bytes held of the device. Where
+    the sequence could not be served to its end (``out_of_memory``), they are those until then.
     """
 
-    requested: int
     allocated: int
     reserved: int
-    retries: int = 0
-    failed_at: int | None = None
-
-    @property
-    def fragmentation(self) -> int:
-        """Reserved bytes beyond what was ever allocated."""
-        return self.reserved - self.allocated
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether the sequence could not be served to its end."""
-        return self.failed_at is not None
+    out_of_memory: bool = False
 
 
 class Block:
     """A range of a segment, handed out or cached."""
 
-    __slots__ = ("address", "next", "pool", "prev", "requested", "size", "used")
+    __slots__ = ("address", "next", "pool", "prev", "size", "used")
 
     def __init__(self, pool: _Pool, address: int, size: int) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.prev: Block | None = None
         self.next: Block | None = None
         self.used = False
-        self.requested = 0
 
 
 class _Pool:
@@ -98,13 +80,12 @@ def segment_size(size: int) -> int:
 class CachingAllocator:
     """Serves requests as PyTorch does. ``limit``: most bytes it may reserve (None: without end).
 
-    ``requested``, ``allocated`` and ``reserved`` are current bytes, ``peak()`` tells the most there were of each.
+    ``allocated`` and ``reserved`` are current bytes, ``most_allocated`` and ``most_reserved`` the most there were.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.requested = self.allocated = self.reserved = self.retries = 0
-        self._most = [0, 0, 0]
+        self.allocated = self.reserved = self.most_allocated = self.most_reserved = 0
         self._small, self._large = _Pool(small=True), _Pool(small=False)
         self._next_address = 0  # where segments lie is the driver's business; it only breaks ties
 
@@ -115,22 +96,16 @@ class CachingAllocator:
         block = self._cached(pool, size) or self._grown(pool, size)
         if block is None:
             self.release_cached()
-            self.retries += 1
             block = self._grown(pool, size)
         if block is None:
-            raise OutOfReserve(nbytes)
+            raise OutOfReserve
         rest = block.size - size
         if rest >= MIN_BLOCK if pool.small else rest > SMALL_SIZE:
             self._split(block, size)
         block.used = True
-        block.requested = nbytes
-        self.requested += nbytes
         self.allocated += block.size
-        most = self._most
-        if self.allocated > most[1]:
-            most[1] = self.allocated
-        if self.requested > most[0]:
-            most[0] = self.requested
+        if self.allocated > self.most_allocated:
+            self.most_allocated = self.allocated
         return block
 
     def free(self, block: Block) -> None:
@@ -138,7 +113,6 @@ class CachingAllocator:
         if not block.used:
             raise ValueError("the block is not handed out")
         block.used = False
-        self.requested -= block.requested
         self.allocated -= block.size
         for neighbour in (block.prev, block.next):
             self._merge(block, neighbour)
@@ -151,11 +125,6 @@ class CachingAllocator:
                 if block.prev is None and block.next is None:
                     pool.remove(block)
                     self.reserved -= block.size
-
-    def peak(self, failed_at: int | None = None) -> AllocatorPeak:
-        """The most there was so far."""
-        requested, allocated, reserved = self._most
-        return AllocatorPeak(requested, allocated, reserved, self.retries, failed_at)
 
     # How blocks are found, made and joined.
 
@@ -175,7 +144,7 @@ class CachingAllocator:
         block = Block(pool, self._next_address, wanted)
         self._next_address += wanted
         self.reserved += wanted
-        self._most[2] = max(self._most[2], self.reserved)
+        self.most_reserved = max(self.most_reserved, self.reserved)
         return block
 
     def _split(self, block: Block, size: int) -> None:
@@ -212,7 +181,8 @@ def replay(events: Iterable[Event], *, limit: int | None = None) -> AllocatorPea
     """
     allocator = CachingAllocator(limit)
     blocks: dict[int, Block] = {}
-    for index, (key, nbytes) in enumerate(events):
+    out_of_memory = False
+    for key, nbytes in events:
         if nbytes is None:
             block = blocks.pop(key, None)
             if block is not None:
@@ -223,5 +193,6 @@ def replay(events: Iterable[Event], *, limit: int | None = None) -> AllocatorPea
             try:
                 blocks[key] = allocator.allocate(nbytes)
             except OutOfReserve:
-                return allocator.peak(index)
-    return allocator.peak()
+                out_of_memory = True
+                break
+    return AllocatorPeak(allocator.most_allocated, allocator.most_reserved, out_of_memory)

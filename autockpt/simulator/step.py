@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import PHASES, Copy, Graph
+from autockpt.schema.profile import OpTimes
 from autockpt.simulator.estimate import estimate
 
 REMAINDER = ""  # the key of ops that belong to no unit
@@ -36,50 +38,34 @@ class Simulation:
     estimated_seconds: float = 0.0
 
 
-def simulate(
-    graph: Graph,
-    op_seconds: Mapping[str, float],
-    *,
-    bandwidth_out: float = 0.0,
-    bandwidth_in: float = 0.0,
-    disk_out: float = 0.0,
-    disk_in: float = 0.0,
-    copy_queues: bool = False,
-    optimizer_seconds: float | None = None,
-    host_seconds: float = 0.0,
-    watch_seconds: float = 0.0,
-    rerun_scale: float = 1.0,
-) -> Simulation:
-    """Step time and bytes of a graph from the seconds of its op signatures.
+def simulate(graph: Graph, times: OpTimes) -> Simulation:
+    """Step time and bytes of a traced cycle on the device that ``times`` are of.
 
-    ``op_seconds`` by signature text; ``bandwidth_*`` and ``disk_*`` in bytes per second, to host memory and to a file,
-    needed where the graph has copies in that direction. With ``copy_queues`` copies run beside compute, else inline
-    where they are issued: one queue per direction, and one for both directions of the disk, as one thread serves it.
-    ``optimizer_seconds`` replaces the sum over the optimizer's ops. ``host_seconds`` is added to every other op,
-    ``watch_seconds`` to those that a dispatch mode watches; ops that run a second time take ``rerun_scale`` times as
-    long. Raises ValueError where a needed bandwidth is not positive.
+    With copy queues copies run beside compute, else inline where they are issued: one queue per direction, and one for
+    both directions of the disk, as one thread serves it. The optimizer's ops take ``times.optimizer_seconds`` together,
+    every other one its own and the host's seconds. Raises ValueError where a bandwidth that the graph's copies need is
+    not positive.
     """
     timeline = bytes_timeline(graph)
     peak_op = int(np.argmax(timeline)) if len(timeline) else 0
     peak = int(timeline[peak_op]) if len(timeline) else graph.resident_bytes
     signature = np.fromiter((op.signature for op in graph.ops), dtype=np.int64, count=len(graph.ops))
-    phase = np.fromiter((PHASES.index(op.phase) for op in graph.ops), dtype=np.int64, count=len(graph.ops))
+    phase = phases_of(graph)
     is_optimizer = phase == PHASES.index("optimizer")
-    timed = is_optimizer & (optimizer_seconds is not None)
-    table, missing = _table(graph, op_seconds, set(signature[~timed].tolist()))
+    table, missing = _table(graph, times.seconds, set(signature[~is_optimizer].tolist()))
     duration = table[signature] if len(signature) else np.zeros(0)
     runs = np.array(graph.runs, dtype=np.int64)
-    estimated = float((duration * runs)[np.isin(signature, missing) & ~timed].sum())
-    duration = np.where(timed, 0.0, duration + host_seconds)
-    duration[phase == PHASES.index("recompute")] *= rerun_scale
-    if watch_seconds:
+    estimated = float((duration * runs)[np.isin(signature, missing) & ~is_optimizer].sum())
+    duration = np.where(is_optimizer, 0.0, duration + times.host_seconds)
+    duration[phase == PHASES.index("recompute")] *= times.rerun_scale
+    if times.watch_seconds:
         watched = np.fromiter((op.watched for op in graph.ops), dtype=bool, count=len(graph.ops))
-        duration = np.where(timed, duration, duration + watch_seconds * watched)
-    if optimizer_seconds is not None and is_optimizer.any():
-        duration[np.flatnonzero(is_optimizer)[0]] = optimizer_seconds
-    speed = {("cpu", "out"): bandwidth_out, ("cpu", "in"): bandwidth_in}
-    copies = _alone(graph, speed | {("disk", "out"): disk_out, ("disk", "in"): disk_in})
-    waits = _waits(graph.copies, copies, duration) if copy_queues else _at_issue(graph.copies, copies, len(duration))
+        duration = np.where(is_optimizer, duration, duration + times.watch_seconds * watched)
+    if is_optimizer.any():
+        duration[np.flatnonzero(is_optimizer)[0]] = times.optimizer_seconds
+    copies = _alone(graph, times)
+    queues = times.environment.device.copy_queues
+    waits = _waits(graph.copies, copies, duration) if queues else _at_issue(graph.copies, copies, len(duration))
     total = (duration + waits) * runs
     return Simulation(
         step_seconds=float(total.sum()),
@@ -111,6 +97,12 @@ def bytes_timeline(graph: Graph) -> np.ndarray:
     return graph.resident_bytes + np.cumsum(change[:n])
 
 
+def phases_of(graph: Graph) -> np.ndarray:
+    """The phase of each op, int64, as its index in ``PHASES``."""
+    number = {name: i for i, name in enumerate(PHASES)}
+    return np.array([number[op.phase] for op in graph.ops], dtype=np.int64)
+
+
 def micro_batch_of(phase: np.ndarray) -> np.ndarray:
     """The micro-batch of each op: a new one begins where forward follows backward."""
     forward = phase == PHASES.index("forward")
@@ -130,13 +122,14 @@ def _table(graph: Graph, op_seconds: Mapping[str, float], used: set[int]) -> tup
     return table, missing
 
 
-def _alone(graph: Graph, speed: Mapping[tuple[str, str], float]) -> np.ndarray:
-    """Seconds of each copy on its own; ``speed`` in bytes per second by tier and direction."""
-    for tier, direction in {(c.tier, c.direction) for c in graph.copies}:
-        if speed[tier, direction] <= 0:
-            name = f"{'disk' if tier == 'disk' else 'bandwidth'}_{direction}"
-            raise ValueError(f"the graph copies bytes {direction} ({tier}), so {name} must be positive")
-    return np.array([c.bytes / speed[c.tier, c.direction] for c in graph.copies])
+def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
+    """Seconds of each copy on its own."""
+    one_tier = times.environment.device.kind in WITHOUT_STREAMS  # there both are the same file
+    names = [f"{'disk' if c.tier == 'disk' and not one_tier else 'copy'}_{c.direction}_bandwidth" for c in graph.copies]
+    for name in set(names):
+        if getattr(times, name) <= 0:
+            raise ValueError(f"the graph copies bytes, so {name} must be positive")
+    return np.array([c.bytes / getattr(times, name) for c, name in zip(graph.copies, names, strict=True)])
 
 
 def _at_issue(copies: tuple[Copy, ...], seconds: np.ndarray, n: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import scipy
@@ -19,9 +19,8 @@ from autockpt.solvers.answer import as_choices, host_excess, judge, relative_gap
 from autockpt.solvers.chain import as_chain, is_chain, needs, own_bytes, smallest_peak, strongest
 from autockpt.solvers.greedy import greedy
 
-LARGEST = (
-    1e5  # largest byte coefficient after scaling: HiGHS' absolute tolerance of 1e-6 is then below a byte at 100 GB
-)
+# Largest byte coefficient after scaling: HiGHS' absolute tolerance of 1e-6 is then below a byte at 100 GB.
+LARGEST = 1e5
 SECONDS = 1e3  # the step time after scaling, which keeps HiGHS' absolute gap of 1e-6 negligible
 ROUNDING_TRIES = 5
 
@@ -77,22 +76,18 @@ def _infeasible(problem: Problem, picks: list[int]) -> Assignment:
 class _Rows:
     """Rows of a sparse constraint matrix, collected one by one."""
 
-    row: list[int]
-    column: list[int]
-    value: list[float]
-    low: list[float]
-    high: list[float]
+    terms: list[tuple[int, int, float]] = field(default_factory=list)  # row, column, coefficient
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
 
     def add(self, terms: list[tuple[int, float]], low: float, high: float) -> None:
-        for column, value in terms:
-            self.row.append(len(self.low))
-            self.column.append(column)
-            self.value.append(value)
+        self.terms += [(len(self.low), column, value) for column, value in terms]
         self.low.append(low)
         self.high.append(high)
 
     def constraint(self, columns: int) -> scipy.optimize.LinearConstraint:
-        matrix = scipy.sparse.csr_array((self.value, (self.row, self.column)), shape=(len(self.low), columns))
+        row, column, value = zip(*self.terms, strict=True)
+        matrix = scipy.sparse.csr_array((value, (row, column)), shape=(len(self.low), columns))
         return scipy.optimize.LinearConstraint(matrix, np.array(self.low), np.array(self.high))  # type: ignore[arg-type]
 
 
@@ -123,7 +118,7 @@ class _Model:
         return [(self.first[i] + k, self.problem.units[i].options[pick]) for k, pick in enumerate(self.live[i])]
 
     def _structure(self) -> _Rows:
-        rows = _Rows([], [], [], [], [])
+        rows = _Rows()
         for i in range(len(self.problem.units)):
             rows.add([(column, 1.0) for column, _ in self.options(i)], 1.0, 1.0)
             chain = [(column, o.kept * self.scale) for column, o in self.options(i) if o.kept]

@@ -15,7 +15,17 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from autockpt.schema.choices import Choice
-from autockpt.schema.problem import Assignment, Point, Problem, UnitOptions, host_of, option_of, peak_of, seconds_of
+from autockpt.schema.problem import (
+    Assignment,
+    Point,
+    Problem,
+    UnitOptions,
+    host_of,
+    option_of,
+    peak_of,
+    point_values,
+    seconds_of,
+)
 from autockpt.solvers.chain import PointBytes
 from autockpt.solvers.exact import exact
 
@@ -412,16 +422,3 @@ def shifted(problem: Problem, offsets: Sequence[int]) -> Problem:
         for p, offset in zip(problem.points, offsets, strict=True)
     )
     return problem.model_copy(update={"points": points})
-
-
-def point_values(problem: Problem, plan: Plan) -> list[int]:
-    """Bytes at each of the problem's points under a plan, by the problem's own numbers."""
-    picked = [option_of(unit, plan[unit.name]) for unit in problem.units]
-    before = [0]
-    for option in picked:
-        before.append(before[-1] + option.kept)
-    values = []
-    for p in problem.points:
-        own = 0 if p.own is None else (picked[p.own].forward if p.phase == "forward" else picked[p.own].backward)
-        values.append(p.base + before[p.prefix] + own)
-    return values

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autockpt.schema.graph import PHASES, Copy, Graph, Op, Storage, StorageKind, TensorMeta, Unit
 from autockpt.schema.names import strip_prefixes
 from autockpt.tracing.location import OPTIMIZER
-from autockpt.tracing.recorder import Recorder
+from autockpt.tracing.recorder import KindOfCall, Recorder
 from autockpt.workload import Step
 from autockpt.workload.storages import nested_tensors
 
@@ -44,26 +44,21 @@ def summarize(recorder: Recorder, workload: Step, places: list[Place], source: S
     ``places``: see RawGraph; ``repeated``: micro-batches that were left out.
     """
     kinds = _Kinds(recorder, workload, places)
-    calls: dict[int, int] = {}
-    table: list[tuple[str, int, int]] = []
+    calls: dict[KindOfCall, int] = {}
     texts: dict[str, int] = {}
     ops = []
-    activation = "activation"
     saved = recorder.saved.by_op
     for index, op in enumerate(recorder.ops):
-        call = op.call
-        number = calls.get(id(call))
-        if number is None:
-            number = calls[id(call)] = len(table)
-            table.append((call.operator.name, texts.setdefault(call.text, len(texts)), call.flops))
+        number = calls.setdefault(op.call, len(calls))
         keeps = saved.get(index)
-        saves = tuple(s for s in keeps if kinds.kind[s] == activation) if keeps else ()
+        saves = tuple(s for s in keeps if kinds.kind[s] == "activation") if keeps else ()
         outputs = [tuple(output) for output in op.outputs]
         ops.append((number, op.phase, op.module, op.inputs, op.offsets, outputs, saves, op.watched))
+    table = [(call.operator.name, texts.setdefault(call.text, len(texts)), call.flops) for call in calls]
     return RawGraph(
         source=source,
-        resident=kinds.resident(),
         signatures=list(texts),
+        resident=kinds.resident(),
         calls=table,
         places=places,
         ops=ops,
@@ -139,16 +134,18 @@ class _Kinds:
         self._owner: dict[int, str | None] = {}
         weights = self._parameters(workload, places)
         self._weights = frozenset(weights)
+        self._born = dict(recorder.placed)  # in which module
         self.kind: list[StorageKind] = ["other" if birth < 0 else "activation" for birth in log.birth]
         for index, op in enumerate(recorder.ops):
             copies_weight = op.call.operator.base in _WEIGHT_COPIES and weights.issuperset(op.inputs)
-            if op.phase != OPTIMIZER and not copies_weight:
-                continue
-            for output in op.outputs:
-                if log.birth[output.storage] == index:
-                    self.kind[output.storage] = "other" if copies_weight else "optimizer"
+            for _, storage, _ in op.outputs:
+                if log.birth[storage] == index:
+                    self._born[storage] = op.module
                     if copies_weight:
-                        weights.add(output.storage)
+                        self.kind[storage] = "other"
+                        weights.add(storage)
+                    elif op.phase == OPTIMIZER:
+                        self.kind[storage] = "optimizer"
         for sid in self._weights:
             self.kind[sid] = "weight"
         for sid in recorder.gradients:
@@ -172,14 +169,9 @@ class _Kinds:
     def storages(self, places: Sequence[Place]) -> list[tuple[Any, ...]]:
         """(id, bytes, birth, death, kind, unit) of every storage, and of what kernels take while they run."""
         recorder, log = self._recorder, self._recorder.log
-        born = dict(recorder.placed)
-        for index, op in enumerate(recorder.ops):
-            for output in op.outputs:
-                if log.birth[output.storage] == index:
-                    born[output.storage] = op.module
         rows: list[tuple[Any, ...]] = []
         for sid, (nbytes, birth, death) in enumerate(zip(log.bytes, log.birth, log.death, strict=True)):
-            module = born.get(sid)
+            module = self._born.get(sid)
             unit = self._owner.get(sid) if module is None else places[module][1]
             rows.append((sid, nbytes, birth, death, self.kind[sid], unit))
         for index, op in enumerate(recorder.ops):
@@ -203,9 +195,7 @@ class _Kinds:
         return [sid for sid in sids if sid is not None]
 
 
-_fields_set: dict[Any, set[str]] = {}
-
-
+_fields_set: dict[Any, set[str]] = {}  # one for all records of a class: there are hundreds of thousands
 _DICT, _SET, _EXTRA, _PRIVATE = (
     BaseModel.__dict__[f"__{name}__"].__set__
     for name in ("dict", "pydantic_fields_set", "pydantic_extra", "pydantic_private")
@@ -216,8 +206,7 @@ def _bare(cls: Any, **fields: Any) -> Any:
     """A frozen record without validation, several times faster than ``model_construct``; all fields must be given."""
     record = object.__new__(cls)
     _DICT(record, fields)
-    names = _fields_set.get(cls)  # one for all records: they are frozen, and there are hundreds of thousands
-    _SET(record, names or _fields_set.setdefault(cls, set(fields)))
+    _SET(record, _fields_set.get(cls) or _fields_set.setdefault(cls, set(fields)))
     _EXTRA(record, None)
     _PRIVATE(record, None)
     return record

@@ -31,6 +31,7 @@ from autockpt.tracing.assemble import Source
 from autockpt.tracing.run import GhostRun, RecordedRun, TracedRun
 from autockpt.workload.failures import summary
 
+_LARGE = "transformers.models."  # take seconds to import
 ALIVE, READY, DONE, FAILED, FORK = "alive", "ready", "done", "failed", "fork"
 Build = tuple[WorkloadSpec, torch.device, Capability | None]  # what ``TracedRun.build`` is given
 
@@ -41,25 +42,22 @@ def serve(
     """Answer requests until the connection ends. Returns to its caller, which must end the process.
 
     ``source`` says whether steps are ghost-run or recorded, ``threads`` is the parent's number; ``prepare`` builds or
-    takes the workload. Replies are (ALIVE,), then (READY, units, head, settings, notes, modules imported for it) or
+    takes the workload. Replies are (ALIVE,), then (READY, units, head, settings, notes, large modules that it has) or
     (FAILED, error class, message, remedy), and for each request (DONE, result) or (FAILED, ...).
     """
-    known = set(sys.modules)
     _be_a_child()
     run = _run(source, threads, note)
     try:
-        while _is_ready(connection, run, prepare, known):
+        while True:
+            _check_autograd()
+            connection.send((ALIVE,))
+            if not _answer(connection, partial(_prepared, run, prepare)):
+                return
             connection, build = _answer_until_forked(connection, run, note)
             run = run if build is None else _run(source, threads, note)
             prepare = partial(_build, build)
     except (EOFError, OSError, KeyboardInterrupt):
         return
-
-
-def _is_ready(connection: Connection, run: TracedRun, prepare: Callable[[TracedRun], None], known: set[str]) -> bool:
-    _check_autograd()
-    connection.send((ALIVE,))
-    return _answer(connection, lambda: _prepared(run, prepare, known))
 
 
 def _answer_until_forked(connection: Connection, run: TracedRun, note: Note) -> tuple[Connection, Build | None]:
@@ -141,12 +139,12 @@ def _check_autograd() -> None:
         torch.ones(1, requires_grad=True).sum().backward()
 
 
-def _prepared(run: TracedRun, prepare: Callable[[TracedRun], None], known: set[str]) -> tuple[Any, ...]:
+def _prepared(run: TracedRun, prepare: Callable[[TracedRun], None]) -> tuple[Any, ...]:
     prepare(run)
     gc.collect()
     gc.freeze()  # what is there now stays: collections before each trace only look at what is new
     workload = run.workload
-    imported = [name for name in sys.modules if name not in known]
+    imported = [name for name in sys.modules if name.startswith(_LARGE)]
     return READY, run.units, run.head, workload.settings, workload.notes, imported
 
 

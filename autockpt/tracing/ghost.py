@@ -98,12 +98,6 @@ class GhostMode(Recorder):
         self.place(buffer)
         return buffer
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """A resident ghost with a storage of its own and the layout of ``tensor``, which may be on any device."""
-        nbytes = tensor.untyped_storage().nbytes()
-        storage, _ = self.log.ghost(nbytes, -1)
-        return self.over(storage, tensor)
-
     @staticmethod
     def over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
         """A tensor on ``storage`` with the layout of ``tensor``."""
@@ -152,9 +146,7 @@ class GhostMode(Recorder):
     def _makes_small(
         self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> bool:
-        """Whether an op on real tensors is small enough on both sides to run for real, and worth it."""
-        if not self._values_matter:
-            return False
+        """Whether an op on real tensors is small enough on both sides to run for real."""
         for tensor in tensors:
             if tensor.numel() * tensor.element_size() > self._real_bytes(tensor.dtype, tensor.dim()):
                 return False

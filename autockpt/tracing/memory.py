@@ -8,6 +8,7 @@ import mmap
 import sys
 import warnings
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from autockpt.errors import GhostError
 _SIZES = tuple(1 << bits for bits in (46, 44, 42, 40, 38))
 _ALIGNMENT = 64
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0x40)
-_construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+_construct: Any = torch._C._construct_storage_from_data_pointer  # type: ignore[attr-defined]
 _CPU = torch.device("cpu")
 
 
@@ -52,7 +53,7 @@ class GhostMemory:
             address = self._next_gap(padded)
         self._next = address + padded
         self._live[address] = padded
-        return _storage_at(address, nbytes)
+        return _construct(address, _CPU, nbytes)
 
     def release(self, address: int) -> None:
         """Say that no tensor uses the storage at ``address`` any more."""
@@ -124,14 +125,6 @@ def _as_tensor(mapping: mmap.mmap) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "The given buffer is not writable": nor is it meant to be
         return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _storage_at(address: int, nbytes: int) -> torch.UntypedStorage:
-    if _construct is not None:
-        return _construct(address, _CPU, nbytes)
-    if nbytes == 0:
-        return torch.UntypedStorage(0)
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8).untyped_storage()
 
 
 def _anonymous_bytes(lines, base: int, end: int) -> int:

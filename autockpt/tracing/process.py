@@ -37,7 +37,6 @@ from autockpt.workload.configs import quiet
 
 _SECONDS_TO_WAKE = 60.0
 _REMEDY = "Record a real step instead."
-_LARGE = "transformers.models."  # take seconds to import
 _imported_by_children: dict[str, None] = {}
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -77,19 +76,14 @@ class GhostProcess:
                 meanwhile()
             self._await_alive()
             self.units, self.head, self.settings, self.notes, imported = self._receive(READY)
-            _imported_by_children.update(dict.fromkeys(n for n in imported if n.startswith(_LARGE)))
+            _imported_by_children.update(dict.fromkeys(imported))
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def fork(
-        cls, source: Source, prepare: Callable[[TracedRun], None], meanwhile: Callable[[], None] | None = None
-    ) -> GhostProcess:
-        """A copy of this process in which ``prepare`` sets up the run, while this one does ``meanwhile``.
-
-        Raises NotForkable.
-        """
+    def fork(cls, source: Source, prepare: Callable[[TracedRun], None]) -> GhostProcess:
+        """A copy of this process in which ``prepare`` sets up the run. Raises NotForkable."""
         if not can_fork():
             raise NotForkable("an accelerator is in use")
         _import_for_children()
@@ -113,7 +107,7 @@ class GhostProcess:
             finally:
                 os._exit(0)
 
-        return cls(start, meanwhile=meanwhile)
+        return cls(start)
 
     @classmethod
     def spawn(

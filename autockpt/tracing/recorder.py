@@ -52,11 +52,6 @@ def call_key(args: Any, tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]
     return tuple(key)
 
 
-def keyword_key(kwargs: dict[str, Any], tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]:
-    """The same for keyword arguments."""
-    return (tuple(kwargs), call_key(kwargs.values(), tensors, mutates)) if kwargs else ()
-
-
 @functools.cache
 def _takes_apart(kind: type) -> bool:
     """Whether a type of tensors is torchao's: several tensors that stand for one, without memory of its own."""
@@ -272,7 +267,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         operator = self.operators[func]
         tensors: list[Tensor] = []
-        key = (call_key(args, tensors, operator.mutates), *keyword_key(kwargs, tensors, operator.mutates))
+        key = call_key(args, tensors, operator.mutates)
+        if kwargs:
+            key = (key, tuple(kwargs), call_key(kwargs.values(), tensors, operator.mutates))
         if not operator.detaches:  # autograd detaches an output to save it: the node is not complete yet
             self.saved.resolve()
         phase, module = self.location.where(_current_node())

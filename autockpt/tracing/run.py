@@ -14,6 +14,7 @@ import torch
 
 from autockpt.devices import nvml
 from autockpt.devices.base import Transport
+from autockpt.devices.cpu import HostMemory
 from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
 from autockpt.hardware.cuda_kernels import AMPERE, Capability, fuses_dropout
@@ -348,7 +349,6 @@ def capability_of(device: torch.device) -> Capability | None:
 
 def _check_fits(spec: WorkloadSpec) -> None:
     """Raise TracingError where weights, gradients and optimizer states would take most of the host's free memory."""
-    free = _free_host_bytes()
     mode = GhostMode(GhostMemory())
     mode.building = True
     try:
@@ -358,7 +358,8 @@ def _check_fits(spec: WorkloadSpec) -> None:
             batch = workload.resident_bytes() - storage_bytes(workload.model.parameters())
     except Exception:  # whatever it is, the real attempt will say it better
         return
-    if free is not None and weights + batch > _MOST_OF_MEMORY * free:
+    free = HostMemory().free()
+    if weights + batch > _MOST_OF_MEMORY * free:
         taken, smaller = f"{weights / 2**30:.1f} GiB for weights, gradients and optimizer states", "configuration"
         if batch > weights:
             taken, smaller = f"{batch / 2**30:.1f} GiB for its batch alone", "batch or shorter sequences"
@@ -366,14 +367,6 @@ def _check_fits(spec: WorkloadSpec) -> None:
             f"a real step takes more than {taken}; {free / 2**30:.1f} GiB are free",
             remedy=f"Trace a smaller {smaller} of the same model, or use a machine with more memory.",
         )
-
-
-def _free_host_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
 
 
 def refine(units: Sequence[Unit], recorder: Recorder) -> tuple[Unit, ...]:

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +46,6 @@ def correct(name: str, tree: Any, argument: Argument, tensors: Sequence[Tensor])
         return _like_iterator(tree, tensors[::-1])
     rule = _CORRECTIONS.get(name)
     return tree if rule is None else rule(tree, argument)
-
-
-def replace(name: str) -> Callable[[Argument], Any] | None:
-    """The rule for an operator whose inference fails on valid arguments."""
-    return _REPLACEMENTS.get(name)
 
 
 # Inference goes by decompositions whose operands stand in another order, and the first dense operand decides strides.
@@ -220,6 +216,7 @@ _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
     "roll": _roll,
     "mkldnn_rnn_layer": _recurrent_layer,
 }
+# For operators whose inference fails on valid arguments.
 _REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {
     "_ctc_loss": _ctc_loss,
     "_ctc_loss_backward": _ctc_loss_backward,
@@ -249,11 +246,8 @@ class Shapes:
 
     def infer(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """The outcome of a call. Never raises: what could not be inferred is said in ``problem``."""
-
-        def argument(name: str) -> Any:
-            return operator.argument(name, args, kwargs)
-
-        rule = replace(operator.base)
+        argument = partial(operator.argument, args=args, kwargs=kwargs)
+        rule = _REPLACEMENTS.get(operator.base)
         if rule is not None:
             tree = rule(argument)
             return Outcome(tree, count_flops(operator, args, kwargs, _meta(tree)))

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,21 +30,6 @@ _ASSUMED_CAPABILITY = (
 )
 
 
-class _Backend(Protocol):
-    """What answers a tracer's requests."""
-
-    units: tuple[Unit, ...]
-    head: Unit | None
-    settings: dict[str, Any]
-    notes: tuple[str, ...]
-
-    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None: ...
-
-    def trace(self, choices: Mapping[str, Choice]) -> Any: ...
-
-    def close(self) -> None: ...
-
-
 class Tracer:
     """Traces a workload's whole training cycle, with or without choices attached, as often as needed.
 
@@ -55,7 +40,7 @@ class Tracer:
     """
 
     def __init__(
-        self, backend: _Backend, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
+        self, backend: Crew | _InProcess, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
     ) -> None:
         self._backend = backend
         self._view = view
@@ -162,10 +147,10 @@ def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph
 
 
 def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None) -> GhostProcess:
-    try:
-        return GhostProcess.fork(source, lambda run: run.build(spec, device, capability), lambda: preload(spec))
-    except NotForkable:
-        pass
+    if can_fork():
+        preload(spec)  # here, so that neither this child nor a later one has to
+        with suppress(NotForkable):
+            return GhostProcess.fork(source, lambda run: run.build(spec, device, capability))
     try:
         return GhostProcess.spawn(source, spec, device, capability)
     except NotForkable as error:

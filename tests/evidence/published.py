@@ -28,8 +28,9 @@ from pydantic import BaseModel, ConfigDict
 from autockpt.hardware.cuda_memory import device_peak
 from autockpt.hardware.roofline import roofline_times
 from autockpt.profiling import tracer_for
-from autockpt.profiling.predictor import SAFETY, simulation_of
+from autockpt.profiling.predictor import SAFETY
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
+from autockpt.simulator import simulate
 from autockpt.workload import Step, build
 from search_spaces.hardware import load_hardware
 
@@ -97,7 +98,7 @@ def predict(job: Job, folder: Path) -> Predicted:
     peak, times = device_peak(hardware, graph), roofline_times(hardware, [graph])
     return Predicted(
         bytes={"tensors": graph.peak_bytes, "reserved": peak.reserved, "device": peak.total},
-        step=simulation_of(graph, times).step_seconds,
+        step=simulate(graph, times).step_seconds,
         optimizer=times.optimizer_seconds,
     )
 

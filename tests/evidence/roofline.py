@@ -20,8 +20,8 @@ import torch
 from autockpt.devices.cpu import CpuDevice
 from autockpt.hardware.roofline import roofline_times
 from autockpt.measuring.runner import StepRunner
-from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import RECOMPUTE, SAVE, Choice, WorkloadSpec, parse_choice
+from autockpt.simulator import simulate
 from autockpt.tracing import Tracer
 from autockpt.workload import build
 from search_spaces.hardware import load_hardware
@@ -66,7 +66,7 @@ def run_case(title: str, spec: WorkloadSpec, hardware_file: str) -> list[tuple[f
         chosen = plans([u.name for u in tracer.units if u.role == "block"])
         graphs = {name: tracer.trace(choices) for name, choices in chosen.items()}
     times = roofline_times(load_hardware(hardware_file), graphs.values())
-    predicted = {name: simulation_of(graph, times).step_seconds for name, graph in graphs.items()}
+    predicted = {name: simulate(graph, times).step_seconds for name, graph in graphs.items()}
     runner = StepRunner(build(spec, torch.device("cpu")), ProcessorTime())
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in range(ROUNDS):

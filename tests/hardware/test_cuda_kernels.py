@@ -7,6 +7,7 @@ from torch import Tensor
 
 from autockpt.hardware.cuda_kernels import (
     AMPERE,
+    AttentionCall,
     attention,
     attention_kernel,
     cuda_kernels,
@@ -57,12 +58,12 @@ def tensors(dtype: torch.dtype, head: int = 64, heads: int = 8, shared: int = 8,
 def test_the_kernel_that_cuda_takes(dtype, given, call, capability, kernel) -> None:
     q, k, v = tensors(dtype, **given)
     mask = torch.ones(16, 16, dtype=torch.bool) if call.pop("mask", False) else None
-    assert attention_kernel(q, k, v, mask, capability=capability, **call) == kernel
+    assert attention_kernel(AttentionCall(q, k, v, mask, **call), capability) == kernel
 
 
 def test_causal_attention_over_a_longer_past_is_not_for_flash() -> None:
     q, k, v = tensors(BF16)
-    assert attention_kernel(q[:, :, :4], k, v, causal=True) == "efficient"
+    assert attention_kernel(AttentionCall(q[:, :, :4], k, v, causal=True)) == "efficient"
 
 
 def test_the_math_kernel_computes_attention() -> None:

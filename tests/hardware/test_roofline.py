@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from autockpt.errors import UsageError
 from autockpt.hardware.roofline import REGION_OPS, roofline_times, seconds_of_work, two_clocks
 from autockpt.hardware.work import Work
-from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.hardware import Hardware
+from autockpt.simulator import simulate
 from autockpt.tracing import Tracer
 from search_spaces.hardware import load_hardware
 
@@ -230,14 +230,14 @@ def graphs(traced: dict[str, Graph]) -> dict[str, Graph]:
 
 
 def step(hardware: Hardware, graphs: dict[str, Graph], plan: str = "save") -> float:
-    return simulation_of(graphs[plan], roofline_times(hardware, graphs.values())).step_seconds
+    return simulate(graphs[plan], roofline_times(hardware, graphs.values())).step_seconds
 
 
 @pytest.mark.slow
 def test_every_signature_gets_its_seconds(graphs: dict[str, Graph]) -> None:
     times = roofline_times(card(), graphs.values())
     for graph in graphs.values():
-        assert not simulation_of(graph, times).missing
+        assert not simulate(graph, times).missing
     assert times.environment.device.kind == "cuda" and times.environment.device.copy_queues
     assert (times.copy_out_bandwidth, times.copy_in_bandwidth) == (1e10, 5e9)
     assert times.optimizer_seconds > 0
@@ -273,8 +273,8 @@ def test_a_cpu_pays_for_its_host_in_full(graphs: dict[str, Graph]) -> None:
 def test_recomputing_costs_its_ops_and_its_regions(graphs: dict[str, Graph]) -> None:
     cpu = load_hardware("cpu")
     times = roofline_times(cpu, graphs.values())
-    again = simulation_of(graphs["recompute"], times).seconds_by_phase["recompute"]
-    plain = simulation_of(graphs["recompute"], times.model_copy(update={"rerun_scale": 1.0}))
+    again = simulate(graphs["recompute"], times).seconds_by_phase["recompute"]
+    plain = simulate(graphs["recompute"], times.model_copy(update={"rerun_scale": 1.0}))
     regions = len(graphs["save"].blocks())
     extra = again - plain.seconds_by_phase["recompute"]
     assert extra == pytest.approx(regions * REGION_OPS * cpu.launch_seconds, rel=0.01)
@@ -300,7 +300,7 @@ def test_a_description_may_say_what_a_region_costs(graphs: dict[str, Graph]) -> 
     cpu = load_hardware("cpu")
     free, dear = (cpu.model_copy(update={"region_seconds": seconds}) for seconds in (0.0, 1e-2))
     more = [
-        simulation_of(graphs["recompute"], roofline_times(hardware, graphs.values())).step_seconds
+        simulate(graphs["recompute"], roofline_times(hardware, graphs.values())).step_seconds
         for hardware in (free, dear)
     ]
     assert more[1] - more[0] == pytest.approx(len(graphs["save"].blocks()) * 1e-2, rel=0.01)

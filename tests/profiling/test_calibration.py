@@ -4,8 +4,8 @@ import pytest
 
 from autockpt.profiling import uniform_graphs
 from autockpt.profiling.calibration import calibrated
-from autockpt.profiling.predictor import simulation_of
 from autockpt.schema import DeviceInfo, Environment, OpTimes, parse_choice
+from autockpt.simulator import simulate
 from tests.profiling.steps import SECONDS, step
 
 NAMES = [f"layers.{i}" for i in range(4)]
@@ -34,7 +34,7 @@ def uniform(kinds=("save", "recompute", "offload")):
 
 def seconds_of(graphs, times: OpTimes, rounds: int = 3) -> dict[str, list[float]]:
     """What a device with these true times measures; each round slower than the one before."""
-    return {k: [simulation_of(g, times).step_seconds * (1 + r / 2) for r in range(rounds)] for k, g in graphs.items()}
+    return {k: [simulate(g, times).step_seconds * (1 + r / 2) for r in range(rounds)] for k, g in graphs.items()}
 
 
 def test_whole_steps_set_what_single_ops_do_not_tell():
@@ -44,7 +44,7 @@ def test_whole_steps_set_what_single_ops_do_not_tell():
     found = calibrated(op_times(), graphs, seconds_of(graphs, truth))
     assert found.rerun_scale == pytest.approx(1.3)
     mixed = step(NAMES, {NAMES[0]: parse_choice("recompute"), NAMES[2]: parse_choice("offload")})
-    assert simulation_of(mixed, found).step_seconds == pytest.approx(simulation_of(mixed, truth).step_seconds)
+    assert simulate(mixed, found).step_seconds == pytest.approx(simulate(mixed, truth).step_seconds)
 
 
 def test_copies_beside_compute_keep_their_probed_rates():

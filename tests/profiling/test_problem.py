@@ -12,10 +12,11 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.problem import Problem, peak_of, seconds_of
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.simulator import Simulation, simulate
+from autockpt.simulator import Simulation
 from autockpt.solvers import Checked, exact, refine
 from autockpt.tracing import Tracer
 from tests.profiling.steps import HEAD, HIDDEN, INSIDE, RESIDENT, SECONDS, step
+from tests.simulator.made_up import simulated
 
 Variants = dict[tuple[int, Choice], Graph]
 NAMES = [f"layers.{i}" for i in range(5)]
@@ -23,7 +24,7 @@ CHOICES = (SAVE, RECOMPUTE, OFFLOAD)
 
 
 def simulation(graph: Graph, copy_queues: bool = False) -> Simulation:
-    return simulate(graph, SECONDS, bandwidth_out=10.0, bandwidth_in=20.0, copy_queues=copy_queues)
+    return simulated(graph, SECONDS, bandwidth_out=10.0, bandwidth_in=20.0, copy_queues=copy_queues)
 
 
 def problem_of(names: list[str] = NAMES, budget: int = 10**6, *, simulated=simulation, **how) -> tuple[Graph, Problem]:
@@ -96,7 +97,7 @@ def test_copies_that_hide_behind_compute_cost_nothing_and_slow_ones_do():
 
     def offload_seconds(bandwidth: float) -> float:
         def queued(graph: Graph) -> Simulation:
-            return simulate(graph, SECONDS, bandwidth_out=bandwidth, bandwidth_in=bandwidth, copy_queues=True)
+            return simulated(graph, SECONDS, bandwidth_out=bandwidth, bandwidth_in=bandwidth, copy_queues=True)
 
         return build_menus(base, variants, queued)[0].items[1].copy_seconds
 
@@ -178,7 +179,7 @@ def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, acc
 
         def constant(graph: Graph) -> Simulation:
             seconds = dict.fromkeys(graph.signatures, 1e-5)
-            return simulate(graph, seconds, bandwidth_out=1e9, bandwidth_in=2e9)
+            return simulated(graph, seconds, bandwidth_out=1e9, bandwidth_in=2e9)
 
         problem = build_problem(base, build_menus(base, variants, constant), base.peak_bytes)
         assert peak_of(problem, dict.fromkeys(names, SAVE)) == base.peak_bytes

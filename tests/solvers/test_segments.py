@@ -9,10 +9,11 @@ from autockpt.profiling.menus import build_menus, representatives
 from autockpt.profiling.problem import build_problem
 from autockpt.profiling.profile import segments_of
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, Problem, Segment, peak_of
-from autockpt.simulator import Simulation, simulate
+from autockpt.simulator import Simulation
 from autockpt.solvers import Checked, Segments, refine, refine_segmented
 from autockpt.solvers.segments import Member
 from autockpt.tracing import Tracer
+from tests.simulator.made_up import simulated
 from tests.solvers.problems import uniform_problem
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ class Deep(nn.Module):
 
 
 def constant(graph: Graph) -> Simulation:
-    return simulate(graph, dict.fromkeys(graph.signatures, 1e-5), bandwidth_out=1e9, bandwidth_in=1e9)
+    return simulated(graph, dict.fromkeys(graph.signatures, 1e-5), bandwidth_out=1e9, bandwidth_in=1e9)
 
 
 def test_their_linear_peak_covers_the_ghost_peak_and_they_fit_where_nothing_else_does() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from autockpt.hardware.roofline import roofline_times
 from autockpt.profiling import simulated_memory, tracer_for
-from autockpt.profiling.predictor import simulation_of
 from autockpt.reporting.graph_summary import summarise
 from autockpt.schema import Graph, WorkloadSpec, parse_choice
+from autockpt.simulator import simulate
 from autockpt.tracing import run
 from search_spaces.hardware import load_hardware
 
@@ -46,7 +46,7 @@ def test_two_micro_batches_tell_what_five_would(
         assert a.peak_bytes == b.peak_bytes, kind
         assert needs(a) == needs(b), kind
         assert a.flops == b.flops and sum(a.runs) == len(b.ops) and sum(a.copied) == len(b.copies)
-        here, there = simulation_of(a, times), simulation_of(b, times)
+        here, there = simulate(a, times), simulate(b, times)
         assert here.step_seconds == pytest.approx(there.step_seconds, rel=1e-9 if not a.copies else 0.005), kind
         assert here.seconds_by_phase == pytest.approx(there.seconds_by_phase, rel=0.01, abs=1e-6)
         for unit, seconds in there.seconds_by_unit.items():

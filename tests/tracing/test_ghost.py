@@ -24,7 +24,8 @@ def mode(memory: GhostMemory) -> Iterator[GhostMode]:
 
 
 def ghost(mode: GhostMode, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return mode.like(torch.empty(size, dtype=dtype, device="meta"))
+    tensor = torch.empty(size, dtype=dtype, device="meta")
+    return mode.over(mode.log.ghost(tensor.untyped_storage().nbytes(), -1)[0], tensor)
 
 
 @pytest.mark.slow

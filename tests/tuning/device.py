@@ -10,8 +10,8 @@ from typing import Any
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, parse_choice
-from autockpt.simulator import simulate
 from tests.profiling.steps import SECONDS, step
+from tests.simulator.made_up import simulated
 
 CAPACITY = 1_000_000
 
@@ -36,7 +36,7 @@ class MadeUpDevice:
 
     def true_seconds(self, choices: Mapping[str, Choice]) -> float:
         times = SECONDS | {"f": 1.3}
-        return simulate(self.trace(choices), times, bandwidth_out=25.0, bandwidth_in=25.0).step_seconds
+        return simulated(self.trace(choices), times, bandwidth_out=25.0, bandwidth_in=25.0).step_seconds
 
     def true_peak(self, choices: Mapping[str, Choice]) -> int:
         return self.trace(choices).peak_bytes + self.unseen
