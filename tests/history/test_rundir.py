@@ -25,11 +25,11 @@ from autockpt.schema import (
     Plan,
     Prediction,
     Storage,
-    TensorMeta,
     Trial,
     Unit,
     plan_hash,
 )
+from autockpt.schema.graph import TensorMeta
 
 QUESTION = {"budget": "60%", "workload": {"model": "llama-tiny"}, "seed": 0}
 

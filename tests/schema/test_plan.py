@@ -20,12 +20,11 @@ from autockpt.schema import (
     Plan,
     Prediction,
     ResolvedBudget,
-    Structure,
     Unit,
     WorkloadSpec,
     plan_hash,
 )
-from autockpt.schema.plan import Steps
+from autockpt.schema.plan import Steps, Structure
 from autockpt.schema.sets import When
 
 UNITS = tuple(Unit(name=f"model.layers.{i}", cls="LlamaDecoderLayer", kind=0) for i in range(12)) + tuple(
