@@ -14,11 +14,10 @@ from markupsafe import Markup
 from autockpt.page.contents import Contents
 from autockpt.page.plans import GHOST, PHASES, PREDICTED, SIMULATED, PlanPoint, Plans
 from autockpt.page.tape import Timeline
-from autockpt.reporting.axis import Axis
+from autockpt.reporting.axis import MARKS, Axis, mark
 from autockpt.schema import format_binary, words
 
 SMALL = {SIMULATED: "known", GHOST: "ghost", PREDICTED: "predicted"}  # styles of plans that are no trials
-MARKS = ("circle", "square", "diamond", "triangle", "cross")
 
 
 def plane(contents: Contents, other: Contents | None = None) -> Markup:
@@ -71,9 +70,9 @@ def _point(point: PlanPoint, x: Axis, y: Axis, best: bool, number: int) -> str:
         top, bottom = y(y.clipped(point.high)), y(y.clipped(point.low))
         interval = f'<line class="interval {style}" x1="{px:.2f}%" x2="{px:.2f}%" y1="{top:.2f}%" y2="{bottom:.2f}%"/>'
     title = f"{point.name}: {format_binary(point.peak or 0)}, {words.seconds(point.seconds or 0)}, {point.basis}"
-    mark = MARKS[_phase(point) % len(MARKS)] if point.phase else "circle"
+    kind = MARKS[_phase(point) % len(MARKS)] if point.phase else "circle"
     size = 3 if not point.phase else 6 if best else 4.5
-    drawn = _mark(mark, size, f"{style}{' best' if best else ''}", title)
+    drawn = _mark(kind, size, f"{style}{' best' if best else ''}", title)
     return f'{interval}<svg x="{px:.2f}%" y="{py:.2f}%" class="at" data-plan="{escape(point.key)}">{drawn}</svg>'
 
 
@@ -89,15 +88,7 @@ def legend_mark(phase: str) -> Markup:
 
 
 def _mark(kind: str, r: float, style: str, title: str) -> str:
-    shapes = {
-        "circle": f'<circle r="{r}"',
-        "square": f'<rect x="{-r}" y="{-r}" width="{2 * r}" height="{2 * r}"',
-        "diamond": f'<path d="M0 {-r - 1}L{r + 1} 0L0 {r + 1}L{-r - 1} 0Z"',
-        "triangle": f'<path d="M0 {-r - 1}L{r + 1} {r}L{-r - 1} {r}Z"',
-        "cross": f'<path d="M{-r} {-r}L{r} {r}M{-r} {r}L{r} {-r}" stroke-width="2.5"',
-    }
-    tag = shapes[kind].split()[0][1:]
-    return f'{shapes[kind]} class="mark {style}"><title>{escape(title)}</title></{tag}>'
+    return mark(kind, r, f'class="mark {style}"', title)
 
 
 def steps(tapes: Sequence[Timeline], budget_bytes: int | None, still: bool = False) -> Markup:
@@ -195,12 +186,12 @@ def agreement(contents: Contents, what: str) -> Markup:
     parts.append('<line class="diagonal" x1="0%" y1="100%" x2="100%" y2="0%"/>')
     for point, predicted, real in pairs:
         title = f"{point.name}: predicted {said(predicted)}, measured {said(real)}"
-        mark = _mark(MARKS[_phase(point)], 4.5, f"phase{_phase(point)} run0", title)
+        drawn = _mark(MARKS[_phase(point)], 4.5, f"phase{_phase(point)} run0", title)
         if what == "seconds" and point.low is not None and point.high is not None:
             ends = f'y1="{y(y.clipped(point.high)):.2f}%" y2="{y(y.clipped(point.low)):.2f}%"'
             at = f'x1="{x(predicted):.2f}%" x2="{x(predicted):.2f}%"'
             parts.append(f'<line class="interval phase{_phase(point)} run0" {at} {ends}/>')
-        parts.append(f'<svg x="{x(predicted):.2f}%" y="{y(real):.2f}%" class="at">{mark}</svg>')
+        parts.append(f'<svg x="{x(predicted):.2f}%" y="{y(real):.2f}%" class="at">{drawn}</svg>')
     name = "peak" if what == "peak" else "step time"
     return _svg(parts, f"agreement-{what}", f"Predicted against measured {name}", style="square")
 

@@ -22,16 +22,14 @@ def cells(line: BenchLine, plain_peak: int | None) -> tuple[str, ...]:
     row = line.row
     peak = format_binary(row.peak_bytes) if row.peak_bytes is not None else "—"
     share = words.share(row.peak_bytes / plain_peak) if row.peak_bytes is not None and plain_peak else "—"
-    if row.state != "measured":
-        return (row.key, peak, share, NOT_MEASURED[row.state], "—", "—")
-    if line.step_seconds is None:
-        return (row.key, peak, share, "not timed", "—", "—")
+    if row.state != "measured" or line.step_seconds is None:
+        return (row.key, peak, share, NOT_MEASURED.get(row.state, "not timed"), "—", "—")
     noise = f" ±{line.noise * 100:.1f} %" if line.noise is not None and line.noise < words.USELESS_NOISE else ""
-    over = line.overhead
-    if over is None:
-        return (row.key, peak, share, words.seconds(line.step_seconds) + noise, "—", "—")
-    reach = "unknown" if over.high is None else f"{_signed(over.low)} … {_signed(over.high)}"
-    return (row.key, peak, share, words.seconds(line.step_seconds) + noise, _signed(over.value), reach)
+    over, reach = "—", "—"
+    if line.overhead is not None:
+        low, high = line.overhead.low, line.overhead.high
+        over, reach = _signed(line.overhead.value), "unknown" if high is None else f"{_signed(low)} … {_signed(high)}"
+    return (row.key, peak, share, words.seconds(line.step_seconds) + noise, over, reach)
 
 
 def _signed(ratio: float) -> str:
@@ -73,38 +71,6 @@ def _ours(result: BudgetResult, lines: dict[str, BenchLine]) -> str:
     )
 
 
-def searches(report: BenchReport) -> list[str]:
-    """What finding our plans took, a line per budget."""
-    said = []
-    for line in report.lines:
-        cost = line.row.search
-        if cost is not None:
-            said.append(
-                f"{line.row.key}: {words.counted(cost.trials, 'trial')} in {words.seconds(cost.seconds)}, "
-                f"{words.seconds(cost.measured_seconds)} of them measured steps"
-                + (f", {words.seconds(cost.compile_seconds)} compiling" if cost.compile_seconds else "")
-            )
-    return said
-
-
-def compiling(report: BenchReport) -> list[str]:
-    """How long compiled rows took to compile, which no step time counts."""
-    found = [line.row for line in report.lines if line.row.compile_seconds]
-    said = ", ".join(f"{row.key} {words.seconds(row.compile_seconds or 0)}" for row in found)
-    return [f"compiling, what was known from earlier rows or runs left out: {said}"] if said else []
-
-
-def reasons(report: BenchReport) -> list[str]:
-    """Why rows have no number."""
-    return [f"{line.row.key}: {line.row.message}" for line in report.lines if line.row.message]
-
-
-def gradients(report: BenchReport) -> list[str]:
-    """What was said of gradients, and for how many rows."""
-    counts = Counter(_gist(line.row.gradients) for line in report.lines if line.row.gradients)
-    return [f"gradients {what}: {words.counted(n, 'row')}" for what, n in counts.most_common()]
-
-
 def _gist(said: str) -> str:
     if said.startswith("equal with"):
         return "equal with plain training's up to rounding"
@@ -137,6 +103,19 @@ def rounds(report: BenchReport) -> str:
 
 
 def remarks(report: BenchReport) -> list[str]:
-    """All that the tables do not say."""
-    found = (searches(report), compiling(report), gradients(report), reasons(report), report.notes)
-    return [rounds(report), *(remark for part in found for remark in part)]
+    """All that the tables do not say: how it was timed, what our plans and compiling took, gradients, failures."""
+    found, rows = [rounds(report)], [line.row for line in report.lines]
+    for row in rows:
+        if (cost := row.search) is not None:
+            found.append(
+                f"{row.key}: {words.counted(cost.trials, 'trial')} in {words.seconds(cost.seconds)}, "
+                f"{words.seconds(cost.measured_seconds)} of them measured steps"
+                + (f", {words.seconds(cost.compile_seconds)} compiling" if cost.compile_seconds else "")
+            )
+    compiled = [f"{row.key} {words.seconds(row.compile_seconds)}" for row in rows if row.compile_seconds]
+    if compiled:
+        found.append(f"compiling, what was known from earlier rows or runs left out: {', '.join(compiled)}")
+    gradients = Counter(_gist(row.gradients) for row in rows if row.gradients)
+    found += [f"gradients {what}: {words.counted(n, 'row')}" for what, n in gradients.most_common()]
+    found += [f"{row.key}: {row.message}" for row in rows if row.message]
+    return [*found, *report.notes]

@@ -17,7 +17,6 @@ from autockpt.reporting.explain_words import (
     shape_words,
     speed_words,
 )
-from autockpt.reporting.sparkline import can_draw
 from autockpt.reporting.style import bullets, heading, plain_table
 from autockpt.schema import format_binary, format_bytes, words
 from autockpt.schema.explanation import Explanation, Front, Slice, Speed
@@ -30,7 +29,7 @@ ROWS = 9
 
 def print_explanation(said: Explanation, console: Console) -> None:
     """Print it all, a heading per question."""
-    marks = area.BLOCK if can_draw(console.encoding) else area.PLAIN
+    marks = area.marks_of(console.encoding)
     console.print(_heading(said))
     heading("Where the bytes go", console)
     console.print(_holdings(said, marks, 12 if console.width < WIDE else 24))

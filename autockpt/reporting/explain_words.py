@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autockpt.reporting.area import encodes
 from autockpt.schema import Choice, Remake, Selective, format_binary, words
 from autockpt.schema.explanation import Alive, Basis, Explanation, Reach, Speed
 from autockpt.schema.known import NONE
@@ -16,11 +17,7 @@ _PLAIN = str.maketrans({"√": "sqrt ", "−": "-", "µ": "u"})
 
 def writable(text: str, encoding: str) -> str:
     """The text, with signs that the output's encoding lacks spelled in ASCII."""
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return text.translate(_PLAIN)
-    return text
+    return text if encodes(encoding, text) else text.translate(_PLAIN)
 
 
 def choice_words(choice: Choice) -> str:

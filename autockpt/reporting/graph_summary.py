@@ -75,7 +75,7 @@ def summarise(graph: Graph, points: int = 240) -> GraphSummary:
         kinds_of_ops=len(graph.signatures),
         # a few forward ops may stand between backward and optimizer; only what is differentiated is a micro-batch
         micro_batches=graph.repeated + sum((a.phase, b.phase) == ("forward", "backward") for a, b in pairwise(spans)),
-        flops=tally.all_flops,
+        flops=graph.flops,
         resident_bytes=graph.resident_bytes,
         saved_bytes=sum(tally.kept.values()),
         copied_bytes=sum(c.bytes * n for c, n in zip(graph.copies, graph.copied, strict=True) if c.direction == "out"),
@@ -97,9 +97,7 @@ class _Tally:
         self.kept = self._kept()
         self.saved, self.boundary = self._saved(), self._boundary()
         self.flops: dict[str, int] = defaultdict(int)
-        self.all_flops = 0
         for op, runs in zip(graph.ops, graph.runs, strict=True):
-            self.all_flops += op.flops * runs
             for unit in self._units_of(op):
                 self.flops[unit] += op.flops * runs
 
@@ -111,19 +109,19 @@ class _Tally:
             saved_bytes=self.saved[unit.name],
             boundary_bytes=self.boundary[unit.name],
             flops=self.flops[unit.name],
-            share=self.flops[unit.name] / max(1, self.all_flops),
+            share=self.flops[unit.name] / max(1, self._graph.flops),
         )
 
     def remainder(self) -> UnitSummary:
         """All that lies in no block: embedding, head, loss, optimizer."""
         blocks = [u.name for u in self._graph.blocks()]
-        flops = self.all_flops - sum(self.flops[b] for b in blocks)
+        flops = self._graph.flops - sum(self.flops[b] for b in blocks)
         return UnitSummary(
             name=REMAINDER,
             saved_bytes=sum(self.kept.values()) - sum(self.saved[b] for b in blocks),
             boundary_bytes=0,
             flops=flops,
-            share=flops / max(1, self.all_flops),
+            share=flops / max(1, self._graph.flops),
         )
 
     def _units_of(self, op: Op) -> tuple[str, ...]:

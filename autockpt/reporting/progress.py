@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -151,9 +150,7 @@ class BarListener:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def stage(self, name: str, total: int | None = None) -> None:
@@ -199,7 +196,6 @@ def describe_numbers(trial: Trial) -> str:
         return f"{words.step_time(trial.measured)}, {format_binary(trial.measured.peak_bytes)}"
     if trial.predicted:
         step = f"{words.seconds(trial.predicted.step_seconds)}, " if trial.predicted.step_seconds else ""
-        if trial.state == "simulated":
-            return f"simulated {step}{format_binary(trial.predicted.peak_bytes)}"
-        return f"~{step}{format_binary(trial.predicted.peak_bytes)}"
+        how = "simulated " if trial.state == "simulated" else "~"
+        return f"{how}{step}{format_binary(trial.predicted.peak_bytes)}"
     return ""

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.reporting import area, sparkline
+from autockpt.reporting import area
 from autockpt.reporting.graph_summary import GraphSummary, UnitSummary
 from autockpt.reporting.style import bullets, plain_table
 from autockpt.reporting.terminal import shown
@@ -37,15 +37,15 @@ def print_summary(summary: GraphSummary, settings: Mapping[str, object], console
     )
     console.print(Text(f"{', '.join(counts)} ({how})"))
     console.print()
-    console.print(unit_table(summary, console.width))
+    console.print(_unit_table(summary, console.width))
     console.print()
-    print_timeline(summary, console)
+    _print_timeline(summary, console)
     if summary.notes:
         console.print()
         console.print(bullets(summary.notes))
 
 
-def unit_table(summary: GraphSummary, width: int) -> Table:
+def _unit_table(summary: GraphSummary, width: int) -> Table:
     """One row per run of equal units, sub-units indented under their block. Narrow screens go without classes."""
     wide = width >= WIDE
     table = plain_table("<unit", ">", *(["<class"] if wide else []), ">saved", ">boundary", ">FLOPs", ">share")
@@ -82,15 +82,15 @@ def print_device_peak(peak: DevicePeak, device: str, memory_bytes: int, console:
     )
 
 
-def print_timeline(summary: GraphSummary, console: Console) -> None:
+def _print_timeline(summary: GraphSummary, console: Console) -> None:
     """The sparkline with its phases under it, and the peak in words."""
     width = max(20, min(console.width, 120))
-    levels = sparkline.BLOCKS if sparkline.can_draw(console.encoding) else sparkline.ASCII
+    levels = area.BLOCKS if area.encodes(console.encoding) else area.ASCII
     values = [summary.timeline[i] for i in area.resampled(summary.timeline, width)] or [0] * width
     peak = summary.peak
     column = values.index(max(values))
     console.print(f"Bytes over time, op by op: from {format_binary(min(values))} to {format_bytes(peak.bytes)}")
-    console.print(Text(sparkline.sparkline(values, min(values), peak.bytes, levels)), no_wrap=True, overflow="crop")
+    console.print(Text(area.sparkline(values, min(values), peak.bytes, levels)), no_wrap=True, overflow="crop")
     console.print(Text(area.ruler(summary.spans, summary.ops, width), style="dim"), no_wrap=True, overflow="crop")
     console.print(Text(" " * column + "^ peak" if column < width - 6 else "peak ^".rjust(column + 1)), no_wrap=True)
     where = f" in {peak.module}" if peak.module else ""

@@ -158,7 +158,7 @@ class Graph(Data):
         """Signatures of ops that are timed one by one: all but those of the optimizer, which is timed as a whole."""
         return {self.signatures[op.signature] for op in self.ops if op.phase != "optimizer"}
 
-    @property
+    @cached_property
     def flops(self) -> int:
         """FLOPs of the whole cycle."""
         return sum(op.flops * runs for op, runs in zip(self.ops, self.runs, strict=True))
