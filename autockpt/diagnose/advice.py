@@ -31,13 +31,10 @@ def verdict_of(log: LogReading | None, snapshot: SnapshotReading | None) -> str:
         return f"{_HOST[log.host.kind]}{tried}."
     if snapshot is None:
         return ""
-    if not snapshot.at_oom:
-        return (
-            f"The snapshot of GPU {snapshot.device} has {format_binary(snapshot.allocated)} in use of "
-            f"{format_binary(snapshot.reserved)} reserved; it tells of no failure."
-        )
-    free = f", {format_binary(snapshot.free)} were free on the device" if snapshot.free is not None else ""
     held = f"{format_binary(snapshot.allocated)} in use of {format_binary(snapshot.reserved)} reserved"
+    if not snapshot.at_oom:
+        return f"The snapshot of GPU {snapshot.device} has {held}; it tells of no failure."
+    free = f", {format_binary(snapshot.free)} were free on the device" if snapshot.free is not None else ""
     return (
         f"GPU {snapshot.device} ran out of memory {_where(snapshot.place)}: {format_binary(snapshot.tried or 0)} were "
         f"asked for{free}, with {held}."
@@ -45,9 +42,8 @@ def verdict_of(log: LogReading | None, snapshot: SnapshotReading | None) -> str:
 
 
 def _of_failure(failure: DeviceFailure) -> str:
-    who = {"mps": "The Mac's GPU"}.get(failure.backend) or (
-        f"GPU {failure.device}" if failure.device is not None else "The device"
-    )
+    who = f"GPU {failure.device}" if failure.device is not None else "The device"
+    who = "The Mac's GPU" if failure.backend == "mps" else who
     rank = f" (rank {failure.rank})" if failure.rank is not None else ""
     said = f"{who}{rank} ran out of memory {_where(failure.place)}"
     if failure.tried is None:
@@ -68,12 +64,8 @@ def _where(place: Place) -> str:
 _SHOWN_BY = {"hip": "rocm-smi", "xpu": "xpu-smi", "mps": "the Activity Monitor"}
 
 
-def advice_of(log: LogReading | None, snapshot: SnapshotReading | None) -> tuple[str, ...]:
+def advice_of(log: LogReading | None, snapshot: SnapshotReading | None) -> Iterator[str]:
     """What helps, by the evidence alone."""
-    return tuple(_advice(log, snapshot))
-
-
-def _advice(log: LogReading | None, snapshot: SnapshotReading | None) -> Iterator[str]:
     if log is not None and log.host is not None:
         yield from ADVICE[log.host.kind]
         return
@@ -95,13 +87,12 @@ def _advice(log: LogReading | None, snapshot: SnapshotReading | None) -> Iterato
 def _of_memory(reserved: int | None, unused: int | None, tried: int | None) -> Iterator[str]:
     if not reserved or not unused:
         return
-    if unused >= (tried or 0) > 0 and unused > _FRAGMENTED * reserved:
-        yield (
-            f"Fragmentation: {format_binary(unused)} were reserved and unused, in pieces, and more than the "
-            f"{format_binary(tried or 0)} that were asked for. {EXPANDABLE}"
-        )
-    elif unused > _FRAGMENTED * reserved:
-        yield f"{format_binary(unused)} were reserved and unused, in pieces. {EXPANDABLE}"
+    if unused <= _FRAGMENTED * reserved:
+        return
+    said = f"{format_binary(unused)} were reserved and unused, in pieces"
+    if tried and unused >= tried:
+        said = f"Fragmentation: {said}, and more than the {format_binary(tried)} that were asked for"
+    yield f"{said}. {EXPANDABLE}"
 
 
 def _of_stage(stage: Stage) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from autockpt.diagnose.frames import place_of
 from autockpt.diagnose.host import HOST_MARKERS, host_failure
@@ -23,7 +24,7 @@ _IPYTHON = re.compile(r"^\s*File (\S.{0,400}?):(\d{1,9}), in ([\w.<>]+)")
 _OLD_IPYTHON = re.compile(r"^\s*([~/.\w][^\s:]{0,400}\.py) in ([\w.<>]+)\(")
 _RICH = re.compile(r"^[│|]\s*(\S.{0,400}?):(\d{1,9}) in ([\w.<>]+)")
 _ARROW = re.compile(r"^[│|\s]*(?:-+>|❱)\s*(\d{1,9})[ │]*(.*)$")
-_START = re.compile(r"Traceback \(most recent call last\)|Traceback\s+\(most recent call last\)")
+_START = re.compile(r"Traceback\s+\(most recent call last\)")
 _CARETS = re.compile(r"^[\s^~]+$")
 
 
@@ -34,12 +35,9 @@ def frames_before(lines: Sequence[str], end: int, begin: int = 0) -> tuple[Frame
     behind line ``begin``. Lines end without spaces.
     """
     start = next((i for i in range(end, max(begin - 1, end - 4000), -1) if _START.search(lines[i])), None)
-    if start is None:
-        start = max(begin, end - 400)
     found: list[Frame] = []
-    for index in range(start, end):
-        frame = _frame(lines, index)
-        if frame is not None:
+    for index in range(max(begin, end - 400) if start is None else start, end):
+        if (frame := _frame(lines, index)) is not None:
             found.append(frame)
         elif found and (arrow := _ARROW.match(lines[index])) is not None and not found[-1].code:
             # IPython and rich show some lines around; the arrow points to the one that ran
@@ -137,11 +135,11 @@ def read_text(text: str, path: str = "") -> LogReading:
                 continue
             found.pop(key, None)
             found[key] = failure
-    failures = sorted(
-        _distinct(list(found.values())), key=lambda f: (not f.allocated, f.rank is None, f.rank or 0, f.device or 0)
-    )
-    if any(f.tried is not None or f.allocated is not None for f in failures):
-        failures = [f for f in failures if f.tried is not None or f.allocated is not None]
+    # without those that came again without their rank
+    ranked = {(f.device, f.tried, f.allocated) for f in found.values() if f.rank is not None}
+    failures = [f for f in found.values() if f.rank is not None or (f.device, f.tried, f.allocated) not in ranked]
+    failures.sort(key=lambda f: (not f.allocated, f.rank is None, f.rank or 0, f.device or 0))
+    failures = [f for f in failures if f.tried is not None or f.allocated is not None] or failures
     host = None if failures else next(filter(None, (host_failure(v, rank) for rank, v in streams.items())), None)
     return LogReading(
         path=path,
@@ -157,12 +155,6 @@ def _zero_stage(text: str) -> int | None:
     """The ZeRO stage that DeepSpeed says it runs with, as it prints its configuration."""
     found = [match[1] or match[2] for match in _STAGE.finditer(text)]
     return int(found[-1]) if found else None
-
-
-def _distinct(failures: list[DeviceFailure]) -> list[DeviceFailure]:
-    """Without those that came again without their rank."""
-    ranked = {(f.device, f.tried, f.allocated) for f in failures if f.rank is not None}
-    return [f for f in failures if f.rank is not None or (f.device, f.tried, f.allocated) not in ranked]
 
 
 def _failures(lines: Sequence[str], rank: int | None) -> Iterator[DeviceFailure]:
@@ -197,55 +189,42 @@ def _bare_status(line: str) -> str:
 def parse_message(text: str, rank: int | None = None) -> DeviceFailure:
     """The figures of one message, in bytes; what it does not say, or what cannot be, is None."""
     begins = _BEGINS.search(text)
-    sizes = {name: _first(patterns, text) for name, patterns in _PATTERNS.items()}
-    allocated, capacity = sizes["allocated"], sizes["capacity"]
-    cached = sizes["cached"]
-    if sizes["reserved"] is not None and allocated is not None:
-        cached = max(0, sizes["reserved"] - allocated)
-    process, others = _processes(text, sizes, allocated, cached)
+    sizes: dict[str, Any] = {name: _first(patterns, text) for name, patterns in _PATTERNS.items()}
+    reserved, other = sizes.pop("reserved"), sizes.pop("other")
+    if reserved is not None and sizes["allocated"] is not None:
+        sizes["cached"] = max(0, reserved - sizes["allocated"])
+    sizes["process"], sizes["others"] = _processes(text, sizes, other or 0)
     device = _DEVICE.search(text)
+    start = begins.start() if begins else 0
+    ends = [m.end() for patterns in _PATTERNS.values() for p in patterns if (m := p.search(text, start)) is not None]
     return DeviceFailure(
         backend=_backend(next(filter(None, begins.groups()), "cuda") if begins else "cuda"),
         rank=rank,
         device=int(device[1]) if device else None,
-        tried=sizes["tried"],
-        capacity=capacity,
-        free=sizes["free"],
-        allowed=sizes["allowed"],
-        process=process,
-        others=others,
-        allocated=allocated,
-        cached=cached,
-        text=_sentence(text, begins.start() if begins else 0),
+        text=text[start : max(ends, default=start + 200)][:800].strip(),  # without what follows its last figure
+        **sizes,
     )
 
 
-def _sentence(text: str, start: int) -> str:
-    """The message itself, without what follows its last figure."""
-    ends = [m.end() for patterns in _PATTERNS.values() for p in patterns if (m := p.search(text, start)) is not None]
-    return text[start : max(ends, default=start + 200)][:800].strip()
-
-
-def _processes(
-    text: str, sizes: dict[str, int | None], allocated: int | None, cached: int | None
-) -> tuple[int | None, int | None]:
+def _processes(text: str, sizes: dict[str, Any], other: int) -> tuple[int | None, int | None]:
     """Bytes of this process and of others.
 
     In a container a process does not know its own number and calls itself "Process 123": the one whose memory is next
     above what PyTorch holds is this one, and so is the one that comes again where both cannot fit on the device.
     """
     named = [size for match in _PROCESS.finditer(text) if (size := _bytes(match[1], match[2])) is not None]
-    process, capacity, free = sizes["process"], sizes["capacity"], sizes["free"]
+    process, capacity, free, allocated = (sizes[name] for name in ("process", "capacity", "free", "allocated"))
     if process is not None and capacity is not None and process > capacity:
         process = None  # an unsigned difference that wrapped around
     if process is None and allocated is not None:
-        process = min((size for size in named if size >= _ROUNDED * (allocated + (cached or 0))), default=None)
+        held = _ROUNDED * (allocated + (sizes["cached"] or 0))
+        process = min((size for size in named if size >= held), default=None)
         named = _without(named, process)
     elif process is not None and capacity is not None and process + sum(named) > capacity - (free or 0) + HIDDEN:
         again = min(named, key=lambda size: abs(size - process), default=None)
         if again is not None and min(again, process) >= _ROUNDED * max(again, process):
             named = _without(named, again)
-    others = sum(named) + (sizes["other"] or 0)
+    others = sum(named) + other
     if process is not None and capacity is not None and free is not None:
         hidden = capacity - free - process
         others = max(others, hidden) if hidden >= HIDDEN else others

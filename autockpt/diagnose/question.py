@@ -46,14 +46,10 @@ def read_evidence(path: Path) -> LogReading | SnapshotReading:
     try:
         head = read_regular(path, 8, links=True)
     except OSError as error:
-        why = reason(error)
-        raise UsageError(
-            f"{path} cannot be read: {why}", remedy="Name the log of the failed run, or a memory snapshot."
-        ) from None
+        remedy = "Name the log of the failed run, or a memory snapshot."
+        raise UsageError(f"{path} cannot be read: {reason(error)}", remedy=remedy) from None
     for magic, what in _ARCHIVES.items():
         if head.startswith(magic):
             raise UsageError(f"{path} is {what}, not a log or a memory snapshot", remedy="Unpack it first.")
     binary_pickle = len(head) > 1 and head[0] == 0x80 and head[1] <= 5
-    if binary_pickle or path.suffix in (".pickle", ".pkl"):
-        return read_snapshot(path)
-    return read_log(path)
+    return read_snapshot(path) if binary_pickle or path.suffix in (".pickle", ".pkl") else read_log(path)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from autockpt.diagnose.question import DiagnoseRequest
 from autockpt.errors import UsageError
 from autockpt.schema import format_binary
-from autockpt.schema.diagnosis import Backend, DeviceFailure, Room, SnapshotReading
+from autockpt.schema.diagnosis import Backend, DeviceFailure, Room
 from autockpt.schema.hardware import Hardware, HardwareKind
 from search_spaces.hardware import list_hardware, load_hardware
 
@@ -25,7 +23,7 @@ def room_of(question: DiagnoseRequest) -> tuple[Room, Hardware, tuple[str, ...]]
     if failure is not None and failure.capacity is not None:
         return _of_failure(question, failure, failure.capacity)
     if question.snapshot is not None and question.snapshot.at_oom and question.snapshot.free is not None:
-        return _of_snapshot(question, question.snapshot, question.snapshot.free)
+        return _of_snapshot(question, question.snapshot.reserved + question.snapshot.free)
     if question.hardware is None:
         if question.budget is None or question.budget.size is None:
             raise UsageError(
@@ -54,10 +52,7 @@ def _of_failure(
     return _room(question, hardware, failure.others or 0, said), hardware, notes
 
 
-def _of_snapshot(
-    question: DiagnoseRequest, snapshot: SnapshotReading, free: int
-) -> tuple[Room, Hardware, tuple[str, ...]]:
-    held = snapshot.reserved + free
+def _of_snapshot(question: DiagnoseRequest, held: int) -> tuple[Room, Hardware, tuple[str, ...]]:
     hardware, notes = _device(question, held, "cuda", below=False)
     # a snapshot does not know the context, so this is what the allocator had and could have had, and a usual context
     capacity = held + hardware.context_bytes
@@ -101,10 +96,8 @@ def _device(
 
 def _nearest(capacity: int, kind: HardwareKind, *, below: bool = True) -> tuple[Hardware, tuple[str, ...]]:
     """The described device whose memory comes nearest, and that this is a guess."""
-    known: Sequence[Hardware] = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
+    known = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
     enough = [h for h in known if below or h.memory_bytes >= capacity] or known
     found = min(enough, key=lambda h: abs(h.memory_bytes - capacity))
-    note = (
-        f"which device it was is not known: kernels and seconds are those of {found.name}, whose memory comes nearest"
-    )
-    return found, (f"{note}; --hardware NAME names yours",)
+    note = "which device it was is not known: kernels and seconds are those of"
+    return found, (f"{note} {found.name}, whose memory comes nearest; --hardware NAME names yours",)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autockpt.diagnose.frames import place_of, purpose_of, telling_frame
 from autockpt.diagnose.unpickle import load_data
@@ -176,6 +176,7 @@ class _Snapshot:
         if event is None:
             self.notes.append("it has no OOM event: this is what was alive when it was taken")
         frames = self._stack(event.get("frames")) if event is not None else ()
+        free = event.get("device_free") if event is not None else None
         reserved = max(state.reserved, allocated)
         return SnapshotReading(
             path=self.name,
@@ -189,7 +190,7 @@ class _Snapshot:
             segments=max(0, state.segments),
             at_oom=event is not None,
             tried=_int(event.get("size", 0), "the OOM's size") if event is not None else None,
-            free=_optional(event.get("device_free")) if event is not None else None,
+            free=free if isinstance(free, int) and 0 <= free < _LARGEST else None,
             place=place_of(frames),
             purposes=dict(sorted(purposes.items(), key=lambda item: -item[1])) if with_stacks else {},
             groups=tuple(groups[:GROUPS]),
@@ -245,28 +246,18 @@ def _last_oom(trace: Sequence[Any]) -> int | None:
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _Malformed(f"{what} is {_kind(value)}, not a dict")
-    return value
+    return value if isinstance(value, dict) else _refuse(value, what, "dict")
 
 
 def _list(value: Any, what: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise _Malformed(f"{what} is {_kind(value)}, not a list")
-    return value
+    return value if isinstance(value, list | tuple) else _refuse(value, what, "list")
 
 
 def _int(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
-        raise _Malformed(f"{what} is {_kind(value)}, not a size")
-    return value
+    sound = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
+    return value if sound else _refuse(value, what, "size")
 
 
-def _optional(value: Any) -> int | None:
-    return value if isinstance(value, int) and 0 <= value < _LARGEST else None
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "missing"
-    return str(value)[:40] if isinstance(value, int | float) else f"a {type(value).__name__}"
+def _refuse(value: Any, what: str, wanted: str) -> NoReturn:
+    found = str(value)[:40] if isinstance(value, int | float) else f"a {type(value).__name__}"
+    raise _Malformed(f"{what} is {'missing' if value is None else found}, not a {wanted}")

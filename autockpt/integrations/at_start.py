@@ -38,7 +38,28 @@ ROWS = 4096
 _SECONDS_FOR_ROWS = 20.0
 _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "again")
 
-Say = Callable[[str], None]
+
+@dataclass(frozen=True)
+class Training:
+    """What a search as training starts knows of the training.
+
+    ``step`` makes the trainer's own step of a batch, and of how many of these an update is made; ``first`` is the batch
+    that training begins with, ``own`` the rows of a micro-batch by the trainer's settings, ``rows`` those of an update
+    in this process where the micro-batch is a question. ``say`` gets a line at a time: progress, and in the end what it
+    cost. ``terms`` are the trainer's words for what would fit where nothing does, ``folder`` is for its runs.
+    """
+
+    step: Callable[[Any, int], Step]
+    first: Any
+    own: int | None
+    accumulate: int
+    rows: int
+    processes: int
+    dataset: Any
+    collate: Any
+    folder: Path
+    say: Callable[[str], None]
+    terms: Terms
 
 
 @dataclass(frozen=True)
@@ -76,74 +97,22 @@ class PlanWanted:
             )
         return self.global_batch // processes
 
-    def find(
-        self,
-        step: Step,
-        folder: Path,
-        say: Say,
-        terms: Terms,
-        *,
-        dataset: Any = None,
-        collate: Any = None,
-        others_wait: bool = False,
-    ) -> Plan:
-        """Search for the live ``step``, or find what an earlier run has answered; ``others_wait`` as for ``search``.
+    def find(self, training: Training) -> Plan:
+        """Search with the trainer's own step, or find what an earlier run has answered.
 
-        With ``lengths`` the plan has sets of choices for them, or for those of the ``dataset``. Runs are kept under
-        ``folder``, or under ``out`` where that was given. ``say`` gets a line at a time: progress, and in the end what
-        it cost. ``terms`` are the trainer's words for what would fit where nothing does. Raises what
-        ``autockpt.search`` raises, without its inner frames.
+        With ``global_batch`` the micro-batch is found, too: it is in the plan's ``settings``, as ``batch_size`` and
+        ``accumulate``. With ``lengths`` the plan has sets of choices for them, or for those of the data set. Runs are
+        kept under the trainer's folder, or under ``out`` where that was given. Raises what ``autockpt.search`` raises,
+        without its inner frames.
         """
-        lengths = None
-        if self.lengths is not None:
-            lengths, said = lengths_here(self.lengths, step, dataset, collate)
-            say(f"lengths: {said}")
-
-        def ask(options: dict[str, Any]) -> SearchOutcome:
-            if lengths is None:
-                return search_step(step, **options)
-            outcome = search_step_lengths(step, lengths, **options)
-            for note in outcome.notes[-2:]:  # what the sets gain, and for which batches
-                say(note)
-            return outcome
-
-        return self._found(ask, folder, say, terms, others_wait)
-
-    def find_batches(
-        self,
-        step: Callable[[int], Step],
-        rows: int,
-        given: int | None,
-        folder: Path,
-        say: Say,
-        terms: Terms,
-        *,
-        others_wait: bool = False,
-    ) -> Plan:
-        """The same with the micro-batch as a question, for ``rows`` of an update in this process.
-
-        ``step`` makes the step of a micro-batch, ``given`` is the trainer's own. The answer is in the plan's
-        ``settings``: ``batch_size`` and ``accumulate``.
-        """
-
-        def ask(options: dict[str, Any]) -> SearchOutcome:
-            answer = search_step_batches(step, rows, given=given, **options)
-            for line in (*batch_lines(answer), *answer.notes):
-                say(line)
-            return answer.outcome
-
-        return self._found(ask, folder, say, terms, others_wait)
-
-    def _found(
-        self, ask: Callable[[dict[str, Any]], SearchOutcome], folder: Path, say: Say, terms: Terms, others_wait: bool
-    ) -> Plan:
-        folder = self.out or folder
+        ask = self._for_batch(training) if self.global_batch is None else self._for_rows(training)
+        folder, say = self.out or training.folder, training.say
         began, heard = time.monotonic(), LineListener(say)
         say(f"searching for a plan within {self.budget}, for at most {words.seconds(self.timeout)}")
         asked: dict[str, Any] = {"budget": self.budget, "timeout": self.timeout, "out": folder, "listener": heard}
-        asked |= {"others_wait": others_wait, "terms": terms, "trials": TRIALS, "space": "knobs", **self.options}
+        asked |= {"others_wait": training.processes > 1, "terms": training.terms}
         try:
-            outcome = ask(asked)
+            outcome = ask(**(asked | {"trials": TRIALS, "space": "knobs"} | dict(self.options)))
         except AutockptError as error:
             raise error.with_traceback(None) from None
         if (plan := outcome.plan) is None:
@@ -154,6 +123,41 @@ class PlanWanted:
         numbers = f": {words.step_time(measured)}, {format_binary(measured.peak_bytes)}, measured" if measured else ""
         say(f"the plan was {what}{numbers}; kept in {folder}")
         return plan
+
+    def _for_batch(self, training: Training) -> Callable[..., SearchOutcome]:
+        """The search for a plan of the trainer's own micro-batch."""
+        dataset, collate = training.dataset, training.collate
+        batch, source = largest_batch(training.first, dataset, collate, training.own)
+        training.say(f"planning for {source}")
+        step, lengths = training.step(batch, training.accumulate), None
+        if self.lengths is not None:
+            lengths, said = lengths_here(self.lengths, step, dataset, collate)
+            training.say(f"lengths: {said}")
+
+        def ask(**options: Any) -> SearchOutcome:
+            if lengths is None:
+                return search_step(step, **options)
+            outcome = search_step_lengths(step, lengths, **options)
+            for note in outcome.notes[-2:]:  # what the sets gain, and for which batches
+                training.say(note)
+            return outcome
+
+        return ask
+
+    def _for_rows(self, training: Training) -> Callable[..., SearchOutcome]:
+        """The search for a plan together with its micro-batch."""
+        made, rows = batch_of_longest(training.dataset, training.collate), training.rows
+
+        def step(size: int) -> Step:
+            return training.step(made(size), max(1, rows // size))
+
+        def ask(**options: Any) -> SearchOutcome:
+            answer = search_step_batches(step, rows, given=training.own, **options)
+            for line in (*batch_lines(answer), *answer.notes):
+                training.say(line)
+            return answer.outcome
+
+        return ask
 
 
 def wanted(

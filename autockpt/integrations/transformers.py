@@ -15,13 +15,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.integrations.at_start import (
-    PlanCallback,
-    PlanWanted,
-    batch_of_longest,
-    found_once,
-    largest_batch,
-)
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import TRAINER
 from autockpt.workload import Step, move
@@ -99,7 +93,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             batches, items = drawn
             if batches:
                 del trainer.get_batch_samples
-                found = self._find(trainer, plan, batches, items)
+                found = found_once(lambda: _search(trainer, plan, batches[0], items))
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             return drawn
 
@@ -113,7 +107,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
         def run_epoch(**given: Any) -> Any:
             if self.handle is None:
-                found = found_once(lambda: _search_batches(trainer, plan, rows))
+                found = found_once(lambda: _search(trainer, plan, rows=rows))
                 changed.update(_resized(trainer, found, given))
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             # of a run that is resumed within an epoch, counted in its former micro-batches
@@ -127,9 +121,6 @@ class AutockptCallback(PlanCallback, TrainerCallback):
                 remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass its plan and settings.",
             )
         setattr(trainer, _EPOCH, run_epoch)
-
-    def _find(self, trainer: Any, plan: PlanWanted, batches: list[Any], items: Any) -> Plan:
-        return found_once(lambda: _search(trainer, plan, batches, items))
 
 
 def _epoch_arguments(trainer: Any) -> set[str]:
@@ -178,56 +169,26 @@ def _refuse_unsearchable(trainer: Any) -> None:
         )
 
 
-def _search(trainer: Any, plan: PlanWanted, batches: list[Any], items: Any) -> Plan:
-    """Search with the Trainer's own model, loss and optimizer; nothing of it is another afterwards."""
-    loader = trainer.callback_handler.train_dataloader
-    say = _teller(trainer)
-    batch, source = largest_batch(batches[0], loader.dataset, loader.collate_fn, trainer.state.train_batch_size)
-    say(f"planning for {source}")
-    with _steps(trainer) as step_of:
-        step = step_of(batch, trainer.args.gradient_accumulation_steps, items)
-        wanted, folder, many = _in_this(trainer, plan)
-        data = {"dataset": loader.dataset, "collate": loader.collate_fn}
-        return wanted.find(step, folder, say, TRAINER, **data, others_wait=many)
+def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None, rows: int = 0) -> Plan:
+    """Search with the Trainer's own model, loss and optimizer; nothing of it is another afterwards.
 
-
-def _search_batches(trainer: Any, plan: PlanWanted, rows: int) -> Plan:
-    """The same with the micro-batch as a question, for ``rows`` of an update in this process."""
-    loader = trainer.callback_handler.train_dataloader
-    made = batch_of_longest(loader.dataset, loader.collate_fn)
-    say = _teller(trainer)
-    say(f"{rows} rows per update in this process: planning for the longest rows of the data set")
-    with _steps(trainer) as step_of:
-
-        def step(size: int) -> Step:
-            batch, accumulate = made(size), max(1, rows // size)
-            items = trainer._get_num_items_in_batch([batch] * accumulate, trainer.args.device)
-            return step_of(batch, accumulate, items)
-
-        wanted, folder, many = _in_this(trainer, plan)
-        return wanted.find_batches(step, rows, trainer._train_batch_size, folder, say, TRAINER, others_wait=many)
-
-
-def _in_this(trainer: Any, plan: PlanWanted) -> tuple[PlanWanted, Path, bool]:
-    """What is wanted in this trainer, the folder for its runs, and whether other processes wait."""
-    options, model, many = dict(plan.options), trainer.model, trainer.accelerator.num_processes > 1
-    if many and model.device.type == "cpu":  # on other devices the allocator counts them, as they are there already
-        options.setdefault("headroom", f"{_bucket_bytes(model) // 1024 + 1}KiB")
-    return replace(plan, options=options), Path(trainer.args.output_dir) / "autockpt", many
-
-
-@contextmanager
-def _steps(trainer: Any) -> Iterator[Callable[[Any, int, Any], Step]]:
-    """What makes the Trainer's own step of a batch, how many make an update, and the labels that these hold.
-
-    Until the end of the block; then nothing of the Trainer is another.
+    ``first`` is the batch that training begins with, ``items`` are the labels in an update of it; ``rows`` those of an
+    update in this process where the micro-batch is a question.
     """
     args, model, optimizer = trainer.args, trainer.model, trainer.optimizer
+    loader, processes = trainer.callback_handler.train_dataloader, trainer.accelerator.num_processes
+    if processes > 1 and model.device.type == "cpu":  # elsewhere the allocator counts them, as they are there already
+        plan = replace(plan, options={"headroom": f"{_bucket_bytes(model) // 1024 + 1}KiB", **plan.options})
+    say = _teller(trainer)
+    if rows:
+        say(f"{rows} rows per update in this process: planning for the longest rows of the data set")
     with _unchanged(trainer) as records:
 
-        def step_of(batch: Any, accumulate: int, items: Any) -> Step:
+        def step(batch: Any, accumulate: int) -> Step:
+            labels = trainer._get_num_items_in_batch([batch] * accumulate, args.device) if rows else items
+
             def loss(model: nn.Module, batch: Any) -> Any:
-                return trainer.compute_loss(model, dict(batch), num_items_in_batch=items)  # which may change its dict
+                return trainer.compute_loss(model, dict(batch), num_items_in_batch=labels)  # which may change its dict
 
             return Step(
                 model,
@@ -245,7 +206,21 @@ def _steps(trainer: Any) -> Iterator[Callable[[Any, int, Any], Step]]:
         model.train()
         if callable(prepare := getattr(optimizer, "train", None)):
             prepare()
-        yield step_of
+        return plan.find(
+            Training(
+                step=step,
+                first=first,
+                own=trainer.state.train_batch_size,
+                accumulate=args.gradient_accumulation_steps,
+                rows=rows,
+                processes=processes,
+                dataset=loader.dataset,
+                collate=loader.collate_fn,
+                folder=Path(args.output_dir) / "autockpt",
+                say=say,
+                terms=TRAINER,
+            )
+        )
 
 
 def _resized(trainer: Any, plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:

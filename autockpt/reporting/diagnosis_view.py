@@ -17,8 +17,8 @@ from autockpt.schema.diagnosis import CommandReading, DeviceFailure, Diagnosis, 
 
 _BAR = 20
 _FITS_ALREADY = (
-    "By the simulation the job fits without a plan. Describe it as it ran (--batch-size, --seq-len, --run), or take one "
-    "of these by its peak:"
+    "By the simulation the job fits without a plan. Describe it as it ran (--batch-size, --seq-len, --run), or take "
+    "one of these by its peak:"
 )
 SNAPSHOT_RULE = (
     "Purposes are read off the stacks, so they are likely, not certain: modules built, loaded or moved are weights, "
