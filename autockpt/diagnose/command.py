@@ -13,6 +13,7 @@ from typing import Any
 from autockpt.diagnose import flags
 from autockpt.errors import UsageError
 from autockpt.schema.diagnosis import CommandReading, Taken
+from autockpt.schema.workload import as_option
 
 _OFF = {"false", "0", "no", "none", "off", "null", ""}
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -358,8 +359,8 @@ class _Reader:
 
 def _option(name: str, value: Any) -> str:
     """As ``autockpt`` wants it on its own command line."""
-    flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+    said = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
+    return as_option(name) + said
 
 
 def _of_file(path: Path, notes: list[str]) -> dict[str, str]:

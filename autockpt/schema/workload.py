@@ -64,4 +64,9 @@ class WorkloadSpec(Data):
     def simulated_only(self) -> dict[str, str]:
         """The same as a user writes them: options, with their values."""
         given = self.simulated_settings().items()
-        return {f"--{name.replace('_', '-')}": "" if value is True else str(value) for name, value in given}
+        return {as_option(name): "" if value is True else str(value) for name, value in given}
+
+
+def as_option(field: str) -> str:
+    """How a field of WorkloadSpec is called on the command line."""
+    return f"--{field.replace('_', '-')}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema.workload import WorkloadSpec
+from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.batches import BatchMaker, has_sequences
 from autockpt.workload.configs import ConfigSource, find_config, prepare, quiet
 from autockpt.workload.factory import call_factory, is_factory
@@ -71,9 +71,9 @@ def sequence_length(spec: WorkloadSpec) -> int | None:
 
 def refuse_simulated(spec: WorkloadSpec) -> None:
     """Raise UsageError for a spec that no real step can follow: more than one GPU, states that are counted by rule."""
-    for option, value in spec.simulated_only().items():
+    for name, value in spec.simulated_only().items():
         raise UsageError(
-            f"{option} {value}".strip() + " can only be planned for on simulated hardware, not measured",
+            f"{name} {value}".strip() + " can only be planned for on simulated hardware, not measured",
             remedy="Add --hardware with the name of a device; or leave out the option, or the plan that --resume found "
             "it in.",
         )
@@ -91,18 +91,15 @@ def _check(spec: WorkloadSpec) -> None:
     if spec.packed and spec.pad_to is not None:
         raise UsageError("packed batches have no padding", remedy="Leave out --packed or --pad-to.")
     if spec.pad_to is not None and spec.seq_len is not None and spec.pad_to < spec.seq_len:
-        raise UsageError(
-            f"--pad-to {spec.pad_to} is shorter than --seq-len {spec.seq_len}",
-            remedy="Pad to at least the length of the longest sequence.",
-        )
+        said, remedy = f"--seq-len {spec.seq_len}", "Pad to at least the length of the longest sequence."
+        raise UsageError(f"--pad-to {spec.pad_to} is shorter than {said}", remedy=remedy)
 
 
 def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     source = find_config(spec)
     spec = with_own_quantization(spec, source)
-    head = (remote_head(source.config, source.where) if spec.trust_remote_code else None) or head_of(
-        source.config, source.architecture, source.where
-    )
+    head = remote_head(source.config, source.where) if spec.trust_remote_code else None
+    head = head or head_of(source.config, source.architecture, source.where)
     size = _size(spec, source, head)
     notes = [head.note, *size.notes, *prepare(source, head.task, size.padded, spec.weights)]
     dtype = DTYPES[_dtype_name(spec, source)]
@@ -146,7 +143,7 @@ def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> _Size:
     defaults = source.defaults
     rows = spec.batch_size or (defaults.batch_size if defaults else _DEFAULT_ROWS)
     if not has_sequences(head.task):
-        given = [f"--{n.replace('_', '-')}" for n in ("seq_len", "pad_to") if getattr(spec, n) is not None]
+        given = [as_option(name) for name in ("seq_len", "pad_to") if getattr(spec, name) is not None]
         notes = (f"{' and '.join(given)} ignored: images have the size that the model takes",) if given else ()
         return _Size(rows, None, None, notes)
     length = spec.seq_len or (defaults.seq_len if defaults else None) or _usual_length(source.config, head)
@@ -165,13 +162,9 @@ def _scores(model: nn.Module, size: _Size, dtype: torch.dtype) -> str:
     """What eager attention keeps where transformers has no sdpa, and what to switch on; empty elsewhere."""
     owner: Any = inner_model(model)
     config = getattr(owner, "config", None)
-    if (
-        config is None
-        or getattr(config, "_attn_implementation", "") != "eager"
-        or getattr(owner, "_supports_sdpa", True)
-    ):
+    if getattr(config, "_attn_implementation", "") != "eager" or getattr(owner, "_supports_sdpa", True):
         return ""
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)  # type: ignore[union-attr]
     if not getattr(owner, "_supports_flash_attn", False) or size.padded is None or not isinstance(heads, int):
         return ""
     nbytes = size.rows * heads * size.padded**2 * dtype.itemsize
@@ -187,15 +180,12 @@ def _usual_length(config: Any, head: Head) -> int:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if head.task == "speech_seq2seq":
         limit = getattr(config, "max_target_positions", limit)
-    usable = isinstance(limit, int) and limit > 0
-    return min(limit, _DEFAULT_LENGTH) if usable else _DEFAULT_LENGTH  # type: ignore[type-var]
+    return min(limit, _DEFAULT_LENGTH) if isinstance(limit, int) and limit > 0 else _DEFAULT_LENGTH
 
 
 def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:
-    if spec.dtype is not None:
-        return spec.dtype
-    if source.defaults is not None:
-        return source.defaults.dtype
+    if spec.dtype is not None or source.defaults is not None:
+        return spec.dtype or source.defaults.dtype  # type: ignore[union-attr]
     own = getattr(source.config, "dtype", None)
     name = short_dtype(own) if isinstance(own, torch.dtype) else "fp32"
     return name if name in DTYPES else "fp32"
@@ -223,14 +213,12 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
 def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -> Step:
     """Model, batch and whatever else was made by someone, completed by the spec."""
     model: nn.Module = parts["model"]
-    if parts.get("full_step") is None:
-        _move_model(model, device)
-    scaler = parts.get("scaler")
+    scaler, optimizer = parts.get("scaler"), parts.get("optimizer")
     if scaler is None and spec.scaler:
         scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE)
-    optimizer = parts.get("optimizer")
-    if optimizer is None and parts.get("full_step") is None:
-        optimizer = make_optimizer(spec.optimizer, model)
+    if parts.get("full_step") is None:
+        _move_model(model, device)
+        optimizer = make_optimizer(spec.optimizer, model) if optimizer is None else optimizer
     return Step(
         model,
         move(parts["batch"], device),

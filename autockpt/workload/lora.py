@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema.workload import WorkloadSpec
+from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.failures import summary
 from autockpt.workload.quantised import PACKED, is_quantised, left_whole, prepare_for_training
-from autockpt.workload.units import discover_units, module_of
+from autockpt.workload.units import discover_units, modules_of
 
 ALL_LINEAR = "all-linear"
 _NOT_PREPARED = (
@@ -29,21 +29,16 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
     """
     prepared = [prepare_for_training(model)] if spec.prepare_kbit else []
     if spec.lora is None:
-        for option in ("lora_targets", "lora_dora", "lora_modules_to_save"):
-            if getattr(spec, option):
-                raise UsageError(f"--{option.replace('_', '-')} needs --lora", remedy="Add --lora RANK.")
+        for name in ("lora_targets", "lora_dora", "lora_modules_to_save"):
+            if getattr(spec, name):
+                raise UsageError(f"{as_option(name)} needs --lora", remedy="Add --lora RANK.")
         if spec.load_in_4bit or spec.load_in_8bit or spec.quantization:
             raise UsageError("quantised weights cannot be trained", remedy="Add adapters: --lora 16.")
         if spec.prepare_kbit:
             raise UsageError("--prepare-kbit freezes all weights", remedy="Add adapters: --lora 16.")
         return model, []
-    adapted, notes = add_lora(
-        model,
-        spec.lora,
-        targets=spec.lora_targets,
-        dora=spec.lora_dora,
-        whole=_names(spec.lora_modules_to_save),
-    )
+    whole = _names(spec.lora_modules_to_save)
+    adapted, notes = add_lora(model, spec.lora, targets=spec.lora_targets, dora=spec.lora_dora, whole=whole)
     if quantised := list(filter(is_quantised, adapted.parameters())):
         notes += left_whole(adapted)
     packed = any(type(p).__name__ in PACKED for p in quantised)
@@ -79,9 +74,8 @@ def add_lora(
             "LoRA has nothing to adapt: the model's blocks hold no linear layers",
             remedy="Leave --lora out, or attach adapters yourself in a factory.",
         )
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=chosen, use_dora=dora, modules_to_save=whole or None
-    )
+    scale, whole = 2 * rank, whole or None
+    config = LoraConfig(r=rank, lora_alpha=scale, target_modules=chosen, use_dora=dora, modules_to_save=whole)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # between PEFT and transformers, nothing a user can act on
@@ -147,9 +141,9 @@ def _peft_targets(model: nn.Module) -> list[str] | None:
 def _linear_names(model: nn.Module) -> list[str]:
     """Last components of the names of all linear layers inside blocks."""
     names: set[str] = set()
-    for unit in discover_units(model):
-        if unit.role == "block":
-            for name, module in module_of(model, unit.name).named_modules():
-                if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-                    names.add(f"{unit.name}.{name}".rpartition(".")[2])
+    blocks = [unit.name for unit in discover_units(model) if unit.role == "block"]
+    for block, found in zip(blocks, modules_of(model, blocks), strict=True):
+        for name, module in found.named_modules(prefix=block):
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+                names.add(name.rpartition(".")[2])
     return sorted(names)

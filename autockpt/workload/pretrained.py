@@ -26,46 +26,43 @@ def make_model(
     Raises WorkloadError for an attention implementation that is not there, weights that cannot be had, and whatever
     else transformers refuses; running out of memory is passed on.
     """
-    options: dict[str, Any] = {"dtype": dtype}
-    products = DTYPES[spec.autocast] if spec.autocast is not None else dtype
-    quantization = quantization_of(spec, products)
-    if spec.attn is not None:
-        options["attn_implementation"] = spec.attn
-    try:
-        model = (
-            _trained(spec, source, head, options, quantization, device)
-            if spec.weights
-            else _random(spec, source, head, options, quantization, device)
+    quantization = quantization_of(spec, DTYPES[spec.autocast] if spec.autocast is not None else dtype)
+    if spec.weights and source.pretrained is None:
+        raise WorkloadError(
+            f"there are no trained weights for {source.where}",
+            remedy="Leave --weights out, or give a hub id or a directory with weights.",
         )
-    except WorkloadError:
-        raise
+    if head.remote and quantization is not None and not spec.weights:
+        raise WorkloadError(
+            f"{source.where} is built by code of its own, which is not quantised without its weights",
+            remedy="Add --weights, or make the model in a function of your own.",
+        )
+    try:
+        return _made(spec, source, head, dtype, quantization, device).train()
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, WorkloadError) or is_out_of_memory(error):
             raise
         raise _explain(error, spec, source) from None
-    return model.train()
 
 
-def _random(
-    spec: WorkloadSpec,
-    source: ConfigSource,
-    head: Head,
-    options: dict[str, Any],
-    quantization: Any,
-    device: torch.device,
+def _made(
+    spec: WorkloadSpec, source: ConfigSource, head: Head, dtype: torch.dtype, quantization: Any, device: torch.device
 ) -> nn.Module:
+    cls, config = model_class(head), source.config
+    options: dict[str, Any] = {"dtype": dtype} | ({} if spec.attn is None else {"attn_implementation": spec.attn})
+    code = {"trust_remote_code": spec.trust_remote_code} if head.remote else {}
+    if not spec.weights and quantization is not None:
+        return build_quantised(cls, config, options, quantization, device)
+    if not spec.weights:
+        with torch.device(device), fast_init():
+            return (cls.from_config if head.remote else cls._from_config)(config, **options, **code)
     if quantization is not None:
-        if head.remote:
-            raise WorkloadError(
-                f"{source.where} is built by code of its own, which is not quantised without its weights",
-                remedy="Add --weights, or make the model in a function of your own.",
-            )
-        return build_quantised(model_class(head), source.config, options, quantization, device)
-    with torch.device(device), fast_init():
-        if head.remote:
-            auto = model_class(head)
-            return auto.from_config(source.config, trust_remote_code=spec.trust_remote_code, **options)
-        return model_class(head)._from_config(source.config, **options)
+        options["device_map"] = {"": device}
+        if getattr(config, "quantization_config", None) is None:
+            options["quantization_config"] = quantization
+    local = Path(str(source.pretrained)).is_dir() or not hub_reachable()
+    model = cls.from_pretrained(source.pretrained, config=config, local_files_only=local, **options, **code)
+    return model if quantization is not None else model.to(device)
 
 
 def model_class(head: Head) -> Any:
@@ -73,31 +70,6 @@ def model_class(head: Head) -> Any:
     import transformers
 
     return getattr(transformers, head.auto if head.remote else head.cls)
-
-
-def _trained(
-    spec: WorkloadSpec,
-    source: ConfigSource,
-    head: Head,
-    options: dict[str, Any],
-    quantization: Any,
-    device: torch.device,
-) -> nn.Module:
-    if source.pretrained is None:
-        raise WorkloadError(
-            f"there are no trained weights for {source.where}",
-            remedy="Leave --weights out, or give a hub id or a directory with weights.",
-        )
-    remote = {"trust_remote_code": spec.trust_remote_code} if head.remote else {}
-    local = Path(source.pretrained).is_dir() or not hub_reachable()
-    if quantization is not None and getattr(source.config, "quantization_config", None) is None:
-        options = options | {"quantization_config": quantization}
-    if quantization is not None:
-        options = options | {"device_map": {"": device}}
-    model = model_class(head).from_pretrained(
-        source.pretrained, config=source.config, local_files_only=local, **options, **remote
-    )
-    return model if quantization is not None else model.to(device)
 
 
 def _explain(error: Exception, spec: WorkloadSpec, source: ConfigSource) -> WorkloadError:
