@@ -34,20 +34,22 @@ def sentence(
     if state == "infeasible":
         said = refused.partition("\n")[0]
         return f"{said[:1].upper()}{said[1:]}."
-    ours = next((r for r in rows if r.name == OURS), None)
-    score = _score(ours)
+    known = {row.name: _score(row) for row in rows}
+    score = known.get(OURS)
     if score is None or budget is None:
         return STATES.get(state, "No plan was found.")
     spare = budget.bytes - score.peak_bytes
-    asked = budget.asked if not budget.asked.endswith(("%", "act", "auto")) else f"{format_binary(budget.whole)} "
-    asked = asked if asked == budget.asked else f"{asked.strip()} ({budget.asked})"
+    asked = budget.asked
+    if asked.endswith(("%", "act", "auto")):
+        asked = f"{format_binary(budget.whole)} ({asked})"
     asked = f"{asked} less {budget.headroom}" if budget.headroom else asked
-    fits = f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
-    said = [fits]
-    against = {name: _score(next((r for r in rows if r.name == name), None)) for name in (ALL, NONE)}
-    if (other := against[ALL]) is not None:
+    said = [
+        f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
+    ]
+    known = {row.name: _score(row) for row in rows}
+    if (other := known.get(ALL)) is not None:
         said.append(compared(score, other, "recomputing everything"))
-    if (other := against[NONE]) is not None:
+    if (other := known.get(NONE)) is not None:
         fit = "" if other.peak_bytes <= budget.bytes else ", which does not fit"
         said.append(compared(score, other, "saving everything") + fit)
     word = "measured by real steps" if source == "measured" else "simulated, nothing was measured"
@@ -56,9 +58,7 @@ def sentence(
 
 
 def _score(row: Comparison | None) -> Measurement | Prediction | None:
-    if row is None:
-        return None
-    return row.measured or row.predicted
+    return None if row is None else row.measured or row.predicted
 
 
 def compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:

@@ -60,10 +60,6 @@ class Structure(Data):
     fingerprint: str = ""
     units: dict[str, str] = Field(default_factory=dict, description="pattern of unit names -> class name")
 
-    @classmethod
-    def of(cls, name: str, fingerprint: str, units: Iterable[Unit]) -> Structure:
-        return cls(name=name, fingerprint=fingerprint, units=fold({u.name: u.cls for u in units}))
-
     @cached_property
     def classes(self) -> dict[str, str]:
         """Class by exact unit name."""
@@ -169,7 +165,7 @@ class Plan(Data):
             row.model_copy(update={"predicted": _tidy(row.predicted), "measured": _tidy(row.measured)})
             for row in rest.get("baselines", ())
         )
-        structure = Structure.of(model, fingerprint, units)
+        structure = Structure(name=model, fingerprint=fingerprint, units=fold({u.name: u.cls for u in units}))
         return cls(hash=plan_hash(choices), model=structure, choices=fold(choices), **rest)
 
     @classmethod
@@ -205,7 +201,7 @@ class Plan(Data):
 
     def _is_in(self, path: Path) -> bool:
         try:
-            return Plan.load(path).model_dump() == self.model_dump()
+            return Plan.load(path) == self
         except (PlanError, ValidationError):
             return False
 

@@ -178,13 +178,5 @@ class Listener(Protocol):
         """Something the user should know now."""
 
 
-class Silence:
+class Silence(Listener):
     """A listener that does not listen."""
-
-    def stage(self, name: str, total: int | None = None) -> None: ...
-
-    def advance(self, steps: int = 1) -> None: ...
-
-    def trial(self, trial: Trial, best: Trial | None) -> None: ...
-
-    def note(self, text: str) -> None: ...

@@ -24,7 +24,7 @@ from autockpt.schema import (
     WorkloadSpec,
     plan_hash,
 )
-from autockpt.schema.plan import Steps, Structure
+from autockpt.schema.plan import Steps
 from autockpt.schema.sets import When
 
 UNITS = tuple(Unit(name=f"model.layers.{i}", cls="LlamaDecoderLayer", kind=0) for i in range(12)) + tuple(
@@ -298,7 +298,7 @@ def test_the_hash_is_of_what_a_plan_does() -> None:
 
 
 def test_structures_are_compact() -> None:
-    structure = Structure.of("llama-tiny", "f", UNITS)
+    structure = Plan.create({}, UNITS, model="llama-tiny").model
     assert structure.units == {"model.layers.0-11": "LlamaDecoderLayer", "model.layers.0-11.mlp": "LlamaMLP"}
     assert structure.classes == {u.name: u.cls for u in UNITS}
 
