@@ -15,7 +15,7 @@ from autockpt.page.outlook import Asked, JobChange, changes
 from autockpt.page.plans import SAID, SIMULATED, PlanPoint, Plans, plans_of
 from autockpt.page.sentence import more_budget, next_steps, sentence, why
 from autockpt.page.tape import Timeline, tape_of
-from autockpt.reporting.explain_words import rates
+from autockpt.reporting.explain_view import rates
 from autockpt.schema import (
     SAVE,
     Choice,

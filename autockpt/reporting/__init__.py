@@ -1,9 +1,8 @@
 """What other packages computed, drawn for a terminal."""
 
 from autockpt.reporting.answer import print_answer
-from autockpt.reporting.bench_page import bench_page
 from autockpt.reporting.bench_picture import bench_picture
-from autockpt.reporting.bench_view import print_bench
+from autockpt.reporting.bench_view import bench_page, print_bench
 from autockpt.reporting.estimate_view import print_estimates
 from autockpt.reporting.graph_summary import summarise
 from autockpt.reporting.hardware_view import print_hardware

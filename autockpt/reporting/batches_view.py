@@ -18,8 +18,7 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
     """Print the best setting's whole answer, all settings by tokens per second, and the trainers' flags."""
     print_answer(answer.outcome, console)
     best = answer.best
-    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console)
-    console.print(_batches_table(answer))
+    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console, _batches_table(answer))
     if not isinstance(best.score, Measurement):
         console.print("~ simulated, not measured", style="dim")
     console.print()

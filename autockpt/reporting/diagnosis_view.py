@@ -46,11 +46,9 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
         _simulated(said, said.room, console)
         _prescription(said, said.room, console)
     if said.unprescribed:
-        heading("No prescription", console)
-        console.print(Text(said.unprescribed))
+        heading("No prescription", console, Text(said.unprescribed))
     if said.advice:
-        heading("Besides" if said.room is not None else "What helps", console)
-        console.print(bullets(said.advice))
+        heading("Besides" if said.room is not None else "What helps", console, bullets(said.advice))
     if said.notes:
         console.print()
         console.print(bullets(said.notes))
@@ -67,12 +65,11 @@ def _reported(failure: DeviceFailure, console: Console) -> None:
     known = {name: size for name, size in rows.items() if size is not None}
     if not known:
         return
-    heading("What the message says", console)
     table = _sizes(known)
     if failure.capacity is not None:
         table.add_section()
         table.add_row("the device", format_binary(failure.capacity), style="bold")
-    console.print(table)
+    heading("What the message says", console, table)
 
 
 def _sizes(rows: Mapping[str, int]) -> Table:
@@ -83,15 +80,12 @@ def _sizes(rows: Mapping[str, int]) -> Table:
 
 
 def _snapshot(said: SnapshotReading, console: Console) -> None:
-    heading("What the snapshot holds, when memory ran out" if said.at_oom else "What the snapshot holds", console)
     table = _sizes({**(said.purposes or {"in use": said.allocated}), "reserved, unused": said.inactive})
     table.add_section()
     table.add_row(f"reserved, in {words.counted(said.segments, 'segment')}", format_binary(said.reserved))
-    console.print(table)
+    heading("What the snapshot holds" + (", when memory ran out" if said.at_oom else ""), console, table)
     if said.with_stacks:
-        heading("The largest, by who asked for them", console)
-        console.print(_groups(said))
-        console.print(Text(SNAPSHOT_RULE, style="dim"))
+        heading("The largest, by who asked for them", console, _groups(said), Text(SNAPSHOT_RULE, style="dim"))
 
 
 def _groups(said: SnapshotReading) -> Table:
@@ -124,8 +118,6 @@ def _command(said: CommandReading, console: Console) -> None:
 
 def _simulated(said: Diagnosis, room: Room, console: Console) -> None:
     assert said.agreement is not None
-    over = said.agreement.stage is not None
-    heading(f"What fills it, by a ghost run, {'where it runs over' if over else 'at the peak'}", console)
     marks = area.marks_of(console.encoding)
     total = max(1, sum(h.peak_bytes for h in said.holdings))
     table = plain_table("<", ">", ">", "", show_header=False)
@@ -135,13 +127,12 @@ def _simulated(said: Diagnosis, room: Room, console: Console) -> None:
             table.add_row(h.name, format_binary(h.peak_bytes), words.share(share), area.bar(share, _BAR, marks))
     table.add_section()
     table.add_row("together", format_binary(total), "", "", style="bold")
-    console.print(table)
-    console.print(bullets(said.agreement.verdicts))
+    where = "where it runs over" if said.agreement.stage is not None else "at the peak"
+    heading(f"What fills it, by a ghost run, {where}", console, table, bullets(said.agreement.verdicts))
 
 
 def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
-    heading("Prescription", console)
-    console.print(Text(_room(room)))
+    heading("Prescription", console, Text(_room(room)))
     if said.choices:
         if said.fits_already:
             console.print(Text(_FITS_ALREADY))

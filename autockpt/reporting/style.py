@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rich.box import Box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
@@ -131,10 +131,12 @@ def plain_table(*columns: str, show_header: bool = True) -> Table:
     return table
 
 
-def heading(text: str, console: Console) -> None:
-    """An empty line, and what the next ones are about."""
+def heading(text: str, console: Console, *beneath: RenderableType) -> None:
+    """An empty line, what the next ones are about, and these."""
     console.print()
     console.print(Text(text, style="bold"))
+    for part in beneath:
+        console.print(part)
 
 
 def bullets(lines: Iterable[str], mark: str = "•") -> Table:

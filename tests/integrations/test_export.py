@@ -10,8 +10,7 @@ import transformers
 import yaml
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.integrations.export import export
-from autockpt.integrations.export.targets import TARGETS
+from autockpt.integrations.export import TARGETS, export
 from autockpt.integrations.export.transformers import _supported
 from autockpt.integrations.export.wanted import LayerChoices
 from autockpt.schema import Plan
