@@ -368,18 +368,8 @@ def _slug(text: str) -> str:
 
 def _drop_torn_line(file: Any) -> None:
     """Cut what a killed process left of a line, so that the next one begins on a line of its own."""
-    end = file.seek(0, os.SEEK_END)
-    position = end
-    while position > 0:
-        step = min(4096, position)
-        file.seek(position - step)
-        block = file.read(step)
-        if (newline := block.rfind(b"\n")) >= 0:
-            position = position - step + newline + 1
-            break
-        position -= step
-    if position < end:
-        file.truncate(position)
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _read_json(path: Path) -> Any:

@@ -36,6 +36,7 @@ TIMEOUT = 600.0
 OWN = "auto"  # lengths: those of the trainer's data set
 ROWS = 4096
 _SECONDS_FOR_ROWS = 20.0
+_SIMULATED = "for FSDP and ZeRO-3 simulated, with --shard N --hardware …"
 _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "again")
 
 
@@ -236,6 +237,15 @@ class PlanCallback:
         self.handle = apply(model, plan)
         if aloud:
             logging.getLogger(type(self).__module__).info("%s", self.handle)
+
+
+def refuse_search(callback: str, reasons: Mapping[str, bool], way: str = _SIMULATED) -> None:
+    """Raise UsageError with the first of the reasons that holds why no search is possible in a training."""
+    if named := [reason for reason, holds in reasons.items() if holds]:
+        raise UsageError(
+            f"{callback} cannot search here: {named[0]}",
+            remedy=f'Search beforehand (autockpt search --budget …; {way}) and pass the plan: {callback}("plan.yaml").',
+        )
 
 
 def found_once(find: Callable[[], Plan]) -> Plan:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import LIGHTNING
@@ -93,18 +93,12 @@ def _is_first(trainer: Any) -> bool:
 def _refuse_unsearchable(trainer: Any, module: Any) -> None:
     """Raise UsageError for training whose step cannot be taken by one process, or is not ours to take."""
     strategy = type(trainer.strategy).__name__
-    what = {
+    reasons = {
         f"{strategy} needs every process for a step": strategy not in ("SingleDeviceStrategy", "DDPStrategy"),
         "manual optimization": not module.automatic_optimization,
         "several optimizers, or none": len(trainer.optimizers) != 1,
     }
-    named = [name for name, there in what.items() if there]
-    if named:
-        raise UsageError(
-            f"AutockptLightningCallback cannot search here: {named[0]}",
-            remedy="Search beforehand (autockpt search --budget …; for FSDP and ZeRO-3 simulated, with --shard N "
-            '--hardware …) and pass the plan: AutockptLightningCallback("plan.yaml").',
-        )
+    refuse_search("AutockptLightningCallback", reasons)
 
 
 def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int) -> Plan:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import TRAINER
 from autockpt.workload import Step, move
@@ -114,18 +114,15 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             given[_SKIPPED] = given[_SKIPPED] * args.gradient_accumulation_steps // before
             return type(trainer)._run_epoch(trainer, **given | changed)
 
-        if not {"train_dataloader", "steps_in_epoch", _SKIPPED} <= _epoch_arguments(trainer):
+        epoch = getattr(type(trainer), _EPOCH, None)
+        taken = inspect.signature(epoch).parameters if epoch is not None else {}
+        if not {"train_dataloader", "steps_in_epoch", _SKIPPED} <= set(taken):
             raise UsageError(
                 f"{type(trainer).__name__} of transformers {transformers.__version__} does not let its batches be made "
                 "anew as training starts",
                 remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass its plan and settings.",
             )
         setattr(trainer, _EPOCH, run_epoch)
-
-
-def _epoch_arguments(trainer: Any) -> set[str]:
-    epoch = getattr(type(trainer), _EPOCH, None)
-    return set(inspect.signature(epoch).parameters) if epoch is not None else set()
 
 
 def calling_trainer() -> Any:
@@ -147,11 +144,11 @@ def _refuse_unsearchable(trainer: Any) -> None:
     accelerator, args = trainer.accelerator, trainer.args
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     parallel = getattr(accelerator, "parallelism_config", None)
-    compiled, optim = bool(args.torch_compile), str(getattr(args.optim, "value", args.optim))
-    what = {
+    optim = str(getattr(args.optim, "value", args.optim))
+    reasons = {
         "DeepSpeed": "DEEPSPEED" in kind,
         "FSDP": "FSDP" in kind or bool(getattr(trainer, "is_fsdp_enabled", False)),
-        "torch_compile=True": compiled,
+        "torch_compile=True": args.torch_compile,
         "DataParallel over several GPUs": args.n_gpu > 1,
         f"distributed training of kind {kind}": kind not in ("NO", "MULTI_GPU", "MULTI_CPU"),
         "tensor, context or sequence parallelism": parallel is not None and getattr(parallel, "total_size", 1) > 1,
@@ -159,14 +156,7 @@ def _refuse_unsearchable(trainer: Any) -> None:
         f"{type(trainer).__name__}, which makes its batches while it trains": type(trainer)._prepare_inputs
         is not transformers.Trainer._prepare_inputs,
     }
-    named = [name for name, there in what.items() if there]
-    if named:
-        way = "with --compile layers" if compiled else "for FSDP and ZeRO-3 simulated, with --shard N --hardware …"
-        raise UsageError(
-            f"AutockptCallback cannot search here: {named[0]}",
-            remedy=f"Search beforehand (autockpt search --budget …; {way}) and pass the plan: "
-            'AutockptCallback("plan.yaml").',
-        )
+    refuse_search("AutockptCallback", reasons, *(["with --compile layers"] if args.torch_compile else []))
 
 
 def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None, rows: int = 0) -> Plan:
@@ -178,7 +168,9 @@ def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None
     args, model, optimizer = trainer.args, trainer.model, trainer.optimizer
     loader, processes = trainer.callback_handler.train_dataloader, trainer.accelerator.num_processes
     if processes > 1 and model.device.type == "cpu":  # elsewhere the allocator counts them, as they are there already
-        plan = replace(plan, options={"headroom": f"{_bucket_bytes(model) // 1024 + 1}KiB", **plan.options})
+        # DDP's buckets, in which gradients lie a second time
+        buckets = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        plan = replace(plan, options={"headroom": f"{buckets // 1024 + 1}KiB", **plan.options})
     say = _teller(trainer)
     if rows:
         say(f"{rows} rows per update in this process: planning for the longest rows of the data set")
@@ -270,7 +262,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "trainer": type(trainer).__name__,
         "loss": getattr(args, "loss_type", None),
         "label_smoothing": args.label_smoothing_factor,
-        "autocast": {"no": None}.get(precision := trainer.accelerator.mixed_precision, precision),
+        "autocast": None if (precision := trainer.accelerator.mixed_precision) == "no" else precision,
         "processes": trainer.accelerator.num_processes,
     }
 
@@ -294,11 +286,6 @@ def _unchanged(trainer: Any) -> Iterator[dict[str, Any]]:
         vars(trainer).update(before)
 
 
-def _bucket_bytes(model: nn.Module) -> int:
-    """Bytes of DDP's buckets, in which gradients lie a second time."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-
-
 def _teller(trainer: Any) -> Callable[[str], None]:
     """What shows a line as the Trainer shows its own: above its progress bar, printed, or logged where it is silent."""
     callbacks = trainer.callback_handler.callbacks
@@ -316,7 +303,8 @@ def refuse_own_checkpointing(args: Any) -> None:
     """
     asked: list[str] = []
     for name in _SPELLINGS:
-        on, options = getattr(args, name, False), _telling(args, f"{name}_kwargs")
+        on, options = getattr(args, name, False), getattr(args, f"{name}_kwargs", None)
+        options = {k: v for k, v in options.items() if k in _TELLING and v} if isinstance(options, Mapping) else {}
         asked = [f"{name}=True"] * bool(on) + [f"{name}_kwargs={options}"] * bool(options)
         if asked:  # the Trainer mirrors one spelling in the other, so which of them was written is not known
             if name == _SPELLINGS[0] and hasattr(args, _SPELLINGS[1]):
@@ -325,7 +313,8 @@ def refuse_own_checkpointing(args: Any) -> None:
     if getattr(args, "activation_offloading", False):
         asked.append("activation_offloading=True")
     fsdp = getattr(args, "fsdp_config", None)
-    if isinstance(fsdp, Mapping) and any(_on(fsdp, prefix + _SPELLINGS[0]) for prefix in ("", "fsdp_")):
+    wanted = [fsdp.get(prefix + _SPELLINGS[0]) for prefix in ("", "fsdp_")] if isinstance(fsdp, Mapping) else []
+    if any(str(value).lower() in ("true", "1", "yes") for value in wanted):
         asked.append(f"fsdp_config={{'{_SPELLINGS[0]}': True}}")
     if not asked:
         return
@@ -336,12 +325,3 @@ def refuse_own_checkpointing(args: Any) -> None:
         "(gradient_checkpointing=False in older versions and in TRL, where it is on by default), without its options. "
         "To train with the Trainer's own instead, leave AutockptCallback out.",
     )
-
-
-def _telling(args: Any, name: str) -> dict[str, Any]:
-    options = getattr(args, name, None)
-    return {k: v for k, v in options.items() if k in _TELLING and v} if isinstance(options, Mapping) else {}
-
-
-def _on(options: Mapping[str, Any], name: str) -> bool:
-    return str(options.get(name, "")).lower() in ("true", "1", "yes")

@@ -51,7 +51,8 @@ def write_text(text: str, path: Path) -> Path:
 
 def of_run(contents: Contents) -> dict[str, Any]:
     """What the template needs besides the contents themselves."""
-    tried = [p for p in contents.plans.points.values() if p.phase]
+    points = contents.plans.points.values()
+    tried, others = [p for p in points if p.phase], {p.basis for p in points if not p.phase}
     fitting = sorted((p for p in tried if p.fits and p.seconds), key=lambda p: p.seconds or 0.0)
     budget_bytes = contents.budget.bytes if contents.budget is not None else 0
     return {
@@ -59,12 +60,12 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "load": loading_lines(contents.plan_file, contents.plan.compile if contents.plan else None),
         "tried": tried,
         "said": SAID,
-        "small": _small(contents),
+        "small": [(style, f"other budgets: {SAID[basis]}") for basis, style in draw.SMALL.items() if basis in others],
         "best_few": fitting[:BEST_FEW],
         "without": [p for p in tried if p.fits is False],
         "buys": _buys(contents),
         "phases": _phases(tried),
-        "letters": words.letters(p.choices for p in contents.plans.points.values()),
+        "letters": words.letters(p.choices for p in points),
         "misses": _misses(tried),
     }
 
@@ -72,10 +73,9 @@ def of_run(contents: Contents) -> dict[str, Any]:
 def _buys(contents: Contents) -> list[dict[str, Any]]:
     """What each threshold buys, leanest first; of a long list of predictions only some."""
     best = contents.answer
-    steps = contents.plans.thresholds
     budget_bytes = contents.budget.bytes if contents.budget is not None else 0
     rows = []
-    for step in steps:
+    for step in contents.plans.thresholds:
         point = contents.plans.points[step.predicted or step.tried or ""]
         if rows and rows[-1]["point"] is point:
             continue
@@ -105,19 +105,13 @@ def _phases(tried: list[PlanPoint]) -> list[dict[str, Any]]:
     rows = []
     for phase in PHASES:
         members = [p for p in tried if p.phase == phase]
-        seconds = min((p.seconds for p in members if p.fits and p.seconds), default=None)
         if not members:
             continue
+        seconds = min((p.seconds for p in members if p.fits and p.seconds), default=None)
         gain = 1 - seconds / best if best and seconds and seconds < best else None
         rows.append({"phase": phase, "count": len(members), "best": seconds, "gain": gain, "first": best is None})
-        best = min(s for s in (best, seconds) if s is not None) if best or seconds else None
+        best = min((s for s in (best, seconds) if s is not None), default=None)
     return rows
-
-
-def _small(contents: Contents) -> list[tuple[str, str]]:
-    """Style and words of the small marks that are there: plans that are no trials."""
-    there = {p.basis for p in contents.plans.points.values() if not p.phase}
-    return [(style, f"other budgets: {SAID[basis]}") for basis, style in draw.SMALL.items() if basis in there]
 
 
 def _misses(tried: list[PlanPoint]) -> dict[str, float] | None:

@@ -156,17 +156,8 @@ def _undecided(plans: Plans, best: PlanPoint) -> list[str]:
     """Names of other plans that fit and whose interval meets that of the best."""
     if best.low is None or best.high is None:
         return []
-    return [
-        p.name
-        for p in plans.points.values()
-        if p.key != best.key
-        and p.fits
-        and p.basis == MEASURED
-        and p.low is not None
-        and p.high is not None
-        and p.low <= best.high
-        and best.low <= p.high
-    ]
+    others = (p for p in plans.points.values() if p.key != best.key and p.fits and p.basis == MEASURED)
+    return [p.name for p in others if p.low and p.high and p.low <= best.high and best.low <= p.high]
 
 
 def a_little_more(budget_bytes: int) -> int:

@@ -30,7 +30,8 @@ def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
     """
     with all_random_states_kept():
         if isinstance(source, torch.utils.data.DataLoader):
-            return Lengths.of_all(_in_time(map(_length, source), BATCHES, seconds), "batches")
+            found = _in_time(map(_length_and_kind, source), BATCHES, seconds)
+            return Lengths.of_all((length for length, _ in found), "batches")
         if "length" in (getattr(source, "column_names", None) or ()):
             return Lengths.of_all(map(int, source["length"]))
         found = list(_in_time(map(_length_and_kind, _rows(source)), ROWS, seconds))
@@ -54,10 +55,6 @@ def _rows(source: Any) -> Iterable[Any]:
     raise UsageError(
         f"a {type(source).__name__} has no rows to take lengths of", remedy="Give a data set, a DataLoader or a list."
     )
-
-
-def _length(row: Any) -> int:
-    return _length_and_kind(row)[0]
 
 
 def _length_and_kind(row: Any) -> tuple[int, str]:
