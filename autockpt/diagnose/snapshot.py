@@ -88,13 +88,16 @@ class _Snapshot:
         if device not in states and device not in ooms:
             raise UsageError(f"{self.name} has nothing of GPU {device}", remedy=_REMEDY)
         state = states.get(device, _State(device))
-        event: Mapping[str, Any] | None = None
-        if device in ooms:
-            trace = self.traces[device]
-            event = _dict(trace[ooms[device]], "an event")
+        trace = self.traces[device] if device < len(self.traces) else ()
+        event = _dict(trace[ooms[device]], "an event") if device in ooms else None
+        if event is not None:
             self._rewind(state, trace, ooms[device])
-        before = self.traces[device][: ooms.get(device)] if device < len(self.traces) else ()
-        self._allocation_stacks(state, before)
+        # the stack of an event that frees may be that of the free: the allocation's own is better
+        for raw in trace[: ooms.get(device)]:
+            if isinstance(raw, dict) and raw.get("action") == "alloc":
+                block = state.blocks.get(raw.get("addr", raw.get("address", -1)))
+                if block is not None and raw.get("size") in (block.requested, block.size):
+                    block.frames, block.traced = raw.get("frames"), True
         return self._summary(state, event)
 
     def _states(self) -> dict[int, _State]:
@@ -156,14 +159,6 @@ class _Snapshot:
             state.free_blocks = []
             self.notes.append("the snapshot was taken after the failure; what had been freed since is counted again")
 
-    def _allocation_stacks(self, state: _State, trace: Sequence[Any]) -> None:
-        """The stack of an event that frees may be that of the free: the allocation's own is better."""
-        for raw in trace:
-            if isinstance(raw, dict) and raw.get("action") == "alloc":
-                block = state.blocks.get(raw.get("addr", raw.get("address", -1)))
-                if block is not None and raw.get("size") in (block.requested, block.size):
-                    block.frames, block.traced = raw.get("frames"), True
-
     def _summary(self, state: _State, event: Mapping[str, Any] | None) -> SnapshotReading:
         allocated = sum(b.size for b in state.blocks.values())
         groups, purposes = self._grouped(state.blocks.values())
@@ -175,9 +170,8 @@ class _Snapshot:
             )
         if event is None:
             self.notes.append("it has no OOM event: this is what was alive when it was taken")
-        frames = self._stack(event.get("frames")) if event is not None else ()
-        free = event.get("device_free") if event is not None else None
-        reserved = max(state.reserved, allocated)
+        at_oom, event = event is not None, event or {}
+        free, reserved = event.get("device_free"), max(state.reserved, allocated)
         return SnapshotReading(
             path=self.name,
             device=state.device,
@@ -188,10 +182,10 @@ class _Snapshot:
             inactive=reserved - allocated,
             largest_free=max(state.free_blocks, default=0),
             segments=max(0, state.segments),
-            at_oom=event is not None,
-            tried=_int(event.get("size", 0), "the OOM's size") if event is not None else None,
+            at_oom=at_oom,
+            tried=_int(event.get("size", 0), "the OOM's size") if at_oom else None,
             free=free if isinstance(free, int) and 0 <= free < _LARGEST else None,
-            place=place_of(frames),
+            place=place_of(self._stack(event.get("frames"))),
             purposes=dict(sorted(purposes.items(), key=lambda item: -item[1])) if with_stacks else {},
             groups=tuple(groups[:GROUPS]),
             other_bytes=sum(g.bytes for g in groups[GROUPS:]),

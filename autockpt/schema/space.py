@@ -98,13 +98,10 @@ class SearchSpace(Data):
         Raises UsageError for an unknown choice.
         """
         known = (*searched_kinds(), *head_kinds())
-        for kind in kinds:
-            if kind not in known:
-                near = closest(kind, known)
-                raise UsageError(
-                    f"unknown choice {kind!r}",
-                    remedy=(f"Did you mean {near}? " if near else "") + f"Known choices: {', '.join(known)}.",
-                )
+        if unknown := next((kind for kind in kinds if kind not in known), None):
+            near = closest(unknown, known)
+            said = (f"Did you mean {near}? " if near else "") + f"Known choices: {', '.join(known)}."
+            raise UsageError(f"unknown choice {unknown!r}", remedy=said)
         kept = tuple(c for c in self.choices if c in kinds or c == "save")
         if kept == ("save",):
             raise UsageError("with `save` alone there is nothing to choose", remedy="Allow recompute or offload, too.")
