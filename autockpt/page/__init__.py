@@ -1,6 +1,5 @@
 """A run as one offline HTML page: what was found, why, and what other budgets would buy."""
 
-from autockpt.page.compare import compare_page
-from autockpt.page.render import PAGE, write_page, write_text
+from autockpt.page.render import PAGE, compare_page, write_page, write_text
 
 __all__ = ["PAGE", "compare_page", "write_page", "write_text"]

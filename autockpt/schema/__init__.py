@@ -17,15 +17,13 @@ from autockpt.schema.choices import (
     parse_choice,
     parse_choices,
 )
-from autockpt.schema.device import DeviceInfo, Environment
-from autockpt.schema.estimate import Estimate
+from autockpt.schema.device import DeviceInfo, DevicePeak, Environment
 from autockpt.schema.graph import PHASES, Graph, Op, Phase, Storage, StorageKind, Unit
 from autockpt.schema.hardware import Hardware
-from autockpt.schema.memory import DevicePeak
 from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus, Verdict, plan_hash
 from autockpt.schema.problem import Assignment, Problem, host_of, option_of, peak_of
 from autockpt.schema.profile import Menu, OpTimes, Profile
-from autockpt.schema.request import FinishedSearch, Listener, SearchOutcome, SearchRequest, Silence, StageTime
+from autockpt.schema.request import Estimate, FinishedSearch, Listener, SearchOutcome, SearchRequest, Silence, StageTime
 from autockpt.schema.sizes import (
     Budget,
     ResolvedBudget,
