@@ -76,14 +76,10 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
                 _refuse_other_batches(trainer, found)
             self._apply(found, called_part(pl_module, found), aloud=_is_first(trainer))
 
-    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: nn.Module, *_: Any) -> None:
         self.remove()
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        self.remove()
-
-    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        self.remove()
+    on_exception = teardown = on_fit_end
 
 
 def _is_first(trainer: Any) -> bool:

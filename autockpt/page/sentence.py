@@ -66,7 +66,7 @@ def compared(ours: Measurement | Prediction, other: Measurement | Prediction, na
     if not ours.step_seconds or not other.step_seconds:
         return f"its step time against {name} is not known"
     less = 1 - ours.step_seconds / other.step_seconds
-    noise = math.hypot(*(s.noise if isinstance(s, Measurement) else 0.0 for s in (ours, other)))
+    noise = math.hypot(ours.noise, other.noise)
     if abs(less) < 0.0005:
         return f"as fast as {name}"
     said = f"{_percent(less)} {'faster' if less > 0 else 'slower'} than {name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field
@@ -79,9 +80,7 @@ def option_of(unit: UnitOptions, choice: Choice) -> Option:
 def peak_of(problem: Problem, choices: Mapping[str, Choice]) -> int:
     """Peak bytes of an assignment by the problem's own numbers. Every unit must be named."""
     picked = [option_of(u, choices[u.name]) for u in problem.units]
-    prefix = [0]
-    for option in picked:
-        prefix.append(prefix[-1] + option.kept)
+    prefix = list(accumulate((option.kept for option in picked), initial=0))
     peak = 0
     for p in problem.points:
         own = 0 if p.own is None else (picked[p.own].forward if p.phase == "forward" else picked[p.own].backward)

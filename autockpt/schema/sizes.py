@@ -215,26 +215,30 @@ def _suggestion(text: object) -> str:
     return f"Did you mean {loose[1]}{letter}B or {loose[1]}{letter}iB? {_FORMS}"
 
 
-def _scaled(size: float, step: int, names: tuple[str, ...]) -> str:
-    """Three significant digits in the largest unit that keeps the number at 1 or more."""
-    value, name = float(abs(size)), "B"
+def three(value: float) -> str:
+    """Three significant digits of a number of 1 or more."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def scaled(size: float, step: int, names: tuple[str, ...]) -> str:
+    """Three significant digits in the largest unit that keeps the number at 1 or more; whole ones of the smallest."""
+    value, name = float(abs(size)), names[0]
     for name in names:
         # 999.5 and more would print as 1000: go one unit up
         if value < (step if step == 1024 else 999.5) or name == names[-1]:
             break
         value /= step
-    digits = 0 if name == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{'-' if size < 0 else ''}{value:.{digits}f} {name}"
+    return f"{'-' if size < 0 else ''}{f'{value:.0f}' if name == names[0] else three(value)} {name}"
 
 
 def format_binary(size: float) -> str:
     """Bytes as ``23.5 GiB``."""
-    return _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_decimal(size: float) -> str:
     """Bytes as ``25.2 GB``."""
-    return _scaled(size, 1000, ("B", "KB", "MB", "GB", "TB"))
+    return scaled(size, 1000, ("B", "KB", "MB", "GB", "TB"))
 
 
 def format_bytes(size: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,8 +12,9 @@ from autockpt.schema.choices import Choice
 
 
 class Prediction(Data):
-    """What tracing and profiling say a plan will do. Bytes by ghost run, seconds from op times."""
+    """What tracing and profiling say a plan will do. Bytes by ghost run, seconds from op times, without noise."""
 
+    noise: ClassVar[float] = 0.0
     peak_bytes: int
     step_seconds: float | None = None
     host_bytes: int = Field(
