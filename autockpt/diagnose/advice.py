@@ -15,6 +15,12 @@ _HOST: dict[HostKind, str] = {
     "allocator": "The host's memory could not hold a tensor on the CPU: no device ran out",
     "shared_memory": "The host's shared memory ran out: no device did",
 }
+_BY_STAGE: dict[Stage, str] = {
+    "evaluation": "It failed in evaluation, which keeps nothing for a backward pass: plans do not lower it. Use a "
+    "smaller per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not needed.",
+    "loading": "It failed while the model was loaded, before any step: weights in a smaller type (bf16), sharding, or "
+    "LoRA on quantised weights help there, plans for activations do not.",
+}
 _FRAGMENTED = 0.1  # share of reserved memory that lies unused
 EXPANDABLE = (
     "Let segments grow, so that free blocks come together: PYTORCH_ALLOC_CONF=expandable_segments:True (before torch "
@@ -78,10 +84,10 @@ def advice_of(log: LogReading | None, snapshot: SnapshotReading | None) -> Itera
                 f"Others hold {format_binary(failure.others)} of the device: other processes ({shown}, an earlier run "
                 "may still live), or a desktop. End them, and the budget grows by that."
             )
-        yield from _of_stage(failure.place.stage)
+        yield from filter(None, [_BY_STAGE.get(failure.place.stage)])
     if snapshot is not None:
         yield from _of_memory(snapshot.reserved, snapshot.inactive, snapshot.tried)
-        yield from _of_stage(snapshot.place.stage)
+        yield from filter(None, [_BY_STAGE.get(snapshot.place.stage)])
 
 
 def _of_memory(reserved: int | None, unused: int | None, tried: int | None) -> Iterator[str]:
@@ -93,16 +99,3 @@ def _of_memory(reserved: int | None, unused: int | None, tried: int | None) -> I
     if tried and unused >= tried:
         said = f"Fragmentation: {said}, and more than the {format_binary(tried)} that were asked for"
     yield f"{said}. {EXPANDABLE}"
-
-
-def _of_stage(stage: Stage) -> Iterator[str]:
-    if stage == "evaluation":
-        yield (
-            "It failed in evaluation, which keeps nothing for a backward pass: plans do not lower it. Use a smaller "
-            "per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not needed."
-        )
-    if stage == "loading":
-        yield (
-            "It failed while the model was loaded, before any step: weights in a smaller type (bf16), sharding, or "
-            "LoRA on quantised weights help there, plans for activations do not."
-        )

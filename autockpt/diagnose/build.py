@@ -74,15 +74,12 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
     memory the device has. A model that cannot be built or traced is an error only where there is no evidence to tell.
     """
     told: dict[str, Any] = {
-        "log": question.log,
-        "snapshot": question.snapshot,
-        "command": question.command,
+        **{name: getattr(question, name) for name in ("log", "snapshot", "command")},
         "verdict": verdict_of(question.log, question.snapshot),
         "advice": tuple(advice_of(question.log, question.snapshot)),
         "notes": tuple(_notes(question)),
     }
-    on_host = question.log is not None and not question.log.failures
-    if question.spec is None or on_host:
+    if question.spec is None or (question.log is not None and not question.log.failures):
         return Diagnosis(model=question.spec.model if question.spec else None, **told)
     try:
         found = _simulated(question, question.spec, listener or Silence())
@@ -145,9 +142,8 @@ def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener
 
 
 def _notes(question: DiagnoseRequest) -> Iterator[str]:
-    for reading in (question.log, question.snapshot, question.command):
-        if reading is not None:
-            yield from reading.notes
+    for reading in filter(None, (question.log, question.snapshot, question.command)):
+        yield from reading.notes
     if question.spec is None:
         yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, … or --run"
 

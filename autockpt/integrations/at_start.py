@@ -161,57 +161,12 @@ class PlanWanted:
         return ask
 
 
-def wanted(
-    plan: Plan | str | Path | None,
-    budget: str | None,
-    timeout: float,
-    out: str | Path | None,
-    options: dict[str, Any],
-    global_batch: int | None = None,
-    lengths: Any = None,
-) -> Plan | PlanWanted:
-    """What a trainer's callback was given: a plan, or the wish for one.
-
-    Raises UsageError unless it is exactly one of both, for a malformed budget and for options that no search has;
-    PlanError for a malformed plan.
-    """
-    if (plan is None) == (budget is None):
-        given = "neither a plan nor a budget" if plan is None else "a plan and a budget"
-        raise UsageError(
-            f"the callback got {given}",
-            remedy='Pass one of both: a plan ("plan.yaml") to apply it, budget="24GB" to search as training starts.',
-        )
-    questions = {"global_batch": global_batch, "lengths": lengths}
-    if plan is not None:
-        options = {**options, **{name: value for name, value in questions.items() if value is not None}}
-    if (unknown := set(options) - {*_OPTIONS, *questions}) or (plan is not None and options):
-        why = "it does not know" if unknown else "only a search has"
-        raise UsageError(
-            f"the callback got {', '.join(sorted(unknown or options))}, which {why}",
-            remedy="Next to budget= it takes timeout=, out=, global_batch=, lengths= and "
-            f"{', '.join(f'{name}=' for name in _OPTIONS)}.",
-        )
-    if plan is not None:
-        return plan if isinstance(plan, Plan) else Plan.load(plan)
-    assert budget is not None
-    parsed = parse_budget(budget)
-    if global_batch is not None and lengths is not None:
-        raise UsageError(
-            "global_batch= and lengths= are two questions",
-            remedy="Ask for the batch first, and then for its settings with lengths=.",
-        )
-    if global_batch is not None and (isinstance(global_batch, bool) or not global_batch > 0):
-        raise UsageError(f"global_batch={global_batch!r} are no rows", remedy="Give the rows of an optimizer update.")
-    if global_batch is not None or lengths is not None:
-        parsed.refuse_share("differs by batch and length")
-    if not timeout > 0:
-        raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
-    told = lengths if lengths is None or lengths == OWN else as_lengths(lengths)
-    return PlanWanted(budget, timeout, None if out is None else Path(out), options, global_batch, told)
-
-
 class PlanCallback:
-    """What the callbacks of all trainers share: a plan, or the wish for one, and what was attached."""
+    """What the callbacks of all trainers share: a plan, or the wish for one, and what was attached.
+
+    Raises UsageError unless exactly one of plan and budget is given, for a malformed budget and for options that no
+    search has; PlanError for a malformed plan.
+    """
 
     def __init__(
         self,
@@ -225,8 +180,45 @@ class PlanCallback:
         **options: Any,
     ) -> None:
         super().__init__()
-        self.plan = wanted(plan, budget, timeout, out, options, global_batch, lengths)
         self.handle: Handle | None = None
+        self.plan: Plan | PlanWanted
+        if (plan is None) == (budget is None):
+            given = "neither a plan nor a budget" if plan is None else "a plan and a budget"
+            raise UsageError(
+                f"the callback got {given}",
+                remedy='Pass one of both: a plan ("plan.yaml") to apply it, budget="24GB" to search as training '
+                "starts.",
+            )
+        questions = {"global_batch": global_batch, "lengths": lengths}
+        if plan is not None:
+            options = {**options, **{name: value for name, value in questions.items() if value is not None}}
+        if (unknown := set(options) - {*_OPTIONS, *questions}) or (plan is not None and options):
+            why = "it does not know" if unknown else "only a search has"
+            raise UsageError(
+                f"the callback got {', '.join(sorted(unknown or options))}, which {why}",
+                remedy="Next to budget= it takes timeout=, out=, global_batch=, lengths= and "
+                f"{', '.join(f'{name}=' for name in _OPTIONS)}.",
+            )
+        if plan is not None:
+            self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+            return
+        assert budget is not None
+        parsed = parse_budget(budget)
+        if global_batch is not None and lengths is not None:
+            raise UsageError(
+                "global_batch= and lengths= are two questions",
+                remedy="Ask for the batch first, and then for its settings with lengths=.",
+            )
+        if global_batch is not None and (isinstance(global_batch, bool) or not global_batch > 0):
+            raise UsageError(
+                f"global_batch={global_batch!r} are no rows", remedy="Give the rows of an optimizer update."
+            )
+        if global_batch is not None or lengths is not None:
+            parsed.refuse_share("differs by batch and length")
+        if not timeout > 0:
+            raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
+        told = lengths if lengths is None or lengths == OWN else as_lengths(lengths)
+        self.plan = PlanWanted(budget, timeout, None if out is None else Path(out), options, global_batch, told)
 
     def remove(self) -> None:
         """Take the plan off the model where it is still on. Idempotent."""

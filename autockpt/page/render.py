@@ -200,28 +200,25 @@ def _found(*runs: Contents) -> list[tuple[str, ...]]:
         ("ended", *(run.outcome.stopped if run.outcome is not None else run.state for run in runs)),
     ]
     versions = [dict(run.environment.versions) if run.environment is not None else {} for run in runs]
-    rows += [
-        (name, *(told.get(name, "—") for told in versions))
-        for name in dict.fromkeys(k for told in versions for k in told)
-        if len({told.get(name) for told in versions}) > 1
-    ]
+    for name in dict.fromkeys(k for told in versions for k in told):
+        if len({told.get(name) for told in versions}) > 1:
+            rows.append((name, *(told.get(name, "—") for told in versions)))
     return rows
 
 
-def _step(point: Any) -> str:
-    interval = f" ({words.seconds(point.low)} to {words.seconds(point.high)})" if point.low is not None else ""
+def _step(point: PlanPoint) -> str:
+    interval = f" ({words.seconds(point.low)} to {words.seconds(point.high)})" if point.low and point.high else ""
     return f"{words.seconds(point.seconds)}{interval}" if point.seconds else "—"
 
 
 def _verdict(first: Contents, second: Contents) -> str:
     """The second run's plan against the first's, where they are of one model."""
-    ours = [next((row for row in run.rows if row.name == OURS), None) for run in (first, second)]
-    scores = [(row.measured or row.predicted) if row is not None else None for row in ours]
-    if scores[0] is None or scores[1] is None:
+    ours = [{row.name: row.measured or row.predicted for row in run.rows}.get(OURS) for run in (first, second)]
+    if ours[0] is None or ours[1] is None:
         return "One of the two runs has no plan yet."
-    more = scores[1].peak_bytes - scores[0].peak_bytes
+    more = ours[1].peak_bytes - ours[0].peak_bytes
     said = f"The second plan needs {format_binary(abs(more))} {'more' if more >= 0 else 'less'} and is "
-    text = said + compared(scores[1], scores[0], "the first") + "."
+    text = said + compared(ours[1], ours[0], "the first") + "."
     if first.source != second.source:
         text += " One was measured and the other simulated: their times are not of one kind."
     elif first.device != second.device:
@@ -232,5 +229,5 @@ def _verdict(first: Contents, second: Contents) -> str:
 def _strip(run: Contents) -> list[tuple[str, str, str]]:
     """Letter, kind and words of every unit of the answer."""
     choices = run.answer.choices if run.answer is not None else {}
-    told = [(unit, choices.get(unit, SAVE)) for unit in run.units] if choices else []
-    return [(choice.letter, choice.kind, f"{unit}: {choice}") for unit, choice in told]
+    told = {unit: choices.get(unit, SAVE) for unit in run.units if choices}
+    return [(choice.letter, choice.kind, f"{unit}: {choice}") for unit, choice in told.items()]

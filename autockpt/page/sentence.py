@@ -138,14 +138,11 @@ def why(plans: Plans, prices: Sequence[float]) -> str:
     else:
         said += ", and none of these is faster." if len(fitting) > 1 else "."
     leaner = [plans.points[t.predicted or t.tried or ""] for t in plans.thresholds if t.bytes < best.peak]
-    slower = (p for p in leaner if p.peak and p.seconds and p.seconds > best.seconds)
-    nearest = max(slower, key=lambda p: p.peak or 0, default=None)
-    if nearest is not None and nearest.peak and nearest.seconds:
-        more = nearest.seconds / best.seconds - 1
-        said += (
-            f" The next leaner one, {format_binary(best.peak - nearest.peak)} less, would cost {words.share(more)} more"
-        )
-        said += f" time ({SAID[nearest.basis]})."
+    slower = [(p.peak, p.seconds, p.basis) for p in leaner if p.peak and p.seconds and p.seconds > best.seconds]
+    if slower:
+        peak, seconds, basis = max(slower, key=lambda p: p[0])
+        less, more = format_binary(best.peak - peak), words.share(seconds / best.seconds - 1)
+        said += f" The next leaner one, {less} less, would cost {more} more time ({SAID[basis]})."
     if paid := [price * 2**20 for price in prices if price > 0]:
         least, most = words.seconds(min(paid)), words.seconds(max(paid))
         said += f" Each MiB that its layers give up costs {least if least == most else f'{least} to {most}'} of a step."
@@ -168,19 +165,17 @@ def a_little_more(budget_bytes: int) -> int:
 
 def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
     """The nearest larger budget that would buy a faster step."""
-    for threshold in plans.thresholds:
-        if threshold.bytes <= budget.bytes:
+    larger = [threshold for threshold in plans.thresholds if threshold.bytes > budget.bytes]
+    for size, key in ((t.bytes, key) for t in larger for key in (t.predicted, t.tried)):
+        point = plans.points.get(key or "")
+        if point is None or not point.seconds or not best.seconds or point.seconds >= best.seconds * 0.995:
             continue
-        for key in (threshold.predicted, threshold.tried):
-            point = plans.points.get(key or "")
-            if point is None or not point.seconds or not best.seconds or point.seconds >= best.seconds * 0.995:
-                continue
-            more, gain = threshold.bytes - budget.bytes, 1 - point.seconds / best.seconds
-            return (
-                f"The nearest larger budget that buys time: {format_binary(more)} more "
-                f"({_in_all(threshold.bytes, budget)}) would make a step {words.share(gain)} faster "
-                f"({_basis(plans, point, gain * best.seconds)}); others are in the table below."
-            )
+        gain = 1 - point.seconds / best.seconds
+        return (
+            f"The nearest larger budget that buys time: {format_binary(size - budget.bytes)} more "
+            f"({_in_all(size, budget)}) would make a step {words.share(gain)} faster "
+            f"({_basis(plans, point, gain * best.seconds)}); others are in the table below."
+        )
     return "No larger budget is known to make a step faster."
 
 

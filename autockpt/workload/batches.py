@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autockpt.errors import WorkloadError
-from autockpt.workload.heads import TEXT, Task
+from autockpt.workload.heads import BY_HAND, TEXT, Task
 
 IGNORE = -100
 _MASKED_SHARE = 0.15
@@ -142,7 +142,4 @@ def _special_ids(config: Any) -> list[int]:
 
 
 def _no_batch(config: Any) -> WorkloadError:
-    return WorkloadError(
-        f"autockpt has no ready-made batch for {config.model_type} models",
-        remedy="Write a function that returns (model, batch) and pass it as --model package.module:function.",
-    )
+    return WorkloadError(f"autockpt has no ready-made batch for {config.model_type} models", remedy=BY_HAND)

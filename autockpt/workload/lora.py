@@ -15,6 +15,10 @@ from autockpt.workload.quantised import PACKED, is_quantised, left_whole, prepar
 from autockpt.workload.units import discover_units, modules_of
 
 ALL_LINEAR = "all-linear"
+_EXPERTS = (
+    "Adapters on experts are PEFT's target_parameters: every forward multiplies both factors out to the size of all "
+    "experts of a layer, and adds them to a copy of these. --lora-targets with attention's layers avoids it."
+)
 _NOT_PREPARED = (
     "norms, embeddings and head keep their type; where the script calls PEFT's prepare_model_for_kbit_training, which "
     "turns them to fp32, add --prepare-kbit"
@@ -85,7 +89,8 @@ def add_lora(
             f"peft cannot adapt this model: {summary(error)}",
             remedy="Correct --lora-targets or --lora-modules-to-save, or attach adapters yourself in a factory.",
         ) from None
-    return adapted, [_assumed(adapted, rank, why, dora, whole), *_experts(adapted)]
+    experts = any(type(module).__name__ == "ParamWrapper" for module in adapted.modules())
+    return adapted, [_assumed(adapted, rank, why, dora, whole), *([_EXPERTS] if experts else [])]
 
 
 def _targets(model: nn.Module, wanted: str | None) -> tuple[str | list[str] | None, str]:
@@ -116,16 +121,6 @@ def _assumed(model: nn.Module, rank: int, why: str, dora: bool, whole: list[str]
     kept = f"; {', '.join(whole)} trained whole" if whole else ""
     made_of = f"scaled by 2, no dropout, adapters in {', '.join(types)}"
     return f"{kind} of rank {rank} on {', '.join(names)}{why}: {made_of}{kept}"
-
-
-def _experts(model: nn.Module) -> list[str]:
-    """What adapters on experts cost that are one parameter a layer."""
-    if not any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
-        return []
-    return [
-        "Adapters on experts are PEFT's target_parameters: every forward multiplies both factors out to the size of "
-        "all experts of a layer, and adds them to a copy of these. --lora-targets with attention's layers avoids it."
-    ]
 
 
 def _peft_targets(model: nn.Module) -> list[str] | None:
