@@ -16,8 +16,9 @@ _HOST: dict[HostKind, str] = {
     "shared_memory": "The host's shared memory ran out: no device did",
 }
 _BY_STAGE: dict[Stage, str] = {
-    "evaluation": "It failed in evaluation, which keeps nothing for a backward pass: plans do not lower it. Use a "
-    "smaller per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not needed.",
+    "evaluation": "It failed in evaluation, which keeps nothing for a backward pass: plans do not lower it. Use "
+    "a smaller per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not "
+    "needed.",
     "loading": "It failed while the model was loaded, before any step: weights in a smaller type (bf16), sharding, or "
     "LoRA on quantised weights help there, plans for activations do not.",
 }

@@ -14,7 +14,7 @@ from rich.text import Text
 from autockpt.reporting import area
 from autockpt.reporting.area import resampled
 from autockpt.reporting.style import bullets, plain_table, shown
-from autockpt.schema import Data, DevicePeak, Graph, Op, Phase, Unit, format_binary, format_bytes, words
+from autockpt.schema import Data, DevicePeak, Graph, Op, Phase, Storage, Unit, format_binary, format_bytes, words
 from autockpt.schema.graph import Span
 from autockpt.schema.names import fold, parse_pattern, strip_prefixes
 
@@ -82,7 +82,7 @@ def summarise(graph: Graph, points: int = 240) -> GraphSummary:
         micro_batches=graph.repeated + sum((a.phase, b.phase) == ("forward", "backward") for a, b in pairwise(spans)),
         flops=graph.flops,
         resident_bytes=graph.resident_bytes,
-        saved_bytes=sum(tally.kept.values()),
+        saved_bytes=tally.kept_bytes,
         copied_bytes=sum(c.bytes * n for c, n in zip(graph.copies, graph.copied, strict=True) if c.direction == "out"),
         units=(*_rows(tally, graph.units), tally.remainder()),
         peak=_peak(graph, timeline),
@@ -99,7 +99,7 @@ class _Tally:
         self._graph = graph
         self._places: dict[tuple[str | None, str], tuple[str, ...]] = {}
         self._forward = next((s for s in spans if s.phase == "forward"), Span(phase="forward", start=0, stop=0))
-        self.kept = self._kept()
+        self.kept_bytes = sum(s.bytes for s in self._kept())
         self.saved, self.boundary = self._saved(), self._boundary()
         self.flops: dict[str, int] = defaultdict(int)
         for op, runs in zip(graph.ops, graph.runs, strict=True):
@@ -123,7 +123,7 @@ class _Tally:
         flops = self._graph.flops - sum(self.flops[b] for b in blocks)
         return UnitSummary(
             name=REMAINDER,
-            saved_bytes=sum(self.kept.values()) - sum(self.saved[b] for b in blocks),
+            saved_bytes=self.kept_bytes - sum(self.saved[b] for b in blocks),
             boundary_bytes=0,
             flops=flops,
             share=flops / max(1, self._graph.flops),
@@ -141,21 +141,17 @@ class _Tally:
             )
         return self._places[key]
 
-    def _kept(self) -> dict[int, int]:
-        """Activations made in the first forward pass and alive past its end: storage -> bytes."""
+    def _kept(self) -> list[Storage]:
+        """Activations made in the first forward pass and alive past its end."""
         start, stop = self._forward.start, self._forward.stop
-        return {
-            s.id: s.bytes
-            for s in self._graph.storages
-            if s.kind == "activation" and start <= s.birth < stop and (s.death is None or s.death >= stop)
-        }
+        made = (s for s in self._graph.storages if s.kind == "activation" and start <= s.birth < stop)
+        return [s for s in made if s.death is None or s.death >= stop]
 
     def _saved(self) -> dict[str, int]:
         saved: dict[str, int] = defaultdict(int)
-        for storage in self._graph.storages:
-            if storage.id in self.kept:
-                for unit in self._units_of(self._graph.ops[storage.birth]):
-                    saved[unit] += storage.bytes
+        for storage in self._kept():
+            for unit in self._units_of(self._graph.ops[storage.birth]):
+                saved[unit] += storage.bytes
         return saved
 
     def _boundary(self) -> dict[str, int]:
@@ -211,14 +207,14 @@ def _peak(graph: Graph, timeline: Sequence[int]) -> PeakMoment:
             by_kind[s.kind] = by_kind.get(s.kind, 0) + s.bytes
             by_owner[s.unit or REMAINDER] += s.bytes
     owner = max(by_owner, key=by_owner.__getitem__, default=REMAINDER)
-    op = graph.ops[at] if graph.ops else None
+    op = graph.ops[at] if graph.ops else Op(index=0, target="", phase="forward", module="", signature=0)
     return PeakMoment(
         bytes=graph.peak_bytes,
         op=at,
-        target=op.target if op else "",
-        phase=op.phase if op else "forward",
-        module=op.module if op else "",
-        unit=op.unit if op else None,
+        target=op.target,
+        phase=op.phase,
+        module=op.module,
+        unit=op.unit,
         by_kind=by_kind,
         owner=owner,
         owner_bytes=by_owner.get(owner, 0),

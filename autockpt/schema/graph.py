@@ -52,9 +52,7 @@ class Op(Data):
     inputs: tuple[int, ...] = Field(
         default=(), description="ids of the storages read, one per tensor argument in the order of the call"
     )
-    offsets: tuple[int, ...] = Field(
-        default=(), description="offset in elements of each tensor in `inputs`; empty: all 0"
-    )
+    offsets: tuple[int, ...] = Field(default=(), description="in elements, of each tensor in `inputs`; empty: all 0")
     outputs: tuple[TensorMeta, ...] = ()
     saves: tuple[int, ...] = Field(default=(), description="ids of storages that this op saved for backward")
     watched: bool = Field(

@@ -102,9 +102,7 @@ class Plan(Data):
     choices: dict[str, Choice] = Field(description="pattern of unit names -> choice")
     when: When | None = Field(default=None, description="the largest batch that ``choices`` were made for, where known")
     share: float | None = Field(default=None, ge=0, le=1, description="share of all batches that go by ``choices``")
-    smaller_batches: tuple[ChoiceSet, ...] = Field(
-        default=(), description="choices for smaller batches, the smallest first"
-    )
+    smaller_batches: tuple[ChoiceSet, ...] = Field(default=(), description="for smaller batches, the smallest first")
     _document: Document | None = PrivateAttr(default=None)
     _place: tuple[str | int, ...] = PrivateAttr(default=("choices",))
 

@@ -39,9 +39,7 @@ class SearchRequest(Data):
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
     start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
-    trials: int = Field(
-        default=TRIALS, gt=0, description="candidates measured at most; well-known plans are measured besides"
-    )
+    trials: int = Field(default=TRIALS, gt=0, description="candidates at most; well-known plans are measured besides")
     timeout: float | None = Field(default=None, gt=0)
     seed: int = 0
     storage: str | None = Field(default=None, description="URL of the Optuna storage; None: sqlite in the directory")
@@ -53,9 +51,7 @@ class SearchRequest(Data):
     again: bool = Field(default=False, description="measure on where the search had come to its end")
     continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
     command: tuple[str, ...] = Field(default=(), description="the exact command line")
-    notes: tuple[str, ...] = Field(
-        default=(), description="what was decided for the user, to be repeated with the answer"
-    )
+    notes: tuple[str, ...] = Field(default=(), description="decided for the user, to be repeated with the answer")
 
     @property
     def key(self) -> str:
@@ -137,9 +133,7 @@ class SearchOutcome(Data):
     dry_run: bool = False
     interrupted: bool = False
     resumed: int = Field(default=0, description="trials taken over from earlier runs of this question")
-    measured_trials: int = Field(
-        default=0, description="in all, with those of earlier runs; simulated ones where `source` is"
-    )
+    measured_trials: int = Field(default=0, description="with those of earlier runs; simulated ones where `source` is")
     stopped: str = Field(default="", description="why the search ended, in words")
     run_directory: Path | None = None
     plan_path: Path | None = Field(default=None, description="where to load the plan from")

@@ -17,9 +17,7 @@ class Prediction(Data):
     noise: ClassVar[float] = 0.0
     peak_bytes: int
     step_seconds: float | None = None
-    host_bytes: int = Field(
-        default=0, description="what offloading claims of host memory, its pool's rounding included"
-    )
+    host_bytes: int = Field(default=0, description="what offloading claims of the host, its pool's rounding included")
 
 
 class Measurement(Data):
