@@ -195,20 +195,17 @@ class _Snapshot:
         )
 
     def _grouped(self, blocks: Iterable[_Block]) -> tuple[list[BlockGroup], dict[str, int]]:
-        sums: dict[tuple[str, Frame | None], list[int]] = defaultdict(lambda: [0, 0])
+        sizes: dict[tuple[str, Frame | None], list[int]] = defaultdict(list)
         purposes: dict[str, int] = defaultdict(int)
         known: dict[tuple[int, bool], tuple[str, Frame | None]] = {}
         for block in blocks:
             same = (id(block.frames) if block.frames else 0, block.traced)
-            key = known.get(same)
-            if key is None:
+            if same not in known:
                 frames = self._stack(block.frames)
-                known[same] = key = (purpose_of(frames, recorded=block.traced), telling_frame(frames))
-            entry = sums[key]
-            entry[0] += block.size
-            entry[1] += 1
-            purposes[key[0]] += block.size
-        groups = [BlockGroup(purpose=p, frame=f, bytes=n, count=c) for (p, f), (n, c) in sums.items()]
+                known[same] = (purpose_of(frames, recorded=block.traced), telling_frame(frames))
+            sizes[known[same]].append(block.size)
+            purposes[known[same][0]] += block.size
+        groups = [BlockGroup(purpose=p, frame=f, bytes=sum(all_), count=len(all_)) for (p, f), all_ in sizes.items()]
         return sorted(groups, key=lambda g: -g.bytes), purposes
 
     def _stack(self, raw: Any) -> tuple[Frame, ...]:

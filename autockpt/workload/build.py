@@ -16,7 +16,7 @@ from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.batches import BatchMaker, has_sequences
 from autockpt.workload.configs import ConfigSource, find_config, hub_reachable, prepare, quiet
 from autockpt.workload.factory import call_factory, is_factory
-from autockpt.workload.failures import is_out_of_memory, summary
+from autockpt.workload.failures import is_out_of_memory, needed, summary
 from autockpt.workload.fastinit import fast_init
 from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.liger import apply_liger
@@ -268,13 +268,9 @@ def _eight_bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     remedy = "Use --hardware with the name of a device to plan without one, or another --optimizer."
     if parameters[0].device.type != "cuda":
         raise UsageError("the optimizer adamw8bit runs on CUDA only", remedy=remedy)
-    try:
+    missing = "the optimizer adamw8bit is bitsandbytes', which is not installed"
+    with needed(missing, f"pip install bitsandbytes. {remedy}"):
         bitsandbytes: Any = importlib.import_module("bitsandbytes")
-    except ImportError:
-        raise UsageError(
-            "the optimizer adamw8bit is bitsandbytes', which is not installed",
-            remedy=f"pip install bitsandbytes. {remedy}",
-        ) from None
     return bitsandbytes.optim.AdamW8bit(parameters)
 
 

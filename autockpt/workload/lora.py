@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec, as_option
-from autockpt.workload.failures import summary
+from autockpt.workload.failures import needed, summary
 from autockpt.workload.quantised import PACKED, is_quantised, left_whole, prepare_for_training
 from autockpt.workload.units import discover_units, modules_of
 
@@ -63,15 +63,13 @@ def add_lora(
     every linear layer in its blocks. ``whole``: names of modules that are trained as they are beside the adapters.
     Raises UsageError where PEFT is missing, WorkloadError where there is nothing to adapt.
     """
-    try:
-        with _disable_current_modes():  # tables that packages make as they are imported are no part of the step
-            from peft import LoraConfig, get_peft_model
-            from peft.import_utils import is_bnb_available
+    # tables that packages make as they are imported are no part of the step
+    with needed("--lora needs the package peft", "Install it: pip install peft"), _disable_current_modes():
+        from peft import LoraConfig, get_peft_model
+        from peft.import_utils import is_bnb_available
 
-            if is_bnb_available():
-                importlib.import_module("peft.tuners.lora.bnb")
-    except ImportError:
-        raise UsageError("--lora needs the package peft", remedy="Install it: pip install peft") from None
+        if is_bnb_available():
+            importlib.import_module("peft.tuners.lora.bnb")
     chosen, why = _targets(model, targets)
     if not chosen:
         raise WorkloadError(

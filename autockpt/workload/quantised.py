@@ -23,7 +23,7 @@ from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.configs import ConfigSource
-from autockpt.workload.failures import summary
+from autockpt.workload.failures import needed, summary
 from autockpt.workload.fastinit import fast_init
 
 _WISHES = ("load_in_4bit", "load_in_8bit", "quantization")  # of a spec: one at most
@@ -115,11 +115,8 @@ def prepare_for_training(model: nn.Module) -> str:
     Its other half, activation checkpointing of the model's own, is left off: that is what a plan decides.
     Raises UsageError where PEFT is missing.
     """
-    try:
-        with _disable_current_modes():
-            from peft import prepare_model_for_kbit_training
-    except ImportError:
-        raise UsageError("--prepare-kbit needs the package peft", remedy="Install it: pip install peft") from None
+    with needed("--prepare-kbit needs the package peft", "Install it: pip install peft"), _disable_current_modes():
+        from peft import prepare_model_for_kbit_training
     if any(map(_is_torchao, model.parameters())):
         return "PEFT's prepare_model_for_kbit_training leaves all types as they are where weights are torchao's"
     half = (torch.float16, torch.bfloat16)
@@ -170,12 +167,8 @@ def _of_torchao(settings: Mapping[str, Any]) -> Any:
 def _check_packages(*names: str) -> None:
     """Raise UsageError where a package is missing."""
     for name in names:
-        try:
+        with needed(f"quantised weights need the package {name}", f"Install it: pip install {' '.join(names)}"):
             importlib.import_module(name)
-        except ImportError:
-            raise UsageError(
-                f"quantised weights need the package {name}", remedy=f"Install it: pip install {' '.join(names)}"
-            ) from None
 
 
 def quantization_facts(model: nn.Module) -> str | None:

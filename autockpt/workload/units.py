@@ -254,7 +254,7 @@ def _is_stage(module: nn.Module) -> bool:
 def _leaf_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """For plain stacks such as ``Sequential(Linear, ReLU, Linear)``: the members of every row that repeats itself."""
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.Sequential, nn.ModuleList)) or _is_parallel(path.rpartition(".")[2]):
+        if not isinstance(module, (nn.Sequential, nn.ModuleList)) or _is_parallel(path):
             continue
         repeated = Counter(type(child) for child in module.children() if any(True for _ in child.parameters()))
         if max(repeated.values(), default=0) < 2:
