@@ -103,10 +103,8 @@ def _inside_trainer(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 def _moves_module(frames: Sequence[Frame]) -> bool:
     """``module.to(device)`` or ``cuda()`` of a module."""
-    return any(
-        path_of(f).endswith("/torch/nn/modules/module.py") and _function(f) in ("_apply", "cuda", "to", "convert")
-        for f in frames
-    )
+    of_modules = {_function(f) for f in frames if path_of(f).endswith("/torch/nn/modules/module.py")}
+    return bool(of_modules & {"_apply", "cuda", "to", "convert"})
 
 
 def is_machinery(frame: Frame) -> bool:

@@ -29,7 +29,7 @@ from autockpt.tuning.batches import search_step_batches
 from autockpt.tuning.lengths import search_step_lengths
 from autockpt.tuning.search import search_step
 from autockpt.workload import Step, nested_tensors
-from autockpt.workload.lengths import lengths_of
+from autockpt.workload.lengths import in_time, lengths_of
 
 TIMEOUT = 600.0
 """Seconds that a search at the start of training may take, by default."""
@@ -348,13 +348,8 @@ def _by_number(dataset: Any) -> bool:
 def _longest(dataset: Any, rows: int) -> tuple[list[int], int]:
     """Numbers of the longest rows, and how many were looked at: all, or as many evenly spaced ones as time allows."""
     total = len(dataset)
-    numbers = range(0, total, max(1, -(-total // ROWS)))
-    lengths: dict[int, int] = {}
-    until = time.monotonic() + _SECONDS_FOR_ROWS
-    for number in numbers:
-        lengths[number] = _elements(dataset[number])
-        if time.monotonic() > until:
-            break
+    numbers = in_time(range(0, total, max(1, -(-total // ROWS))), ROWS, _SECONDS_FOR_ROWS)
+    lengths = {number: _elements(dataset[number]) for number in numbers}
     longest = sorted(lengths, key=lambda number: -lengths[number])[:rows]
     return (longest * rows)[:rows], len(lengths)
 

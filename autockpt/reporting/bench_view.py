@@ -30,7 +30,12 @@ def print_bench(report: BenchReport, console: Console) -> None:
     if report.plain_peak_bytes is not None:
         console.print(Text(f"Saving everything peaks at {format_bytes(report.plain_peak_bytes)}"))
     for group, title in GROUPS.items():
-        _print_group(report, group, title, console)
+        table = plain_table(f"<{COLUMNS[0]}", *(f">{column}" for column in COLUMNS[1:]))
+        for line in (line for line in report.lines if line.row.group == group):
+            style = "dim" if line.row.state != "measured" else "bold" if line.row.budget else None
+            table.add_row(*_cells(line, report.plain_peak_bytes), style=style)
+        if table.rows:
+            heading(title, console, table)
     lines = {line.row.key: line for line in report.lines}
     if report.budgets:
         console.print()
@@ -43,17 +48,6 @@ def print_bench(report: BenchReport, console: Console) -> None:
     if report.directory is not None:
         console.print()
         console.print(Text(f"Written to {report.directory}: table.md, picture.svg, report.json"), soft_wrap=True)
-
-
-def _print_group(report: BenchReport, group: str, title: str, console: Console) -> None:
-    lines = [line for line in report.lines if line.row.group == group]
-    if not lines:
-        return
-    table = plain_table(f"<{COLUMNS[0]}", *(f">{column}" for column in COLUMNS[1:]))
-    for line in lines:
-        style = "dim" if line.row.state != "measured" else "bold" if line.row.budget else None
-        table.add_row(*_cells(line, report.plain_peak_bytes), style=style)
-    heading(title, console, table)
 
 
 def bench_page(report: BenchReport) -> str:
@@ -73,8 +67,7 @@ def bench_page(report: BenchReport) -> str:
         rows = [_cells(line, report.plain_peak_bytes) for line in report.lines if line.row.group == group]
         if rows:
             parts += [f"## {title}", _table(COLUMNS, rows)]
-    remarks = _remarks(report)
-    parts += ["## How", "\n".join(f"- {remark}" for remark in remarks)]
+    parts += ["## How", "\n".join(f"- {remark}" for remark in _remarks(report))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
