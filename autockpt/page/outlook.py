@@ -118,8 +118,7 @@ def changes(
         found.append(JobChange(CHUNKED, effect, asked.chunks, GHOST))
     if not tapes:
         return tuple(found)
-    tape = tapes[-1]
-    held = dict(tape.held)
+    tape, held = tapes[-1], dict(tapes[-1].held)
     moving = sum(held.get(name, 0) for name in COME_AND_GO)
     spare = budget.bytes - (now.peak_bytes if now is not None else tape.peak) if budget is not None else None
     if isinstance(batch := settings.get("batch_size"), int) and batch > 0 and moving:

@@ -13,7 +13,6 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     Task,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -144,7 +143,7 @@ class BarListener:
             console=console,
             transient=True,
         )
-        self._task: TaskID | None = None
+        self._task = self._progress.add_task("", best="", visible=False)  # until the first stage
 
     def __enter__(self) -> BarListener:
         self._progress.start()
@@ -154,18 +153,15 @@ class BarListener:
         self._progress.stop()
 
     def stage(self, name: str, total: int | None = None) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
+        self._progress.remove_task(self._task)
         self._task = self._progress.add_task(name, total=total, best="")
 
     def advance(self, steps: int = 1) -> None:
-        if self._task is not None:
-            self._progress.advance(self._task, steps)
+        self._progress.advance(self._task, steps)
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
-        if self._task is not None:
-            said = f"best {describe_numbers(best)}" if best else "nothing fits yet"
-            self._progress.update(self._task, advance=1, best=said)
+        said = f"best {describe_numbers(best)}" if best else "nothing fits yet"
+        self._progress.update(self._task, advance=1, best=said)
 
     def note(self, text: str) -> None:
         self._console.print(Text(text))

@@ -21,7 +21,7 @@ _RANGE = re.compile(r"([0-9]+)-([0-9]+)")
 _INDEX = re.compile(r"0|[1-9][0-9]*")
 _MOST_NAMES = 100_000
 # torch.compile, FSDP1 and torch's own activation-checkpoint wrapper put a component of their own at any depth
-_WRAPPED_ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+WRAPPED_ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # DDP, PEFT and Lightning's strategies stand in front
 _WRAPPED_IN_FRONT = (("module",), ("base_model", "model"), ("_forward_module",))
 
@@ -237,7 +237,7 @@ def strip_prefixes(name: str) -> str:
     ``base_model.model.model.layers.0`` and ``module._orig_mod.model.layers.0`` are both ``model.layers.0``; a wrapped
     root itself is the empty name.
     """
-    parts = tuple(p for p in name.split(".") if p not in _WRAPPED_ANYWHERE)
+    parts = tuple(p for p in name.split(".") if p not in WRAPPED_ANYWHERE)
     while front := next((f for f in _WRAPPED_IN_FRONT if parts[: len(f)] == f), None):
         parts = parts[len(front) :]
     return ".".join(parts)
